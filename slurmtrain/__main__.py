@@ -2,16 +2,16 @@
 
 import sys
 
-from slurmtrain.system import interrupts
+from slurmtrain.system import signals
 
 
 def run() -> None:
     """Run the command line of this process and exit. Ctrl-C during the imports, or after the verb, exits with 130."""
-    interrupts.leave_silently()
+    signals.leave_silently()
     from slurmtrain.cli import main  # takes a while, in which somebody may think better of it
 
     code = main()
-    interrupts.leave_silently()
+    signals.leave_silently()
     sys.exit(code)
 
 

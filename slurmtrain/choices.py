@@ -1,7 +1,7 @@
 """The words that fields of the config take where only a few are known. Imports nothing, so that every room can use them.
 
-A member is the word itself: it is compared, written and read as text. `config/fields.py` makes members of what was typed,
-and refuses all other words.
+A member is the word itself, in small letters: it is compared, written, shown and read as text.
+`config/fields.py` makes members of what was typed, and refuses all other words.
 """
 
 from __future__ import annotations
@@ -17,43 +17,6 @@ class Choice(StrEnum):
     __repr__ = str.__repr__
 
 
-class Backend(Choice):
-    """The scheduler that runs a job."""
-
-    SLURM = "slurm"
-    LOCAL = "local"
-
-
-class ContainerKind(Choice):
-    """The runtime that a container is started by."""
-
-    PYXIS = "pyxis"
-    APPTAINER = "apptainer"
-
-
-class JobKind(Choice):
-    """What the ranks run.
-
-    EVALUATE is that of the jobs which `evaluate` and eval.mode=job submit, and PREFLIGHT of those of the verb `preflight`; no
-    person types them.
-    """
-
-    TRAIN = "train"
-    COMMAND = "command"
-    PREPARE = "prepare"
-    EVALUATE = "evaluate"
-    PREFLIGHT = "preflight"
-
-
-class Launcher(Choice):
-    """The program that starts the processes of a program of the user's own on each node."""
-
-    NONE = "none"
-    TORCHRUN = "torchrun"
-    ACCELERATE = "accelerate"
-    DEEPSPEED = "deepspeed"
-
-
 class StopSignal(Choice):
     """The signal by which a program of the user's own is told to stop."""
 
@@ -62,21 +25,6 @@ class StopSignal(Choice):
     SIGHUP = "SIGHUP"
     SIGUSR1 = "SIGUSR1"
     SIGUSR2 = "SIGUSR2"
-
-
-class SnapshotMode(Choice):
-    """The code that a snapshot takes."""
-
-    AUTO = "auto"
-    CWD = "cwd"
-    NONE = "none"
-
-
-class CpMethod(Choice):
-    """What context parallelism exchanges."""
-
-    ALL_GATHER = "all_gather"
-    ULYSSES = "ulysses"
 
 
 class PpSchedule(Choice):
@@ -88,197 +36,69 @@ class PpSchedule(Choice):
     ZERO_BUBBLE = "zero_bubble"
 
 
-class ParamDtype(Choice):
-    """A type to compute in other than float32."""
-
-    BFLOAT16 = "bfloat16"
-
-
-class ReduceDtype(Choice):
-    """The type in which gradients are added up."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class GradientCompression(Choice):
-    """What replicas send in place of float32 gradients."""
-
-    NONE = "none"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    POWERSGD = "powersgd"
-
-
-class ActivationCheckpointing(Choice):
-    """From what keeps most activations to what keeps least."""
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    FULL = "full"
-
-
-class Device(Choice):
-    """The kind of device that a rank trains on."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class BestMode(Choice):
-    """Which values of a metric are good."""
-
-    MIN = "min"
-    MAX = "max"
-
-
-class ReplicaDrift(Choice):
-    """What a save does when ranks differ that should hold the same."""
-
-    REFUSE = "refuse"
-    WARN = "warn"
-
-
-class Verify(Choice):
-    """How much of a checkpoint's files is compared with their digests."""
-
-    FULL = "full"
-    SAMPLED = "sampled"
-    OFF = "off"
-
-
-class RestoreOnly(Choice):
-    """A part of a checkpoint to start from."""
-
-    MODEL = "model"
-
-
-class ExportDtype(Choice):
-    """The element type of the weights in an export."""
-
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-
-
-class Allow(Choice):
-    """What may differ between a checkpoint and the run that starts from it."""
-
-    KEYS = "keys"
-    SHAPES = "shapes"
-    DTYPES = "dtypes"
-    CONFIG = "config"
-    DATA = "data"
-
-
-class OnNonfinite(Choice):
-    """What training does about a step whose loss or gradient norm is not finite. Its update never happens."""
-
-    STOP = "stop"
-    SKIP = "skip"
-    ROLLBACK = "rollback"
-
-
-class Pruner(Choice):
-    """The rule by which a search ends trials early."""
-
-    NONE = "none"
-    MEDIAN = "median"
-    ASHA = "asha"
-
-
-class OnSpike(Choice):
-    """What training does about a loss far above those of the steps before."""
-
-    IGNORE = "ignore"
-    TELL = "tell"
-    ROLLBACK = "rollback"
-
-
-class EvalMode(Choice):
-    """Where evaluations run."""
-
-    INLINE = "inline"
-    JOB = "job"
-
-
-class RequeueMode(Choice):
-    """How a job that has stopped early goes on; see `RequeueConfig`."""
-
-    REQUEUE = "requeue"
-    RESUBMIT = "resubmit"
-    CHAIN = "chain"
-    OFF = "off"
-
-
-class RecordKind(Choice):
-    """What the records of raw data hold."""
-
-    TEXT = "text"
-    CHAT = "chat"
-
-
-class LossOn(Choice):
-    """The parts of a conversation that the model learns to write."""
-
-    ANSWERS = "answers"
-    LAST_ANSWER = "last_answer"
-    ALL = "all"
-
-
-class RawFormat(Choice):
-    """The format of raw text."""
-
-    AUTO = "auto"
-    JSONL = "jsonl"
-    PARQUET = "parquet"
-    TEXT = "text"
-    HF = "hf"
-
-
-class WandbMode(Choice):
-    """Where the numbers of a run go that Weights & Biases is to have."""
-
-    AUTO = "auto"
-    ONLINE = "online"
-    OFFLINE = "offline"
-
-
-class PreflightMode(Choice):
-    """How much is checked in the allocation before training."""
-
-    OFF = "off"
-    QUICK = "quick"
-    FULL = "full"
-
-
-class FindingKind(Choice):
-    """What the checks before training may find; each has a paragraph on the manual's page `preflight`."""
-
-    RANKS = "ranks"
-    MASTER_ADDRESS = "master_address"
-    BLOCKED_PORT = "blocked_port"
-    INTERFACE = "interface"
-    NETWORK_SPEED = "network_speed"
-    GPU_MISSING = "gpu_missing"
-    GPU_DRIVER = "gpu_driver"
-    GPU_BROKEN = "gpu_broken"
-    GPU_SLOWED = "gpu_slowed"
-    GPU_BUSY = "gpu_busy"
-    VERSIONS = "versions"
-    PACKAGES = "packages"
-    CODE = "code"
-    CONFIG = "config"
-    DATA_MISSING = "data_missing"
-    DATA_DIFFERS = "data_differs"
-    SHARED_FOLDER = "shared_folder"
-    DISK_FULL = "disk_full"
-    MEMORY = "memory"
-    CPUS = "cpus"
-    NUMA = "numa"
-    CLOCK = "clock"
-    VARIABLES = "variables"
-    SLOW_NODE = "slow_node"
-    SLOW_LINK = "slow_link"
-    BELOW_STATED = "below_stated"
+# The scheduler that runs a job
+Backend = StrEnum("Backend", "SLURM LOCAL")
+# The runtime that a container is started by
+ContainerKind = StrEnum("ContainerKind", "PYXIS APPTAINER")
+# What the ranks run. EVALUATE is that of the jobs which `evaluate` and eval.mode=job submit, and PREFLIGHT of those
+# of the verb `preflight`; no person types them.
+JobKind = StrEnum("JobKind", "TRAIN COMMAND PREPARE EVALUATE PREFLIGHT")
+# The program that starts the processes of a program of the user's own on each node
+Launcher = StrEnum("Launcher", "NONE TORCHRUN ACCELERATE DEEPSPEED")
+# The code that a snapshot takes
+SnapshotMode = StrEnum("SnapshotMode", "AUTO CWD NONE")
+# What context parallelism exchanges
+CpMethod = StrEnum("CpMethod", "ALL_GATHER ULYSSES")
+# A type to compute in other than float32
+ParamDtype = StrEnum("ParamDtype", "BFLOAT16")
+# The type in which gradients are added up
+ReduceDtype = StrEnum("ReduceDtype", "FLOAT32 BFLOAT16")
+# What replicas send in place of float32 gradients
+GradientCompression = StrEnum("GradientCompression", "NONE BF16 FP16 POWERSGD")
+# From what keeps most activations to what keeps least
+ActivationCheckpointing = StrEnum("ActivationCheckpointing", "NONE SELECTIVE FULL")
+# The kind of device that a rank trains on
+Device = StrEnum("Device", "AUTO CPU CUDA")
+# Which values of a metric are good
+BestMode = StrEnum("BestMode", "MIN MAX")
+# What a save does when ranks differ that should hold the same
+ReplicaDrift = StrEnum("ReplicaDrift", "REFUSE WARN")
+# How much of a checkpoint's files is compared with their digests
+Verify = StrEnum("Verify", "FULL SAMPLED OFF")
+# A part of a checkpoint to start from
+RestoreOnly = StrEnum("RestoreOnly", "MODEL")
+# The element type of the weights in an export
+ExportDtype = StrEnum("ExportDtype", "FLOAT32 FLOAT16 BFLOAT16")
+# What may differ between a checkpoint and the run that starts from it
+Allow = StrEnum("Allow", "KEYS SHAPES DTYPES CONFIG DATA")
+# What training does about a step whose loss or gradient norm is not finite. Its update never happens.
+OnNonfinite = StrEnum("OnNonfinite", "STOP SKIP ROLLBACK")
+# The rule by which a search ends trials early
+Pruner = StrEnum("Pruner", "NONE MEDIAN ASHA")
+# What training does about a loss far above those of the steps before
+OnSpike = StrEnum("OnSpike", "IGNORE TELL ROLLBACK")
+# Where evaluations run
+EvalMode = StrEnum("EvalMode", "INLINE JOB")
+# How a job that has stopped early goes on; see `RequeueConfig`
+RequeueMode = StrEnum("RequeueMode", "REQUEUE RESUBMIT CHAIN OFF")
+# What the records of raw data hold
+RecordKind = StrEnum("RecordKind", "TEXT CHAT")
+# The parts of a conversation that the model learns to write
+LossOn = StrEnum("LossOn", "ANSWERS LAST_ANSWER ALL")
+# The format of raw text
+RawFormat = StrEnum("RawFormat", "AUTO JSONL PARQUET TEXT HF")
+# Where the numbers of a run go that Weights & Biases is to have
+WandbMode = StrEnum("WandbMode", "AUTO ONLINE OFFLINE")
+# How much is checked in the allocation before training
+PreflightMode = StrEnum("PreflightMode", "OFF QUICK FULL")
+# What the checks before training may find; each has a paragraph on the manual's page `preflight`
+FindingKind = StrEnum(
+    "FindingKind",
+    "RANKS MASTER_ADDRESS BLOCKED_PORT INTERFACE NETWORK_SPEED GPU_MISSING GPU_DRIVER GPU_BROKEN "
+    "GPU_SLOWED GPU_BUSY VERSIONS PACKAGES CODE CONFIG DATA_MISSING DATA_DIFFERS SHARED_FOLDER DISK_FULL "
+    "MEMORY CPUS NUMA CLOCK VARIABLES SLOW_NODE SLOW_LINK BELOW_STATED",
+)
+
+for _kind in list(globals().values()):
+    if isinstance(_kind, type) and issubclass(_kind, StrEnum) and _kind is not StrEnum:
+        _kind.__repr__ = str.__repr__  # type: ignore[method-assign]

@@ -1,54 +1,73 @@
 """Save and restore of a whole training state by all ranks, under the commit protocol. It knows nothing of the trainer.
 
-`Checkpointer` is what users hold. To save (`save.pipeline`): objects -> tensors by name and plain JSON (`state`) -> which
-rank writes what (`save.plan`) -> a copy in host memory (`save.staging`) -> training goes on, while a thread does the rest
-(`save.job`): write and digest (`format.blocks`), check that nothing is missing (`format.tensor_index`), commit
-(`store.commit`), read back, and remove checkpoints that are no longer kept (`store.retention`). To restore
-(`restore.restorer`): differences are refused (`restore.compatibility`), and everything is verified before it is loaded
-(`restore.reader`).
+`Checkpointer` is what users hold. To save: objects -> tensors by name and plain JSON (`state`) -> which rank writes what
+(`save.plan`) -> a copy in host memory (`save.staging`) -> training goes on, while a thread does the rest (`save.job`):
+write and digest (`format.blocks`), check that nothing is missing (`format.tensor_index`), commit (`store.commit`), read
+back, and remove checkpoints that are no longer kept (`store.retention`). To restore (`restore.restorer`): differences are
+refused (`restore.compatibility`), and everything is verified before it is loaded (`restore.reader`).
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
+import operator
 import os
 import threading
+import time
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import module_state, state
-from slurmtrain.checkpoint.node_copies.copies import NodeCopies, node_name
+from slurmtrain.checkpoint import module_state, optimizer_state, state
+from slurmtrain.checkpoint.format.directory import committed, newest_committed_step, step_of
+from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
+from slurmtrain.checkpoint.node_copies import NodeCopies, NodesDestination
 from slurmtrain.checkpoint.ranks import RankGroup, RankGroups
 from slurmtrain.checkpoint.restore import compatibility
 from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest
+from slurmtrain.checkpoint.save.destination import Destination
 from slurmtrain.checkpoint.save.finite import not_finite
+from slurmtrain.checkpoint.save.job import SaveJob
 from slurmtrain.checkpoint.save.pending_save import PendingSave, SaveResult
-from slurmtrain.checkpoint.save.pipeline import SavePipeline, SaveSettings
-from slurmtrain.checkpoint.save.staging import Staging
-from slurmtrain.checkpoint.store import shared_directory
-from slurmtrain.checkpoint.store.fencing import Incarnation
+from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
+from slurmtrain.checkpoint.save.staging import Image, Staging
+from slurmtrain.checkpoint.store import commit, retention, shared_directory
+from slurmtrain.checkpoint.store.fencing import Incarnation, check_fence
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.choices import ReplicaDrift, Verify
-from slurmtrain.errors import CheckpointError, nearest
+from slurmtrain.errors import (
+    CheckpointError,
+    DiscardedError,
+    LostPeersError,
+    NonFiniteError,
+    SupersededError,
+    nearest,
+)
+from slurmtrain.slurm.environment import own_node_name
 from slurmtrain.system.logs import show_error
 
 if TYPE_CHECKING:
-    from slurmtrain.checkpoint.store.mirror_upload import MirrorUploader
+    from slurmtrain.checkpoint.store.mirror import MirrorUploader
 
 log = logging.getLogger(__name__)
-
-VERIFY = tuple(Verify)
-ON_REPLICA_DRIFT = tuple(ReplicaDrift)
 
 
 class Checkpointer:
     """The checkpoints in one directory, written and read by all ranks of a process group together.
+
+    At most one save is in flight. It is an error to train on when several in a row have failed.
 
     Args:
         directory: shared by all ranks; final names are `checkpoint_<step>`.
@@ -68,10 +87,20 @@ class Checkpointer:
             save; "warn" says so once, and of ranks that should hold the same the lowest always writes all of it, alone.
         mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed
             checkpoints are copied there in the background, and fetched from there if the directory has none.
-        local: a folder that each node has for itself, as in /dev/shm: the newest save is copied there, too, and to the
-            next node, and is restored from there while it is newer than the directory's.
+        local: a folder that each node has for itself, as in /dev/shm: the newest save is copied there, too, and a restart
+            in place, on the same nodes, restores it from there while it is newer than the directory's.
         node: name of this rank's node, whose ranks read files together; None: the host's, with `local` first SLURM's.
         on_ending: called by the writing thread of every rank when a save is committed or has failed.
+
+    Attributes:
+        lost: why a save that a script had begun when it ended was lost.
+        last_committed_step: step of the last checkpoint that was committed or restored.
+        sound_step: set by a training that looks at its numbers: the newest step that is known to be sound. The newest
+            checkpoint of at most this step is never removed to make room for newer ones, which may be from after a trouble
+            that nobody has noticed yet. None: not known.
+        unchecked_step: the first step of which that is not known yet; None: nobody looks, or all are known. Checkpoints of
+            this step and of later ones are not removed to make room. A training that finds out steps later whether a step
+            was sound sets it after `sound_step`: else it may lose the checkpoint that turns out to be the last sound one.
 
     Raises:
         CheckpointError: on every rank: a newer incarnation of the run has used the directory, the ranks were given
@@ -97,44 +126,58 @@ class Checkpointer:
         node: str | None = None,
         on_ending: Callable[[SaveResult | CheckpointError], None] = lambda ending: None,
     ):
-        _check_is_one_of("verify", verify, VERIFY)
-        _check_is_one_of("on_replica_drift", on_replica_drift, ON_REPLICA_DRIFT)
+        _check_is_one_of("verify", verify, tuple(Verify))
+        _check_is_one_of("on_replica_drift", on_replica_drift, tuple(ReplicaDrift))
         shared_directory.check_has_all_ranks(group)
         self.directory = Path(directory)
-        self.lost: CheckpointError | None = None  # why a save that a script had begun when it ended was lost
+        self._keep, self._read_back = keep, verify != Verify.OFF
+        self._asynchronous, self._max_failures = asynchronous, max_failures
+        self._refuse_drift, self._on_ending = on_replica_drift == ReplicaDrift.REFUSE, on_ending
         json_config = shared_directory.config_as_json(config or {})
 
         ranks = self._ranks = RankGroup(group)
-        host = node or (node_name() if local else None)
-        hosts = shared_directory.agree_on_directory(ranks, self.directory, host)
-        groups = RankGroups.make(ranks, hosts)
+        hosts = shared_directory.agree_on_directory(ranks, self.directory, node or (own_node_name() if local else None))
+        groups = self._groups = RankGroups.make(ranks, hosts)
         claimed = shared_directory.claim_together(ranks, self.directory, incarnation)
         ranks.all_do(lambda: shared_directory.register_user(self, self.directory, incarnation))
         identity = self._identity = CheckpointIdentity(self.directory, claimed, run_id, json_config)
-        uploader: MirrorUploader | None = None
+        self._uploader: MirrorUploader | None = None
         if mirror:
-            from slurmtrain.checkpoint.store.mirror_upload import MirrorUploader
+            from slurmtrain.checkpoint.store.mirror import MirrorUploader
 
-            uploader = MirrorUploader(mirror, ranks, identity, keep)
+            self._uploader = MirrorUploader(mirror, ranks, identity, keep)
         shared_directory.check_is_shared(ranks, self.directory, claimed)
-
-        copies = self._node_copies = NodeCopies(ranks, identity, Path(local), hosts) if local else None
-        staging = Staging()
-        settings = SaveSettings(
-            keep=keep,
-            read_back=verify != Verify.OFF,
-            asynchronous=asynchronous,
-            max_failures=max_failures,
-            refuse_drift=on_replica_drift == ReplicaDrift.REFUSE,
-            on_ending=on_ending,
-        )
-        self._saves = SavePipeline(groups, identity, staging, uploader, copies, settings)
+        self._node_copies = NodeCopies(ranks, identity, Path(local), hosts) if local else None
+        self._staging = Staging()
         self._restorer = Restorer(
-            groups, identity, staging.borrow, uploader, copies, changed=frozenset(changed), verify=verify
+            groups,
+            identity,
+            self._staging.borrow,
+            self._uploader,
+            self._node_copies,
+            changed=frozenset(changed),
+            verify=verify,
         )
+        self.lost: CheckpointError | None = None
+        self.last_committed_step: int | None = None
+        self.sound_step: int | None = None
+        self.unchecked_step: int | None = None
+        self._writer = threading.Thread()  # of the last save; this one has ended
+        self._discard, self._hurried, self._closed = threading.Event(), threading.Event(), False
+        self._pending: PendingSave | None = None
+        self._plan: SavePlan | None = None
+        self._checked_objects: tuple[Any, ...] | None = None  # those that were last found restorable
+        self._saves_begun = 0  # the same on all ranks
+        self._failures_in_a_row = 0
+        self._drift_reported = False
+        self._node_failure = ""  # why the last copy on the nodes failed, so that it is reported once
+        self._last_size = 0  # bytes of the newest checkpoint
+        self._non_finite_from_start: set[str] = set()  # parameters that may stay so
         # Registered to run before Python's own thread pools end, which the writing needs; `atexit` comes after that.
         register = getattr(threading, "_register_atexit", atexit.register)
         register(_close, weakref.ref(self), os.getpid())
+
+    # Saving, as the thread that trains sees it.
 
     def save(
         self,
@@ -169,8 +212,7 @@ class Checkpointer:
             CheckpointError: on every rank: the state cannot be saved at all, or `max_failures` saves have failed in a
                 row.
         """
-        _unclosed.add(self)
-        return self._saves.save(step, objects, per_rank, metrics)
+        return self._begin_save(step, objects, per_rank, metrics or {}, on_nodes_only=False)
 
     def save_local(self, step: int, *, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> PendingSave:
         """Copy `objects` to the nodes (`local`) as the state after `step` optimiser steps. All ranks call it together.
@@ -183,19 +225,128 @@ class Checkpointer:
         """
         if self._node_copies is None:
             raise CheckpointError("there is no folder on the nodes to save in", hint="Checkpointer(local='/dev/shm')")
+        return self._begin_save(step, objects, per_rank, {}, on_nodes_only=True)
+
+    def _begin_save(
+        self,
+        step: int,
+        objects: Mapping[str, Any],
+        per_rank: Mapping[str, Any] | None,
+        metrics: Mapping[str, Any],
+        *,
+        on_nodes_only: bool,
+    ) -> PendingSave:
+        begun = time.monotonic()
+        if self._closed:
+            raise CheckpointError(f"step {step} cannot be saved: the Checkpointer is closed", hint="create a new one")
         _unclosed.add(self)
-        return self._saves.save(step, objects, per_rank, None, on_nodes_only=True)
+        self._end_previous()
+        numbers: dict[str, float] = {}
+        plain: dict[str, Any] = {}
+        own = b""
+        tensors: dict[str, Tensor] | CheckpointError
+        try:
+            step, numbers = _step(step), _numbers(metrics)
+            own_objects = state.per_rank_objects(per_rank)
+            tensors, plain = state.flatten(objects)
+            own_tensors, own_plain = state.flatten(own_objects)
+            tensors.update(own_tensors)
+            own = json.dumps(own_plain).encode()
+            self._check_restorable(objects, own_objects, tensors)
+        except Exception as error:  # it may be of somebody's state_dict; the others must hear of it
+            tensors = self._ranks.explain(error)
+        plan = self._make_plan(tensors, objects)
+        assert not isinstance(tensors, CheckpointError)
+        if plan is not self._plan:
+            self._prepare_buffer(plan, training=True)
+            self._plan = plan
+        trained = module_state.trained_parameters(objects).keys() | optimizer_state.optimizer_tensors(objects)
+        image: Image | CheckpointError
+        try:
+            image = self._staging.stage(
+                plan,
+                tensors,
+                own,
+                guarded=optimizer_state.changed_by_optimizers(objects) if self._asynchronous else frozenset(),
+                optimizers=optimizer_state.waiting_optimizers(objects),
+                number=self._saves_begun,
+            )
+        except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
+            image = self._ranks.explain(error)
+        self._saves_begun += 1
+        self._discard.clear()
+        job = SaveJob(
+            ranks=self._groups.writing,
+            identity=self._identity,
+            step=step,
+            plan=plan,
+            image=image,
+            plain=plain,
+            optimizers={key for key, value in objects.items() if isinstance(value, Optimizer)},
+            metrics=numbers,
+            finite=trained - self._non_finite_from_start,
+            discard=self._discard,
+            refuse_drift=self._refuse_drift,
+            report_drift=not self._drift_reported,
+        )
+        pending = self._pending = PendingSave(step, begun, on_nodes_only=on_nodes_only)
+        pending.stall_s = time.monotonic() - begun
+        self._writer = threading.Thread(
+            target=self._carry_out, args=(job, pending), name="checkpoint-writer", daemon=True
+        )
+        self._writer.start()
+        if not self._asynchronous:
+            saved = self.wait()
+            pending.stall_s = saved.stall_s if saved is not None else time.monotonic() - begun
+        return pending
 
-    def remove_local(self) -> None:
-        """Remove the copies on the nodes, since the run has ended or leaves them. All ranks call it together."""
-        if self._node_copies is not None:
-            self._saves.wait_idle()
-            self._node_copies.remove(self._ranks)
+    def _check_restorable(
+        self, objects: Mapping[str, Any], own_objects: Mapping[str, Any], tensors: Collection[str]
+    ) -> None:
+        """Check that the objects can be restored, once for the same objects with the same names.
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is being written, so that `save_local` would not wait. Ranks may differ for a moment."""
-        return self._saves.idle
+        The check takes longer than listing the objects.
+        """
+        found = (tuple((key, id(value)) for key, value in {**objects, **own_objects}.items()), tuple(tensors))
+        if found != self._checked_objects:
+            state.check(objects, own_objects)
+            self._checked_objects = found
+
+    def _make_plan(self, tensors: dict[str, Tensor] | CheckpointError, objects: Mapping[str, Any]) -> SavePlan:
+        return make_plan(
+            tensors,
+            self._ranks,
+            self._plan,
+            of_first=lambda: module_state.buffers(objects),
+            not_compared=lambda: module_state.broadcast_buffers(objects),
+            lowest_writes=not self._refuse_drift,
+        )
+
+    def _prepare_buffer(self, plan: SavePlan, *, training: bool) -> None:
+        if self._node_copies is not None:  # before the buffer is allocated, while what is left can be seen
+            staging_bytes = None if training else self._staging.missing_bytes(plan.data_end)
+            self._node_copies.expect(plan.data_end, staging_bytes)
+        self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._groups.on_host.size))
+
+    def _end_previous(self) -> None:
+        """Wait for the save in flight, and count it if it failed: its state is saved again with the next save."""
+        self._wait_for_writer()
+        if self._pending is None:
+            return
+        step, most = self._pending.step, self._max_failures
+        try:
+            self.wait()
+        except (LostPeersError, SupersededError):
+            raise  # the group cannot be used any more, and another attempt has a new one; or no later save can be committed
+        except CheckpointError as error:
+            if most and self._failures_in_a_row >= most:
+                kind = NonFiniteError if isinstance(error, NonFiniteError) else CheckpointError
+                raise kind(
+                    f"{self._failures_in_a_row} saves in a row have failed, the last of step {step}: {error.message}",
+                    hint=error.hint or "checkpoint.max_failures says how many are put up with",
+                ) from None
+
+    # What becomes of a save.
 
     def wait(self, timeout_s: float | None = None) -> SaveResult | None:
         """Wait for the commit of the save in flight, if there is one.
@@ -203,70 +354,101 @@ class Checkpointer:
         Raises:
             CheckpointError: the save failed, on every rank; the older checkpoints are as they were.
         """
-        return self._saves.wait(timeout_s)
+        pending = self._pending
+        if pending is None:
+            return None
+        try:
+            saved = pending.result(timeout_s)
+        except CheckpointError as error:
+            if pending.on_nodes_only and not isinstance(error, (LostPeersError, SupersededError)):
+                return None  # it has been reported, and is no checkpoint of the directory
+            raise
+        finally:
+            if pending.done():
+                self._count(pending)
+        return None if pending.on_nodes_only else saved
+
+    def _count(self, pending: PendingSave) -> None:
+        """Count a save that has ended, once, as a success or as one more failure."""
+        self._pending = None
+        if pending.on_nodes_only:
+            return
+        if pending.error is None:
+            self._failures_in_a_row = 0
+            self.last_committed_step = pending.step
+        elif not isinstance(pending.error, DiscardedError):
+            self._failures_in_a_row += 1
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being written, so that `save_local` would not wait. Ranks may differ for a moment."""
+        return not self._writer.is_alive()
+
+    @property
+    def in_flight(self) -> int | None:
+        """The step whose save is neither committed nor failed yet. Ranks may differ for a moment."""
+        return self._pending.step if self._pending is not None and not self._pending.done() else None
+
+    @property
+    def last_step(self) -> int | None:
+        """The newest step that was saved, is being saved, or was restored."""
+        if self._pending is not None and self._pending.error is None and not self._pending.on_nodes_only:
+            return self._pending.step
+        return self.last_committed_step
 
     def wait_staged(self) -> None:
         """Wait until the copy that is written to disk is complete, so that parameters may be changed."""
-        self._saves.wait_staged()
+        self._staging.wait()
 
     def hurry(self) -> None:
         """Leave everything that a commit does not need to the next incarnation, since the job is to stop.
 
         That is reading back and cleaning up.
         """
-        self._saves.hurry()
+        self._hurried.set()
 
     def discard(self) -> None:
         """Give up the save in flight, unless it is already being committed. All ranks call it together."""
-        self._saves.discard()
-
-    @property
-    def in_flight(self) -> int | None:
-        """The step whose save is neither committed nor failed yet. Ranks may differ for a moment."""
-        return self._saves.in_flight
-
-    @property
-    def sound_step(self) -> int | None:
-        """The newest step that is known to be sound; None: not known.
-
-        The newest checkpoint of at most this step is never removed to make room for newer ones, which may be from after a
-        trouble that nobody has noticed yet. A training that looks at its numbers sets it.
-        """
-        return self._saves.soundness.sound_step
-
-    @sound_step.setter
-    def sound_step(self, step: int | None) -> None:
-        self._saves.soundness = self._saves.soundness._replace(sound_step=step)
-
-    @property
-    def unchecked_step(self) -> int | None:
-        """The first step of which it is not known yet whether it is sound; None: nobody looks, or all are known.
-
-        Checkpoints of this step and of later ones are not removed to make room. A training that finds out steps later
-        whether a step was sound sets it after `sound_step`: else it may lose the checkpoint that turns out to be the last
-        sound one.
-        """
-        return self._saves.soundness.unchecked_step
-
-    @unchecked_step.setter
-    def unchecked_step(self, step: int | None) -> None:
-        self._saves.soundness = self._saves.soundness._replace(unchecked_step=step)
-
-    def set_soundness(self, soundness: Soundness) -> None:
-        """Set `sound_step` and `unchecked_step` at once."""
-        self._saves.soundness = soundness
+        self._discard.set()
+        if self._pending is not None:
+            self._pending.wait()
+            self._count(self._pending)
 
     def remove_newer(self, step: int) -> None:
         """Remove the checkpoints of later steps than `step`, to which training has gone back. All ranks call it together.
 
         Copies of them in the mirror are removed, too.
         """
-        self._saves.remove_newer(step)
+        self._wait_idle()
 
-    @property
-    def last_step(self) -> int | None:
-        """The newest step that was saved, is being saved, or was restored."""
-        return self._saves.last_step
+        def remove() -> int | None:
+            check_fence(self.directory, self._identity.incarnation)
+            for path in committed(self.directory):
+                if step_of(path) > step:
+                    remove_checkpoint(path, self._identity.incarnation.order)
+            return newest_committed_step(self.directory)
+
+        self.last_committed_step = self._ranks.on_rank_0(remove)  # not that of a copy on the nodes
+        if self._uploader is not None:
+            self._uploader.remove_newer(self._ranks, step)
+
+    def remove_local(self) -> None:
+        """Remove the copies on the nodes, since the run has ended or leaves them. All ranks call it together."""
+        if self._node_copies is not None:
+            self._wait_idle()
+            self._node_copies.remove()
+
+    def _wait_idle(self) -> None:
+        """Wait until nothing is being written, read back or cleaned up; how the save in flight ends has been reported."""
+        with suppress(CheckpointError):
+            self.wait()
+        self._wait_for_writer()
+
+    def _wait_for_writer(self, timeout_s: float | None = None) -> bool:
+        """Wait for the writing thread; return False if it has not ended after `timeout_s` seconds."""
+        if self._writer.is_alive():
+            self._writer.join(timeout_s)
+        return not self._writer.is_alive()
 
     def close(self, grace_s: float | None = None) -> None:
         """Finish the save in flight, and end the thread.
@@ -279,11 +461,114 @@ class Checkpointer:
         Raises:
             CheckpointError: the save in flight failed.
         """
+        self._closed = True
+        deadline = None if grace_s is None else time.monotonic() + grace_s
+
+        def left() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+        if grace_s is not None:
+            self.hurry()
         try:
-            self._saves.close(grace_s)
+            if self._pending is not None and grace_s is not None and not self._pending.wait(grace_s):
+                self._discard.set()
+            else:
+                self.wait()
         finally:
             shared_directory.unregister_user(self.directory, self._identity.incarnation)
+            if self._uploader is not None:
+                if grace_s is None:
+                    self._wait_for_writer()
+                self._uploader.close(self._ranks, left())
+            if self._wait_for_writer(left()):
+                self._staging.release()
+                self._groups.writing.end()
         _unclosed.discard(self)
+
+    # The writing thread.
+
+    def _carry_out(self, job: SaveJob, pending: PendingSave) -> None:
+        """Write and commit; then do what only the next save waits for."""
+        if pending.on_nodes_only:
+            pending.decide(self._copy_to_nodes(job, pending))
+            return
+        ending = self._write(job, Destination(self._identity), pending)
+        # What fails after the commit must not leave anybody waiting for it.
+        try:
+            self._report(job, ending)  # before anybody who waits for the commit may end the process
+        except Exception:
+            traceback.print_exc()
+        pending.decide(ending)
+        hopeless = isinstance(ending, (LostPeersError, SupersededError, DiscardedError))
+        try:
+            copied = self._node_copies is not None and not hopeless
+            if copied and not self._groups.writing.maximum(int(self._hurried.is_set())):
+                self._copy_to_nodes(job, pending)
+            if isinstance(ending, SaveResult):
+                self._finish(job, ending)
+        except LostPeersError:
+            pass  # the next save says so
+        except Exception:
+            traceback.print_exc()
+
+    def _write(self, job: SaveJob, destination: Destination, pending: PendingSave) -> SaveResult | CheckpointError:
+        try:
+            path, self._last_size = job.write(destination, self._last_size)
+            seconds = time.monotonic() - pending.begun
+            stall_s = pending.stall_s + job.waited_s if self._asynchronous else seconds
+            return SaveResult(path, job.step, seconds, stall_s, self._last_size)
+        except CheckpointError as error:
+            return error
+        except BaseException as error:  # a bug of ours must not look like a save that never ends
+            traceback.print_exc()
+            return CheckpointError(f"{type(error).__name__}: {error}")
+
+    def _copy_to_nodes(self, job: SaveJob, pending: PendingSave) -> SaveResult | CheckpointError:
+        """Make a copy on the nodes, and report an error: training goes on without."""
+        assert self._node_copies is not None
+        ending = self._write(replace(job), NodesDestination(self._node_copies), pending)
+        failure = ending.message if isinstance(ending, CheckpointError) else ""
+        if self._ranks.rank == 0 and failure not in ("", self._node_failure) and not isinstance(ending, DiscardedError):
+            log.warning("step %d was not copied to the nodes: %s", job.step, failure)
+        self._node_failure = failure
+        return ending
+
+    def _report(self, job: SaveJob, ending: SaveResult | CheckpointError) -> None:
+        if job.drift and isinstance(ending, SaveResult):
+            self._drift_reported = True
+            log.warning(job.drift)
+        if isinstance(ending, DiscardedError):
+            return
+        if isinstance(ending, CheckpointError) and self._asynchronous and self._ranks.rank == 0:
+            log.warning("the save of step %d failed, older checkpoints are as they were: %s", job.step, ending.message)
+        self._on_ending(ending)
+
+    def _finish(self, job: SaveJob, saved: SaveResult) -> None:
+        """Read back what was committed; if it is sound, copy it to the mirror and remove what is no longer kept."""
+        ranks, path, in_a_hurry = self._groups.writing, saved.path, self._hurried.is_set
+        unchecked_step = self.unchecked_step  # read first, since it is set last: so the two steps fit
+        soundness = Soundness(self.sound_step, unchecked_step)
+
+        def prune() -> None:
+            if not in_a_hurry():
+                check_fence(self.directory, self._identity.incarnation)
+                order = self._identity.incarnation.order
+                retention.prune(self.directory, self._keep, order, spare=[saved.step], soundness=soundness)
+
+        try:
+            damage = job.read_back(path, contents=self._read_back, in_a_hurry=in_a_hurry)
+            if damage and ranks.rank == 0:
+                log.warning("%s is not what was written and was set aside: %s", path.name, "; ".join(damage))
+            if damage == []:
+                if self._uploader is not None and not ranks.maximum(int(in_a_hurry())):
+                    self._uploader.soundness = soundness
+                    self._uploader.offer(ranks, path, job.names)
+                ranks.on_rank_0(prune)
+        except CheckpointError as error:
+            if ranks.rank == 0 and not in_a_hurry():
+                log.warning("older checkpoints than %s are kept: %s", path.name, error.message)
+
+    # Restoring.
 
     def restore(
         self,
@@ -317,15 +602,16 @@ class Checkpointer:
         """
         compatibility.check_allowed(allow)
         self._ranks.all_do(lambda: state.refuse_loose_tensors({**objects, **(per_rank or {})}))
-        self._saves.wait_idle()
+        self._wait_idle()
         non_finite = self._ranks.all_do(lambda: not_finite(module_state.trained_parameters(objects)))
         own_objects = {} if as_start else state.per_rank_objects(per_rank)
         asked_for = Path(path) if path is not None else None
         restored = self._restorer.restore(RestoreRequest(objects, own_objects, asked_for, allow, as_start, at_most))
         if restored is not None and path is None and not restored.origin:  # a copy on the nodes is lost with them
-            self._saves.last_committed_step = restored.step
+            self.last_committed_step = restored.step
         if restored is None or not as_start:
-            self._saves.reserve(objects, per_rank, restored_size=restored.size if restored is not None else None)
+            self._last_size = restored.size if restored is not None else self._last_size
+            self._reserve(objects, per_rank)
         if restored is not None and at_most is None and self._ranks.rank == 0:
             log.info(restored.sentence)
             plain = [
@@ -340,13 +626,55 @@ class Checkpointer:
         # What was not finite before anything was trained is meant to be so, unless only the restore has filled it.
         if self._ranks.maximum(int(bool(non_finite))):
             non_finite &= self._ranks.all_do(lambda: not_finite(module_state.trained_parameters(objects)))
-            self._saves.non_finite_from_start |= non_finite
+            self._non_finite_from_start |= non_finite
         return restored
+
+    def _reserve(self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None) -> None:
+        """Reserve host memory and check the disk space for the first save, before the first step."""
+
+        def expect() -> dict[str, Tensor]:
+            own_objects = state.per_rank_objects(per_rank)
+            tensors, _ = state.flatten({**objects, **own_objects})
+            self._check_restorable(objects, own_objects, tensors)
+            return {**tensors, **optimizer_state.expected_optimizer_state(objects)}
+
+        # If all state exists already, as after a restore, this is the first save's plan.
+        plan = self._plan = self._make_plan(self._ranks.all_do(expect), objects)
+        self._prepare_buffer(plan, training=False)
+        size = max(self._last_size, plan.total_bytes)
+        self._ranks.on_rank_0(partial(commit.check_space, self.directory, size))
 
 
 def _check_is_one_of(name: str, value: str, known: Collection[str]) -> None:
     if value not in known:
         raise CheckpointError(f"{name}={value!r} is not known", hint=nearest(str(value), known))
+
+
+def _step(step: object) -> int:
+    """Return `step` as a plain int, since numpy's numbers cannot be written into a manifest.
+
+    Raises:
+        CheckpointError: it is no number, or below zero, where no reader would find it.
+    """
+    try:
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError(
+            f"step={step!r} is not a number of optimiser steps", hint="give the steps done so far: 0, 1, 2 and so on"
+        )
+    return number
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise CheckpointError(f"metrics[{name!r}] is {value!r}, which is no number") from None
+    return found
 
 
 # Those that have saved and were not closed, or have lost a save: the end of the process needs them, even where a script has

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from slurmtrain.checkpoint.export import Exported, InMemory, opened
+from slurmtrain.checkpoint.export import Exported, opened
 from slurmtrain.checkpoint.hf_folder import MODE, check_folder, publish_folder
 from slurmtrain.errors import CheckpointError
 from slurmtrain.system.files import fsync_directory, temporary_beside
@@ -59,9 +59,8 @@ def export_dcp(
 
         def read(name: str) -> Tensor:
             entry = entries[in_checkpoint[name]]
-            output = InMemory([entry])
-            checkpoint.copy(output, progress, {in_checkpoint[name]: entry})
-            return output.tensors[name]
+            ((_, tensor),) = checkpoint.tensors(progress, {in_checkpoint[name]: entry})
+            return tensor
 
         try:
             temporary.mkdir(mode=MODE)

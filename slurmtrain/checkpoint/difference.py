@@ -1,103 +1,277 @@
-"""The tensors that differ between two checkpoints, independent of the layouts that wrote them. Imports no torch."""
+"""What differs between two checkpoints: ours, whatever layouts wrote them, or files of other programs.
+
+Those are .safetensors, and files of torch.save: these are read with weights_only, so that they run no code, and what needs
+more than that is named, and not compared. torch is imported for files of other programs alone.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from slurmtrain.checkpoint.format.directory import MANIFEST
 from slurmtrain.checkpoint.format.index_file import read_whole_index
 from slurmtrain.checkpoint.format.manifest import read_manifest
-from slurmtrain.checkpoint.format.tensor_index import Box, BoxLocation, Index, TensorFacts
+from slurmtrain.checkpoint.format.tensor_index import Box, Index, TensorFacts
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.checkpoint.tensor_difference import TensorDifference
 from slurmtrain.errors import CheckpointError
 
 PIECE_BYTES = 64 * 2**20  # bytes of a tensor that are compared in one go
+SAFETENSORS, TORCH_FILES = ".safetensors", (".pt", ".pth", ".bin", ".ckpt")
+Bits = NDArray[np.void]  # elements of a tensor, whatever their type
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor that differs between two checkpoints.
+
+    Attributes:
+        relative: the largest absolute difference, divided by the largest absolute value of both; infinite where the two
+            cannot be compared by numbers.
+        why: "values", or what makes them incomparable: "only in the first", "another shape or type".
+    """
+
+    name: str
+    relative: float = math.inf
+    why: str = "values"
+
+    def described(self) -> str:
+        """Return how it differs, in words."""
+        return f"by {self.relative:.1e} relative" if self.why == "values" and math.isfinite(self.relative) else self.why
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a checkpoint; `read` returns a box of it."""
+
+    facts: TensorFacts
+    read: Callable[[Box], Bits]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a checkpoint that is compared by itself: a file of another program, what all ranks share, or a rank's own.
+
+    Attributes:
+        same_if_equal: two parts with equal values have the same tensors; None: not known.
+    """
+
+    tensors: Mapping[str, _Stored]
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    same_if_equal: Any = None
 
 
 def differing_tensors(a: Path, b: Path, of: str = "model") -> list[str]:
-    """Return the names of the tensors of the object `of` whose bits, shape or type differ, or that only one checkpoint has.
+    """Return the names of the tensors of the object `of` whose bits, shape or type differ, or that only one of ours has.
 
     Raises:
         CheckpointError: a checkpoint is damaged.
     """
     with retention.reading(a), retention.reading(b):
-        left, right = _Saved.open(a), _Saved.open(b)
-        if (left.index.tables, left.index.digests) == (right.index.tables, right.index.digests):
-            return []
-        facts = [saved.tensors(of) for saved in (left, right)]
-        return [
-            name
-            for name in sorted({*facts[0], *facts[1]})
-            if facts[0].get(name) != facts[1].get(name) or not _equal(left, right, name, facts[0][name])
-        ]
+        left, right = (_parts_of_ours(path)[""]() for path in (a, b))
+        found = _compare_tensors(left, right, prefix=f"{of}.")
+    return sorted(each.name for each in found)
+
+
+def size_of(path: Path, of: str = "model") -> int:
+    """Return the bytes of the tensors of the object `of` in a checkpoint of ours."""
+    shared = _parts_of_ours(path)[""]()
+    return sum(stored.facts.nbytes for name, stored in shared.tensors.items() if name.startswith(f"{of}."))
 
 
 def differences(a: Path, b: Path) -> tuple[list[TensorDifference], list[str]]:
-    """Compare everything in two checkpoints.
+    """Compare everything in two checkpoints, each of ours, or a file or a folder of files of another program.
 
     Returns:
-        The tensors that differ, those of each rank's own last, by name; and the names of the plain values that differ.
+        The tensors that differ, and the names of the plain values that do, by file; of ours, what ranks have for themselves
+            is compared for the ranks that both have.
 
     Raises:
-        CheckpointError: a checkpoint is damaged.
+        CheckpointError: a checkpoint is damaged, or has no file that can be read.
     """
-    with retention.reading(a), retention.reading(b):
-        left, right = _Saved.open(a), _Saved.open(b)
-        state = plain_differences(read_manifest(a).state, read_manifest(b).state)
-        if (left.index.tables, left.index.digests) == (right.index.tables, right.index.digests):
-            return [], state
-        tensors = _tensor_differences(left, right, None)
-        for file in sorted({*left.index.tables} & {*right.index.tables}):
-            tensors += _tensor_differences(left, right, file)
-            state += [f"{file}: {name}" for name in plain_differences(left.own_state(file), right.own_state(file))]
-        return tensors, state
+    tensors: list[TensorDifference] = []
+    state: list[str] = []
+    compared, refused = 0, ""
+    with ExitStack() as stack:
+        ours = all((path / MANIFEST).is_file() for path in (a, b))
+        if ours:
+            stack.enter_context(retention.reading(a))
+            stack.enter_context(retention.reading(b))
+        parts = [_parts_of_ours(path) if ours else _parts_of_others(path) for path in (a, b)]
+        for name in sorted({*parts[0], *parts[1]}):
+            if name not in parts[0] or name not in parts[1]:
+                if not ours:
+                    state.append(f"{name} (only in the {'second' if name not in parts[0] else 'first'})")
+                continue
+            try:
+                left, right = (each[name]() for each in parts)
+            except CheckpointError as error:
+                refused = refused or error.message
+                continue
+            compared += 1
+            shown = f"{name}: " if name else ""
+            tensors += [
+                TensorDifference(shown + found.name, found.relative, found.why)
+                for found in _compare_tensors(left, right)
+            ]
+            missing = object()
+            state += [
+                shown + key
+                for key in dict.fromkeys([*left.plain, *right.plain])
+                if key not in left.tensors.keys() | right.tensors.keys()
+                and not _same(left.plain.get(key, missing), right.plain.get(key, missing))
+            ]
+    if not compared:
+        raise CheckpointError(refused or f"{a} has no file of safetensors or of torch.save")
+    return tensors, state
 
 
-def plain_differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """Return the dotted names of the plain values that differ between two objects of JSON."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        names = dict.fromkeys([*a, *b])
-        return [
-            each
-            for name in names
-            for each in plain_differences(a.get(name), b.get(name), f"{where}.{name}".lstrip("."))
-        ]
-    return [] if json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True) else [where]
+# What there is to compare.
 
 
-def _tensor_differences(left: _Saved, right: _Saved, own_file: str | None) -> list[TensorDifference]:
-    facts = [saved.index.facts if own_file is None else saved.index.own_facts(own_file) for saved in (left, right)]
-    shown = "" if own_file is None else f"{own_file}: "
+def _parts_of_ours(path: Path) -> dict[str, Callable[[], _Part]]:
+    """Return what all ranks share, by the name "", and what each has for itself, by the name of its file."""
+    manifest = read_manifest(path)
+    index = read_whole_index(path, manifest)
+
+    def shared() -> _Part:
+        tensors = _stored(path, index, index.facts, None)
+        return _Part(tensors, dict(_flat(manifest.state)), same_if_equal=(index.tables, index.digests))
+
+    def own(file: str) -> _Part:
+        begin, length = index.own_state(file)
+        try:
+            with (path / file).open("rb") as opened:
+                opened.seek(begin)
+                plain = dict(_flat(json.loads(opened.read(length) or b"null")))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path / file} cannot be read: {error}") from None
+        same = (index.tables[file], index.digests[file])
+        return _Part(_stored(path, index, index.own_facts(file), file), plain, same_if_equal=same)
+
+    return {"": shared, **{file: partial(own, file) for file in index.tables}}
+
+
+def _stored(path: Path, index: Index, facts: Mapping[str, TensorFacts], own_file: str | None) -> dict[str, _Stored]:
+    def read(name: str, wanted: Box) -> Bits:
+        result = np.empty(wanted.size, dtype=f"V{facts[name].itemsize}")
+        for source in index.find({name: wanted}, own_file)[name]:
+            overlap = wanted.intersection(source.box)
+            if overlap is not None:
+                held = _mapped(path / source.file, source.offset, source.box.size, facts[name].itemsize)
+                result[overlap.within(wanted)] = held[overlap.within(source.box)]
+        return result
+
+    return {name: _Stored(fact, partial(read, name)) for name, fact in sorted(facts.items())}
+
+
+def _parts_of_others(path: Path) -> dict[str, Callable[[], _Part]]:
+    """Return the files of another program's checkpoint, by their names in its folder."""
+    if path.is_file():
+        return {"": partial(_of_file, path)}
+    found = (each for each in sorted(path.rglob("*")) if each.suffix in (SAFETENSORS, *TORCH_FILES))
+    files = [each for each in found if each.is_file() and not each.is_symlink()]
+    return {str(each.relative_to(path)): partial(_of_file, each) for each in files}
+
+
+def _of_file(path: Path) -> _Part:
+    import torch
+
+    from slurmtrain.checkpoint.format.dtypes import dtype_name
+    from slurmtrain.checkpoint.safetensors_files import tensors_of
+
+    def facts(shape: tuple[int, ...], dtype: torch.dtype) -> TensorFacts:
+        return TensorFacts(shape, dtype_name(dtype), dtype.itemsize)
+
+    def part_of(whole: Bits, box: Box) -> Bits:
+        return whole[box.within(Box.whole(whole.shape))]
+
+    if path.suffix == SAFETENSORS:
+        stored = tensors_of(path)
+        mapped = {name: _mapped(path, each.begin, each.shape, each.dtype.itemsize) for name, each in stored.items()}
+        return _Part(
+            {
+                name: _Stored(facts(each.shape, each.dtype), partial(part_of, mapped[name]))
+                for name, each in stored.items()
+            }
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an older pickle: what it cannot read is an error
+            plain = dict(_flat(torch.load(path, map_location="cpu", weights_only=True)))
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        first = str(error).strip().splitlines()[:1]
+        raise CheckpointError(f"{path.name} is not read with weights_only: {' '.join(first)[:200]}") from None
+    tensors = {}
+    for name, value in list(plain.items()):
+        if isinstance(value, torch.Tensor):
+            flat = plain.pop(name).detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            whole = flat.view(f"V{value.itemsize}").reshape(tuple(value.shape))
+            tensors[name] = _Stored(facts(tuple(value.shape), value.dtype), partial(part_of, whole))
+    return _Part(tensors, plain)
+
+
+def _mapped(file: Path, offset: int, shape: tuple[int, ...], itemsize: int) -> Bits:
+    size = math.prod(shape) * itemsize
+    found: NDArray[np.uint8] = np.memmap(file, np.uint8, "r", offset, (size,)) if size else np.empty(0, np.uint8)
+    return found.view(f"V{itemsize}").reshape(shape)
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in dicts and lists by dotted name; a list of numbers is one value."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _flat(each, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list | tuple) and not all(isinstance(each, int | float) for each in value):
+        for index, each in enumerate(value):
+            yield from _flat(each, f"{name}.{index}".lstrip("."))
+    else:
+        yield name, value
+
+
+# How it differs.
+
+
+def _same(a: Any, b: Any) -> bool:
+    nan = isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)
+    return a is b or nan or (type(a) is type(b) and bool(a == b))
+
+
+def _compare_tensors(a: _Part, b: _Part, prefix: str = "") -> list[TensorDifference]:
+    """Return the tensors that differ, of those whose names begin with `prefix`."""
+    if a.same_if_equal is not None and a.same_if_equal == b.same_if_equal:
+        return []
     found = []
-    for name in sorted({*facts[0], *facts[1]}):
-        one, other = facts[0].get(name), facts[1].get(name)
+    for name in dict.fromkeys([*a.tensors, *b.tensors]):
+        if not name.startswith(prefix):
+            continue
+        one, other = a.tensors.get(name), b.tensors.get(name)
         if one is None or other is None:
-            found.append(TensorDifference(shown + name, why=f"only in the {'second' if one is None else 'first'}"))
-        elif one != other:
-            found.append(TensorDifference(shown + name, why="another shape or type"))
-        elif not _equal(left, right, name, one, own_file):
-            found.append(TensorDifference(shown + name, _relative_difference(left, right, name, one, own_file)))
+            kind = "a tensor in one of them only" if name in {**a.plain, **b.plain} else None
+            found.append(TensorDifference(name, why=kind or f"only in the {'second' if one is None else 'first'}"))
+        elif one.facts != other.facts:
+            found.append(TensorDifference(name, why="another shape or type"))
+        elif any(one.read(piece).tobytes() != other.read(piece).tobytes() for piece in _pieces(one.facts)):
+            found.append(TensorDifference(name, _relative_difference(one, other)))
     return found
 
 
-def _relative_difference(left: _Saved, right: _Saved, name: str, fact: TensorFacts, own_file: str | None) -> float:
+def _relative_difference(a: _Stored, b: _Stored) -> float:
     """Return the largest absolute difference / the largest absolute value; infinite for types without a distance."""
-    whole = Box.whole(fact.shape)
-    sources = [saved.index.find({name: whole}, own_file)[name] for saved in (left, right)]
     largest = scale = 0.0
-    for piece in _pieces(fact):
-        one, other = (
-            as_numbers(saved.read(name, source, piece, fact.itemsize).tobytes(), fact.dtype)
-            for saved, source in zip((left, right), sources, strict=True)
-        )
+    for piece in _pieces(a.facts):
+        one, other = (as_numbers(each.read(piece).tobytes(), each.facts.dtype) for each in (a, b))
         if one is None or other is None:
             return math.inf
         with np.errstate(invalid="ignore"):  # infinite values
@@ -117,66 +291,13 @@ def as_numbers(data: bytes, dtype: str) -> NDArray[np.float64] | None:
     return np.frombuffer(data, kinds[dtype]).astype(np.float64) if dtype in kinds else None
 
 
-def size_of(path: Path, of: str = "model") -> int:
-    """Return the bytes of the tensors of the object `of`."""
-    return sum(fact.nbytes for fact in _Saved.open(path).tensors(of).values())
-
-
-@dataclass(frozen=True)
-class _Saved:
-    path: Path
-    index: Index
-
-    @classmethod
-    def open(cls, path: Path) -> _Saved:
-        return cls(path, read_whole_index(path, read_manifest(path)))
-
-    def tensors(self, of: str) -> dict[str, TensorFacts]:
-        return {name: fact for name, fact in self.index.facts.items() if name.startswith(f"{of}.") and not fact.own}
-
-    def own_state(self, file: str) -> Any:
-        """Return the plain state of the rank that wrote `file`, such as that of Python's random numbers.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
-        begin, length = self.index.own_state(file)
-        try:
-            with (self.path / file).open("rb") as opened:
-                opened.seek(begin)
-                return json.loads(opened.read(length) or b"null")
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.path / file} cannot be read: {error}") from None
-
-    def read(self, name: str, sources: Sequence[BoxLocation], box: Box, itemsize: int) -> NDArray[np.void]:
-        """Return the part `box` of a tensor, assembled from what the files hold of it."""
-        result = np.empty(box.size, dtype=f"V{itemsize}")
-        for source in sources:
-            overlap = box.intersection(source.box)
-            if overlap is None:
-                continue
-            held = np.memmap(self.path / source.file, np.uint8, "r", source.offset, (source.box.numel * itemsize,))
-            whole = held.view(f"V{itemsize}").reshape(source.box.size)
-            result[overlap.within(box)] = whole[overlap.within(source.box)]
-        return result
-
-
-def _equal(left: _Saved, right: _Saved, name: str, fact: TensorFacts, own_file: str | None = None) -> bool:
-    whole = Box.whole(fact.shape)
-    sources = [saved.index.find({name: whole}, own_file)[name] for saved in (left, right)]
-    return all(
-        left.read(name, sources[0], piece, fact.itemsize).tobytes()
-        == right.read(name, sources[1], piece, fact.itemsize).tobytes()
-        for piece in _pieces(fact)
-    )
-
-
-def _pieces(fact: TensorFacts) -> Iterator[Box]:
+def _pieces(facts: TensorFacts) -> Iterator[Box]:
     """Yield boxes that cut the tensor along its first dimension."""
-    if not fact.shape:
-        yield Box.whole(fact.shape)
+    if not facts.shape:
+        yield Box.whole(facts.shape)
         return
-    row = math.prod(fact.shape[1:]) * fact.itemsize
+    row = math.prod(facts.shape[1:]) * facts.itemsize
     rows = max(1, PIECE_BYTES // max(1, row))
-    for first in range(0, fact.shape[0], rows):
-        yield Box((first, *[0] * (len(fact.shape) - 1)), (min(rows, fact.shape[0] - first), *fact.shape[1:]))
+    for first in range(0, facts.shape[0], rows):
+        size = (min(rows, facts.shape[0] - first), *facts.shape[1:])
+        yield Box((first, *[0] * (len(facts.shape) - 1)), size)

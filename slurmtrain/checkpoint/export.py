@@ -1,8 +1,7 @@
 """Export the tensors of one object of a checkpoint to a file that other programs read: safetensors, or torch.save.
 
-The rank files are read block by block, in parallel, each byte once. A block is compared with its digest and then copied
-to its place in the output, so a .safetensors file of any size takes the memory of a few blocks. The output's name does
-not exist before all of it was verified and is on the disk.
+The tensors are read as for a restore, digests included, some of them at a time, so that a .safetensors file of any size
+takes the memory of some tensors. The output's name does not exist before all of it was verified and is on the disk.
 """
 
 from __future__ import annotations
@@ -11,27 +10,23 @@ import json
 import logging
 import os
 import shutil
-import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
-from slurmtrain.checkpoint.format.directory import INDEX
 from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, check_types, dtype_name, dtype_of
 from slurmtrain.checkpoint.format.index_file import read_whole_index
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
-from slurmtrain.checkpoint.format.tensor_index import Box, BoxLocation, Index, TensorFacts
+from slurmtrain.checkpoint.format.tensor_index import Box, Index, TensorFacts
 from slurmtrain.checkpoint.host_memory import available_memory
-from slurmtrain.checkpoint.restore.reader import need_of
+from slurmtrain.checkpoint.restore.reader import bytes_of, read_whole
 from slurmtrain.checkpoint.save.finite import bytes_are_finite
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.errors import CheckpointError, UsageError, nearest
@@ -41,6 +36,7 @@ SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 ALIGNMENT = 8  # alignment of the data in a safetensors file
 NAMES_SHOWN = 8  # of tensors whose values are not finite
+BATCH_BYTES, BLOCKS_OF_FILE = 4 << 30, 4
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +71,13 @@ class Entry:
 
 
 class Output(Protocol):
-    """A file format to which bytes of tensors can be written in any order, from several threads."""
+    """A file format to which tensors can be written in any order."""
 
-    def write(self, entry: Entry, offset: int, data: memoryview) -> None:
-        """Write `data`, the bytes of the tensor from its byte `offset` on."""
+    def write(self, entry: Entry, tensor: Tensor) -> None:
+        """Write a tensor of the entry's shape and element type."""
 
     def finish(self) -> None:
-        """Write everything to the disk, after all bytes were passed to `write`."""
+        """Write everything to the disk, after all tensors were passed to `write`."""
 
 
 def export(
@@ -99,7 +95,7 @@ def export(
         out: ends in .safetensors, or in .pt or .pth: a dict of tensors, for torch.load(weights_only=True).
         dtype: dtype to convert floating-point tensors to.
         force: replace `out` if it exists.
-        progress: called with the number of bytes of every block read, from any thread.
+        progress: called with the number of bytes of every tensor read.
 
     Raises:
         UsageError: `out` or `only` are not valid.
@@ -117,7 +113,8 @@ def export(
                     if out.suffix in SAFETENSORS
                     else TorchOutput(descriptor, entries)
                 )
-                checkpoint.copy(output, progress)
+                for entry, tensor in checkpoint.tensors(progress):
+                    output.write(entry, tensor)
                 output.finish()
                 os.fsync(descriptor)
                 size = os.fstat(descriptor).st_size
@@ -150,10 +147,45 @@ class OpenCheckpoint:
         """What an export says of where it comes from."""
         return {"step": str(self.manifest.step), "run_id": str(self.manifest.run_id)}
 
-    def copy(self, output: Output, progress: Callable[[int], None], entries: Mapping[str, Entry] | None = None) -> None:
-        """Write all tensors, or some of them, to `output`. Raises as `copy_tensors`."""
-        chosen = self.entries if entries is None else entries
-        copy_tensors(self.path, self.manifest, self.index, chosen, output, progress)
+    def tensors(
+        self, progress: Callable[[int], None], entries: Mapping[str, Entry] | None = None
+    ) -> Iterator[tuple[Entry, Tensor]]:
+        """Yield all tensors, or those of `entries` (by name in the checkpoint), in the element types of their entries.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or a value is too large for its type.
+        """
+        not_finite = []
+        for batch in self._batches(self.entries if entries is None else entries):
+            found = read_whole(self.path, self.index, self.manifest, batch)
+            for name, entry in batch.items():
+                tensor = found.pop(name)
+                if not bytes_are_finite(bytes_of(tensor), entry.saved):
+                    not_finite.append(entry.name)
+                progress(tensor.nbytes)
+                yield entry, in_type(entry, tensor)
+        # Parameters that are trained never are, in a checkpoint; buffers, such as masks, may be meant to be so.
+        if not_finite:
+            shown, more = sorted(not_finite)[:NAMES_SHOWN], len(not_finite) - NAMES_SHOWN
+            log.warning(
+                "values that are not finite (NaN or infinite) are exported as they are, in %s%s",
+                ", ".join(shown),
+                f" and {more} more tensors" if more > 0 else "",
+            )
+
+    def _batches(self, entries: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:
+        """Divide entries into batches that are read at once: some blocks of each file, of which few are then read twice."""
+        size = min(BATCH_BYTES, BLOCKS_OF_FILE * BLOCK_BYTES * len(self.index.tables))
+        batch: dict[str, Entry] = {}
+        held = 0
+        for name, entry in entries.items():
+            batch[name] = entry
+            held += Box.whole(entry.shape).numel * entry.saved.itemsize
+            if held >= size:
+                yield batch
+                batch, held = {}, 0
+        if batch:
+            yield batch
 
 
 @contextmanager
@@ -216,134 +248,6 @@ def _publish(temporary: Path, out: Path, *, force: bool) -> None:
     fsync_directory(out.parent)
 
 
-# From the rank files to the output.
-
-
-@dataclass(frozen=True)
-class ExportPiece:
-    """A box of a tensor, in the bytes `begin` to `end` of a rank file."""
-
-    entry: Entry
-    box: Box
-    begin: int
-    end: int
-
-
-def copy_tensors(
-    path: Path,
-    manifest: Manifest,
-    index: Index,
-    entries: Mapping[str, Entry],
-    output: Output,
-    progress: Callable[[int], None],
-) -> None:
-    """Write all `entries`, which are by name in the checkpoint, to `output`.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-    """
-    found = index.find({name: Box.whole(entry.shape) for name, entry in entries.items()})
-    pieces: dict[str, list[ExportPiece]] = {}
-    for name, sources in found.items():
-        for source in sources:
-            piece = _piece(entries[name], source, manifest)
-            pieces.setdefault(source.file, []).append(piece)
-    for inside in pieces.values():
-        inside.sort(key=lambda piece: piece.begin)
-    stopped = threading.Event()
-    not_finite: set[str] = set()
-
-    def work(block: tuple[str, int]) -> None:
-        if stopped.is_set():
-            return
-        file, number = block
-        data = _read_block(path, file, number, manifest.files[file].size, index.digests[file])
-        begin = number * BLOCK_BYTES
-        inside = pieces[file]
-        for piece in inside[bisect_right(inside, begin, key=lambda piece: piece.end) :]:
-            if piece.begin >= begin + len(data):
-                break
-            if not _is_finite(piece, data, begin):
-                not_finite.add(piece.entry.name)
-            _scatter(piece, data, begin, output)
-        progress(len(data))
-
-    ranges = [(file, piece.begin, piece.end) for file, inside in pieces.items() for piece in inside]
-    with blocks.threads() as pool:
-        try:
-            for _ in pool.map(
-                work, [(file, number) for file, numbers in need_of(ranges).items() for number in numbers]
-            ):
-                pass
-        finally:
-            stopped.set()  # leaving the pool waits for what is queued
-    # Parameters that are trained never are, in a checkpoint; buffers, such as masks, may be meant to be so.
-    if not_finite:
-        shown, more = sorted(not_finite)[:NAMES_SHOWN], len(not_finite) - NAMES_SHOWN
-        log.warning(
-            "values that are not finite (NaN or infinite) are exported as they are, in %s%s",
-            ", ".join(shown),
-            f" and {more} more tensors" if more > 0 else "",
-        )
-
-
-def _is_finite(piece: ExportPiece, data: memoryview, begin: int) -> bool:
-    """Return whether the part of `piece` in a block that begins at byte `begin` of its file has finite numbers only."""
-    low, high = max(piece.begin, begin), min(piece.end, begin + len(data))
-    return bytes_are_finite(data[low - begin : high - begin], piece.entry.saved)
-
-
-def _piece(entry: Entry, source: BoxLocation, manifest: Manifest) -> ExportPiece:
-    end = source.offset + source.box.numel * entry.saved.itemsize
-    record = manifest.files.get(source.file)
-    if record is None or not 0 <= source.offset < end <= record.size or source.offset % entry.saved.itemsize:
-        raise CheckpointError(
-            f"{INDEX} is damaged: it says that {entry.name} lies at byte {source.offset} of {source.file!r}"
-        )
-    return ExportPiece(entry, source.box, source.offset, end)
-
-
-_local = threading.local()
-
-
-def _read_block(path: Path, file: str, number: int, size: int, digests: bytes) -> memoryview:
-    """Read one block into this thread's buffer, and verify it."""
-    if not hasattr(_local, "buffer"):
-        _local.buffer = memoryview(bytearray(BLOCK_BYTES))
-    data: memoryview = _local.buffer[: min(BLOCK_BYTES, size - number * BLOCK_BYTES)]
-    try:
-        descriptor = blocks.open_file(path / file)
-        try:
-            found = blocks.digest_block(descriptor, number, size, [data])
-        finally:
-            os.close(descriptor)
-    except (OSError, EOFError) as error:
-        raise CheckpointError(
-            f"{path.name}: {file} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    if found != blocks.digest_at(digests, number):
-        raise CheckpointError(f"{path.name} is damaged: {file} is not what was written: its digest differs")
-    return data
-
-
-def _scatter(piece: ExportPiece, data: memoryview, begin: int, output: Output) -> None:
-    """Write to `output` the part of `piece` that lies in the block `data`, which begins at byte `begin` of its file."""
-    entry = piece.entry
-    low, high = max(piece.begin, begin), min(piece.end, begin + len(data))
-    part = _converted(entry, data[low - begin : high - begin])
-    first, last = ((byte - piece.begin) // entry.saved.itemsize for byte in (low, high))
-    itemsize = entry.dtype.itemsize
-    for at, start, stop in runs(piece.box, entry.shape, first, last):
-        output.write(entry, at * itemsize, part[start * itemsize : stop * itemsize])
-
-
-def _converted(entry: Entry, data: memoryview) -> memoryview:
-    if entry.dtype == entry.saved:
-        return data
-    values = torch.frombuffer(data, dtype=entry.saved)
-    return in_type(entry, values).view(torch.uint8).numpy().data
-
-
 def in_type(entry: Entry, values: Tensor) -> Tensor:
     """Return values in the element type of an entry. Raises CheckpointError if one is too large for it."""
     if values.dtype == entry.dtype:
@@ -355,30 +259,6 @@ def in_type(entry: Entry, values: Tensor) -> Tensor:
             hint="bfloat16 has the range of float32",
         )
     return converted
-
-
-def runs(box: Box, shape: Sequence[int], first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Yield elements `first` to `last` of a box, as stretches that are contiguous in the whole tensor.
-
-    Yields:
-        The element of the tensor at which a stretch begins; the stretch's first and last element, counted from `first`.
-    """
-    # Trailing dimensions that the box has whole, and the one before them, lie together.
-    length, outer = 1, 0
-    for dimension in reversed(range(len(shape))):
-        length *= box.size[dimension]
-        outer = dimension
-        if box.size[dimension] != shape[dimension]:
-            break
-    strides = [Box.whole(shape[dimension + 1 :]).numel for dimension in range(len(shape))]
-    origin = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
-    numbers = np.arange(first // length, (last - 1) // length + 1)
-    begins = np.full(len(numbers), origin, dtype=np.int64)
-    for dimension, coordinate in enumerate(np.unravel_index(numbers, box.size[:outer]) if outer else ()):
-        begins += coordinate * strides[dimension]
-    for number, begin in zip(numbers.tolist(), begins.tolist(), strict=True):
-        start, stop = max(first, number * length), min(last, (number + 1) * length)
-        yield begin + start - number * length, start - first, stop - first
 
 
 # The outputs.
@@ -421,44 +301,29 @@ class SafetensorsOutput:
         os.ftruncate(descriptor, self._data_start + position)
         blocks.write_all(descriptor, memoryview(len(text).to_bytes(8, "little") + text), 0)
 
-    def write(self, entry: Entry, offset: int, data: memoryview) -> None:
-        blocks.write_all(self._descriptor, data, self._data_start + self._begins[entry.name] + offset)
+    def write(self, entry: Entry, tensor: Tensor) -> None:
+        blocks.write_all(self._descriptor, bytes_of(tensor), self._data_start + self._begins[entry.name])
 
     def finish(self) -> None:
         """Do nothing, since everything is already written."""
 
 
-class InMemory:
-    """An output that keeps whole tensors in memory.
-
-    Attributes:
-        tensors: by name in the output.
-    """
-
-    def __init__(self, entries: Sequence[Entry]):
-        self.tensors = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for entry in entries}
-        self._bytes = {name: tensor.reshape(-1).view(torch.uint8).numpy().data for name, tensor in self.tensors.items()}
-
-    def write(self, entry: Entry, offset: int, data: memoryview) -> None:
-        self._bytes[entry.name][offset : offset + len(data)] = data
-
-    def finish(self) -> None:
-        """Do nothing, since everything is already there."""
-
-
-class TorchOutput(InMemory):
-    """A file of torch.save, for which whole tensors are assembled in memory first."""
+class TorchOutput:
+    """A file of torch.save, for which all tensors are kept in memory first."""
 
     def __init__(self, descriptor: int, entries: Sequence[Entry]):
         size, left = sum(entry.nbytes for entry in entries), available_memory()
         if left is not None and size > left:
             raise CheckpointError(
                 f"torch.save needs the whole file in memory: {size / 1e9:.2f} GB, and {left / 1e9:.2f} GB are left",
-                hint="export to a .safetensors file, which needs only a few blocks of memory",
+                hint="export to a .safetensors file, which needs the memory of a few tensors",
             )
-        super().__init__(entries)
         self._descriptor = descriptor
+        self._tensors: dict[str, Tensor] = {}
+
+    def write(self, entry: Entry, tensor: Tensor) -> None:
+        self._tensors[entry.name] = tensor
 
     def finish(self) -> None:
         with os.fdopen(self._descriptor, "wb", closefd=False) as file:
-            torch.save(self.tensors, file)
+            torch.save(self._tensors, file)

@@ -1,12 +1,11 @@
 """A folder of weights as save_pretrained of transformers writes it: config.json, one or several safetensors files, an index.
 
-The bytes of tensors may come in any order and from several threads; they go straight to their places, so that a folder of
-any size takes no memory. The folder has its name when all of it is on the disk, and does not exist before.
+Tensors may come in any order; they go straight to their places, so that a folder of any size takes no memory. The folder
+has its name when all of it is on the disk, and does not exist before.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -15,10 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.export import Entry, Exported, Output, SafetensorsOutput, in_type
+from slurmtrain.checkpoint.export import Entry, Exported, Output, SafetensorsOutput
 from slurmtrain.checkpoint.safetensors_files import INDEX, SINGLE
 from slurmtrain.errors import CheckpointError, UsageError
 from slurmtrain.system.files import fsync_directory, temporary_beside, write_synced
@@ -26,7 +24,6 @@ from slurmtrain.system.files import fsync_directory, temporary_beside, write_syn
 CONFIG = "config.json"
 MADE_BY_EXPORTS = (CONFIG, "adapter_config.json", ".metadata")  # one of them is in each folder of an export
 SHARD_BYTES = 5_000_000_000  # as transformers: "5GB"
-PUBLISH_TRIES = 20  # while others replace the same folder
 MODE = 0o777  # the umask decides who reads it
 
 
@@ -47,7 +44,7 @@ def write_hf_folder(
 
     Args:
         entries: the tensors, by the names of transformers, in the order in which they fill the files.
-        write: writes the bytes of all entries to the output that it is given; see `write_tensor`.
+        write: writes all entries to the output that it is given.
         config: the contents of config.json.
         files: further files by name: those of the tokenizer, generation_config.json.
         about: entries of the header of each file of tensors.
@@ -76,17 +73,6 @@ def write_hf_folder(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Exported(out, len(entries), size)
-
-
-def write_tensor(output: Output, entry: Entry, tensor: Tensor) -> None:
-    """Write a whole tensor to the output of `write_hf_folder`, in the element type of its entry.
-
-    Raises:
-        CheckpointError: a value is too large for that type.
-    """
-    values = in_type(entry, tensor.detach().cpu()).contiguous()
-    if values.numel():
-        output.write(entry, 0, values.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def check_folder(out: Path, *, force: bool) -> None:
@@ -118,7 +104,7 @@ def split(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
 
 
 class _Shards:
-    """The files of a folder, all of them open: a block of a checkpoint may hold parts of several."""
+    """The files of a folder, all of them open."""
 
     def __init__(self, folder: Path, entries: Sequence[Entry], about: Mapping[str, str], shard_bytes: int, single: str):
         self._descriptors: list[int] = []
@@ -153,8 +139,8 @@ class _Shards:
                 os.close(descriptor)
         self._descriptors = []
 
-    def write(self, entry: Entry, offset: int, data: memoryview) -> None:
-        self._outputs[entry.name].write(entry, offset, data)
+    def write(self, entry: Entry, tensor: Tensor) -> None:
+        self._outputs[entry.name].write(entry, tensor)
 
     def finish(self) -> None:
         for descriptor in self._descriptors:
@@ -174,32 +160,17 @@ def json_bytes(values: Mapping[str, Any]) -> bytes:
 
 
 def publish_folder(temporary: Path, out: Path, *, force: bool) -> None:
-    """Give the folder its name; one that is replaced is moved aside first, since no folder is renamed over another.
-
-    Another export may do the same at this moment: its folder is replaced, too, and the last one stays.
-    """
-    replaced: list[Path] = []
+    """Give the folder its name; one that is replaced is moved aside first, since no folder is renamed over another."""
+    aside = temporary.with_name(f"{temporary.name}.old")
+    if force and out.is_dir():
+        out.rename(aside)
     try:
-        for tries_left in reversed(range(PUBLISH_TRIES)):
-            if force and out.is_dir():
-                aside = temporary.with_name(f"{temporary.name}.old{tries_left}")
-                with suppress(FileNotFoundError):  # the other one has just moved it aside
-                    out.rename(aside)
-                    replaced.append(aside)
-            try:
-                temporary.rename(out)  # over an empty folder at most
-                break
-            except OSError as error:
-                if not force or error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not tries_left:
-                    raise
+        temporary.rename(out)  # over an empty folder at most
     except OSError:
-        if replaced:
-            with suppress(OSError):  # there is one by now
-                replaced[-1].rename(out)
+        if aside.is_dir() and not out.exists():
+            aside.rename(out)
         raise
-    finally:
-        for aside in replaced:
-            shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
     fsync_directory(out.parent)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint.module_state import parameter_names
-from slurmtrain.checkpoint.optimizer_checks import plain_optimizer, waits_before_steps
 from slurmtrain.checkpoint.plain_values import decoded, encode
 from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 
@@ -23,6 +22,51 @@ OWN_WAY = "own"  # marks what an optimiser has given by a state_dict of its own 
 _MOMENTS = {"SGD": 1, "Adagrad": 1, "Adadelta": 2, "RMSprop": 3, "Rprop": 2, "Adafactor": 1, "Muon": 1}
 # Settings of how a step is computed, which belong to this run's layout and device, not to the checkpoint's.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
+
+def plain_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimiser whose groups and state a mere wrapper (Accelerate's) shows as its own."""
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer) and inner.state is optimizer.state and inner.param_groups is optimizer.param_groups:
+        return plain_optimizer(inner)
+    return optimizer
+
+
+def _inner_optimizer(optimizer: Optimizer) -> str | None:
+    """Return the name of the attribute in which `optimizer` has another one (SAM, Lookahead)."""
+    return next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
+
+
+def has_own_state_dict(optimizer: Optimizer) -> bool:
+    """Return whether the state is what the optimiser's own state_dict() says, not `state` and `param_groups` alone."""
+    hooks = (getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post"))
+    overridden = type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer)
+    return overridden or any(hooks)
+
+
+def waits_before_steps(optimizer: Optimizer) -> bool:
+    """Return whether nothing but a step that runs torch's hooks changes what `optimizer` owns, as far as can be known."""
+    hooked = hasattr(optimizer, "_optimizer_step_pre_hooks") and getattr(type(optimizer).step, "hooked", False)
+    return bool(hooked) and _inner_optimizer(optimizer) is None and not has_own_state_dict(optimizer)
+
+
+def check_optimizer(key: str, optimizer: Optimizer) -> None:
+    """Check that what is saved of an optimiser is all of its state.
+
+    Raises:
+        CheckpointError: the optimiser keeps state elsewhere.
+    """
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        raise CheckpointError(
+            f"{key} is a ZeroRedundancyOptimizer, which keeps another part of its state on every rank, in no state_dict",
+            hint="shard the optimiser with the model: torch.distributed.fsdp.fully_shard (FSDP2)",
+        )
+    inner = _inner_optimizer(optimizer)
+    if inner is not None and not has_own_state_dict(optimizer):
+        raise CheckpointError(
+            f"{key} ({type(optimizer).__name__}) keeps another optimiser in .{inner}, whose state its state_dict() leaves out",
+            hint="give it a state_dict() and a load_state_dict() that have all of the state, that of the inner one included",
+        )
 
 
 def flatten_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:

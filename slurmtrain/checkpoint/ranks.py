@@ -1,11 +1,14 @@
 """Communication between ranks while they save and restore.
 
-A failure on one rank is raised on all, so that no rank waits for others.
+A failure on one rank is raised on all, so that no rank waits for others. Messages are JSON: reading one executes nothing,
+whoever has sent it.
 """
 
 from __future__ import annotations
 
+import base64
 import errno
+import json
 import os
 import re
 import traceback
@@ -19,25 +22,77 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmtrain.checkpoint.messages import LONGEST, decode, decode_failure, encode, encode_failure
-from slurmtrain.errors import CheckpointError, LostPeersError, storage_hint
+from slurmtrain.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    DiscardedError,
+    LostPeersError,
+    NodeFolderError,
+    NonFiniteError,
+    SupersededError,
+    UnreadableError,
+    storage_hint,
+)
 
 T = TypeVar("T")
 
-
+BYTES = "\0bytes"  # the only key of what stands for bytes: no name of an object begins so
+LONGEST = 1 << 40  # bytes; more is no message
+# The only errors that a message can name. Never a class by its path: importing what somebody names would execute it.
+FAILURES: dict[str, type[CheckpointError]] = {
+    kind.__name__: kind
+    for kind in (
+        *(CheckpointError, CheckpointMismatchError, UnreadableError, SupersededError),
+        *(LostPeersError, DiscardedError, NonFiniteError, NodeFolderError),
+    )
+}
 _EXPECTED = (OSError, MemoryError, RuntimeError)
-Answer = list[Any]  # result, and the failure as `messages.encode_failure` gives it, or None
+Answer = list[Any]  # result and failure: [kind, message, hint], or None
 FINE: Answer = [None, None]  # said by an empty message
+
+
+def encode(value: Any) -> bytes:
+    """Return the message of a value: None, bool, int, float, str, bytes, and lists and dicts (by str) of them.
+
+    Raises:
+        TypeError: it has something else.
+    """
+    return b"" if value == FINE else json.dumps(value, default=_bytes, separators=(",", ":")).encode()
+
+
+def _bytes(value: object) -> dict[str, str]:
+    if isinstance(value, bytes):
+        return {BYTES: base64.b64encode(value).decode()}
+    raise TypeError(f"{type(value).__name__} is nothing that ranks tell each other: turn it into plain values first")
+
+
+def decode(data: bytes) -> Any:
+    """Return the value of a message, which may be padded with zeros.
+
+    Raises:
+        CheckpointError: it is no message; nothing in it has been executed.
+    """
+    text = data.rstrip(b"\0")
+    try:
+        return json.loads(text, object_hook=_decoded) if text else FINE
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(
+            f"a rank has sent {text[:8]!r}, which is not the beginning of a message between ranks; it was ignored",
+            hint="do all ranks run the same version of slurmtrain? If so, another program sent it",
+        ) from None
+
+
+def _decoded(values: dict[str, Any]) -> Any:
+    return base64.b64decode(values[BYTES], validate=True) if values.keys() == {BYTES} else values
 
 
 class RankGroup:
     """The ranks of a gloo group, or a single process (`group` None).
 
-    Every method but `send` and `receive` is called by all of them together.
+    Every method is called by all of them together.
 
-    Ranks exchange pairs (result, failure), so that an error on one rank becomes a CheckpointError on all. Results are None,
-    bool, int, float, str, bytes, or lists and dicts (by str) of them: see `messages`. A value of another type is turned
-    into these, and back, by the caller.
+    Ranks exchange pairs (result, failure), so that an error on one rank becomes a CheckpointError on all. Results are values
+    that `encode` knows; another type is turned into these, and back, by the caller.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
@@ -55,9 +110,10 @@ class RankGroup:
         return RankGroup(self._new_group(timeout_s=timeout_s)) if self.group is not None else RankGroup(None)
 
     def subgroup(self, members: list[int]) -> RankGroup:
-        """Return a group of `members`, which only they have to call.
+        """Return a group of `members`, which only they have to call, and which is not to be ended.
 
-        With thousands of ranks, it would take minutes if all of them made every group.
+        With thousands of ranks, it would take minutes if all of them made every group. torch names it by its members: if it
+        was ended, the next one of the same members would have its name, and wait at its addresses for ever.
         """
         return RankGroup(self._new_group(members, use_local_synchronization=True))
 
@@ -84,12 +140,17 @@ class RankGroup:
         """
         if isinstance(error, CheckpointError):
             return error
-        sentence = _sentence(error)
+        sentence, hint = str(error) or type(error).__name__, None
+        if isinstance(error, OSError) and error.errno is not None:
+            sentence = (f"{error.filename}: " if error.filename else "") + os.strerror(error.errno)
+        if isinstance(error, OSError):
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            prune = "free some space; `checkpoints RUN prune` removes checkpoints that are no longer needed"
+            hint = prune if full else storage_hint(error)
         if not isinstance(error, _EXPECTED):
             traceback.print_exc()
             sentence = f"{type(error).__name__}: {error}"
-        prefix = f"rank {self.rank}: " if self.size > 1 else ""
-        return CheckpointError(prefix + sentence, hint=_hint(error))
+        return CheckpointError((f"rank {self.rank}: " if self.size > 1 else "") + sentence, hint=hint)
 
     def _attempt(self, work: Callable[[], T]) -> Answer:
         try:
@@ -97,7 +158,9 @@ class RankGroup:
         except Exception as error:
             if self.size == 1 and not isinstance(error, (CheckpointError, *_EXPECTED)):
                 raise
-            return [None, encode_failure(self.explain(error))]
+            told = self.explain(error)
+            kind = next(kind.__name__ for kind in type(told).__mro__ if kind.__name__ in FAILURES)
+            return [None, [kind, told.message, told.hint]]
 
     def on_rank_0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank."""
@@ -111,12 +174,12 @@ class RankGroup:
         """Run `work` on every rank and return all results on each, in the order of ranks."""
         answers = [self._attempt(work)]
         if self.group is not None:
-            own, longest = self._agree_on_length(_encode(answers[0]))
+            own, longest = self._agree_on_length(encode(answers[0]))
             rows = torch.zeros(self.size, longest, dtype=torch.uint8, device="cpu")
             if longest:
                 with _lost_peers():
                     dist.all_gather(list(rows), own, group=self.group)
-            answers = _decode_all(rows)
+            answers = [_decode(row) for row in rows]
         return _results(answers)
 
     def gather_on_rank_0(self, work: Callable[[], T], then: Callable[[list[T]], Any]) -> Any:
@@ -127,13 +190,13 @@ class RankGroup:
         answer = self._attempt(work)
         rows = torch.empty(1, 0, dtype=torch.uint8, device="cpu")
         if self.group is not None:
-            own, longest = self._agree_on_length(b"" if self.rank == 0 else _encode(answer))
+            own, longest = self._agree_on_length(b"" if self.rank == 0 else encode(answer))
             if self.rank == 0:
                 rows = torch.zeros(self.size, longest, dtype=torch.uint8, device="cpu")
             if longest:
                 with _lost_peers():
                     dist.gather(own, list(rows) if self.rank == 0 else None, group=self.group, group_dst=0)
-        return self.on_rank_0(lambda: then(_results([answer, *_decode_all(rows[1:])])))
+        return self.on_rank_0(lambda: then(_results([answer, *map(_decode, rows[1:])])))
 
     def _agree_on_length(self, message: bytes) -> tuple[Tensor, int]:
         """Return this rank's message, padded to the length of the longest of all ranks, and that length."""
@@ -147,17 +210,21 @@ class RankGroup:
         return padded, longest
 
     def _broadcast(self, answer: Answer, source: int) -> Answer:
-        message = _encode(answer) if self.rank == source else b""
+        message = encode(answer) if self.rank == source else b""
         length = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
-        with _lost_peers():
-            dist.broadcast(length, group=self.group, group_src=source)
+        self.share(length, source)
         data = torch.zeros(_checked(int(length.item())), dtype=torch.uint8, device="cpu")
         if message:
             data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         if data.numel():
+            self.share(data, source)
+        return answer if self.rank == source else _decode(data)
+
+    def share(self, data: Tensor, source: int) -> None:
+        """Fill `data` (on the CPU) on all ranks with what rank `source` has in it."""
+        if self.group is not None:
             with _lost_peers():
                 dist.broadcast(data, group=self.group, group_src=source)
-        return answer if self.rank == source else _decode(data)
 
     def maximum(self, number: int) -> int:
         """Return the largest of all ranks' numbers, by the cheapest collective: four bytes."""
@@ -173,20 +240,6 @@ class RankGroup:
         result: list[T] = []
         self.gather(lambda: result.append(work()))  # which is None: nothing is sent where all is well
         return result[0]
-
-    def send(self, data: Tensor, target: int) -> None:
-        """Send bytes to rank `target`, which calls `receive`; only these two call it.
-
-        Args:
-            data: uint8 [bytes], on the CPU.
-        """
-        with _lost_peers():
-            dist.send(data, group=self.group, group_dst=target)
-
-    def receive(self, into: Tensor, source: int) -> None:
-        """Receive the bytes that rank `source` sends; see `send`."""
-        with _lost_peers():
-            dist.recv(into, group=self.group, group_src=source)
 
     def broadcast(self, value: T, source: int) -> T:
         """Return the value of rank `source` on all ranks."""
@@ -223,46 +276,14 @@ class RankGroups:
         own_host = hosts[training.rank]
         return cls(training, writing, training.subgroup([rank for rank, host in enumerate(hosts) if host == own_host]))
 
-    def end(self) -> None:
-        """Destroy the groups that were made here."""
-        self.writing.end()
-        if self.on_host is not self.training:
-            self.on_host.end()
-
-
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.errno is not None:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{os.strerror(error.errno)}"
-    return str(error) or type(error).__name__
-
-
-def _hint(error: BaseException) -> str | None:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free some space; `checkpoints RUN prune` removes checkpoints that are no longer needed"
-    return storage_hint(error) if isinstance(error, OSError) else None
-
-
-def _encode(answer: Answer) -> bytes:
-    return b"" if answer == FINE else encode(answer)
-
 
 def _decode(data: Tensor) -> Answer:
-    """Return the answer in a message.
-
-    Args:
-        data: uint8 [bytes], the message and padding; nothing, or zeros alone, is the empty message.
-    """
-    if data.numel() == 0 or int(data[0]) == 0:
-        return FINE
-    answer = decode(data.numpy().data)
-    if not isinstance(answer, list) or len(answer) != 2:
+    answer = decode(data.numpy().tobytes())
+    failure: Any = answer[1] if isinstance(answer, list) and len(answer) == 2 else 0
+    told = isinstance(failure, list) and len(failure) == 3 and isinstance(failure[1], str)
+    if failure is not None and not (told and str(failure[0]) in FAILURES):
         raise CheckpointError(f"a rank has sent {str(answer)[:100]}, which is no answer")
-    return answer
-
-
-def _decode_all(rows: Tensor) -> list[Answer]:
-    return [_decode(row) for row in rows]
+    return answer  # type: ignore[no-any-return]
 
 
 def _checked(length: int) -> int:
@@ -276,11 +297,11 @@ def _checked(length: int) -> int:
 def _results(answers: Sequence[Answer]) -> list[Any]:
     failures = [failure for _, failure in answers if failure is not None]
     if failures:
-        error = decode_failure(failures[0])
+        kind, message, hint = failures[0]
         if len(failures) > 1:
             others = f"{len(failures) - 1} more ranks" if len(failures) > 2 else "one more rank"
-            error = type(error)(f"{error.message} (and {others})", hint=error.hint)
-        raise error
+            message = f"{message} (and {others})"
+        raise FAILURES[kind](message, hint=hint)
     return [result for result, _ in answers]
 
 

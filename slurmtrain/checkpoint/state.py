@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import module_state
+from slurmtrain.checkpoint.format.directory import OWN
 from slurmtrain.checkpoint.format.dtypes import dtype_of
-from slurmtrain.checkpoint.format.rank_files import OWN
 from slurmtrain.checkpoint.format.tensor_index import TensorFacts
 from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
 from slurmtrain.checkpoint.local_tensors import local
@@ -28,8 +28,14 @@ from slurmtrain.checkpoint.module_state import (
     parameter_names,
     unwrap,
 )
-from slurmtrain.checkpoint.optimizer_checks import Groups, check_optimizer, own_state_dict, plain_optimizer
-from slurmtrain.checkpoint.optimizer_state import OWN_WAY, flatten_optimizer, load_optimizer
+from slurmtrain.checkpoint.optimizer_state import (
+    OWN_WAY,
+    check_optimizer,
+    flatten_optimizer,
+    has_own_state_dict,
+    load_optimizer,
+    plain_optimizer,
+)
 from slurmtrain.checkpoint.plain_values import decoded, encode
 from slurmtrain.checkpoint.random_state import RANDOM_STATE, RandomState
 from slurmtrain.errors import CheckpointError
@@ -67,9 +73,9 @@ def flatten(objects: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
     for key, value in objects.items():
         if isinstance(value, Optimizer):
             value = plain_optimizer(value)
-            given = own_state_dict(key, value)
-            if given is not None:
-                plain[key] = {OWN_WAY: encode(given, key, tensors)}
+            check_optimizer(key, value)
+            if has_own_state_dict(value):
+                plain[key] = {OWN_WAY: encode(value.state_dict(), key, tensors)}
                 continue
             flat, plain[key] = flatten_optimizer(value, names)
             tensors.update({f"{key}.{name}": tensor for name, tensor in flat.items()})
@@ -91,14 +97,11 @@ def check(objects: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
     """
     everything = {**objects, **per_rank}
     refuse_loose_tensors(everything)
-    handed_in = {id(value) for value in everything.values()}
     optimizers = [value for value in everything.values() if isinstance(value, Optimizer)]
     trained = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     for key, value in everything.items():
         if isinstance(value, nn.Module):
             check_module(key, value, entries(value), trained)
-        elif isinstance(value, Optimizer):
-            check_optimizer(key, plain_optimizer(value), handed_in)
 
 
 def refuse_loose_tensors(objects: Mapping[str, Any]) -> None:
@@ -199,7 +202,6 @@ def load_objects(
         lenient: state that the checkpoint lacks keeps its initial values.
         convert: optimiser state takes its parameter's dtype, which is not the checkpoint's.
     """
-    groups = Groups(value for value in objects.values() if isinstance(value, Optimizer))
     for key, value in objects.items():
         if isinstance(value, nn.Module):
             if loads_by_itself(value) or copies(value, entries(value)):
@@ -223,7 +225,6 @@ def load_objects(
                 load_optimizer(key, value, names, tensors, plain[key], lenient=lenient, convert=convert)
         elif isinstance(value, Stateful):
             value.load_state_dict(decoded(key, plain[key], tensors))
-    groups.share_again()
 
 
 def _of_module(key: str, module: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[str, Any]:

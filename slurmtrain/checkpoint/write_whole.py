@@ -12,10 +12,9 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
-from slurmtrain.checkpoint.format.directory import INDEX
+from slurmtrain.checkpoint.format.directory import INDEX, file_name
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
-from slurmtrain.checkpoint.format.rank_files import file_name
 from slurmtrain.checkpoint.format.tensor_index import Box, Index, TensorFacts
 from slurmtrain.checkpoint.save.plan import SavePlan, TensorPiece
 from slurmtrain.checkpoint.store import commit

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from slurmtrain.cli import arguments
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.errors import SlurmtrainError, UsageError, storage_hint
-from slurmtrain.system import interrupts
+from slurmtrain.system import signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def _run(words: list[str]) -> int:
     if any(word.partition("=")[0] in ("--host", "--host-python") for word in arguments.split_program(words)[0]):
         from slurmtrain.cli import remote
 
-        interrupts.raise_again()
+        signals.raise_again()
         return remote.main(words)
     found = arguments.parse(words)
     verb = VERBS.get(found.verb or "")
@@ -80,6 +80,6 @@ def _run(words: list[str]) -> int:
             raise UsageError(f"-m (--multirun) works with submit, not with {found.verb}", hint="-m key=1,2 submit")
     module, _, name = function.partition(".")
     main_of_verb = getattr(importlib.import_module(f"slurmtrain.cli.{module}"), name)
-    interrupts.raise_again()
+    signals.raise_again()
     code: int = main_of_verb(found)
     return code

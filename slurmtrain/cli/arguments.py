@@ -66,7 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
         found.overrides = [normalise(word) for word in overrides]
     if program is not None:
-        from slurmtrain.config.overrides import with_program
+        from slurmtrain.config.launched_program import with_program
 
         _check_program(found, program)
         found.overrides = with_program(found.overrides, program)
@@ -179,8 +179,7 @@ def _unknown(word: str, words: Sequence[str], name: str | None, verb: Verb) -> U
     if verb.runs_program and (program := [each for each in words if _PROGRAM.fullmatch(each)]):
         hint = f"a program comes after --: {name} -- {shlex.join(words[words.index(program[0]) :])}"
     elif verb.composes:  # many people write --train.steps 100 where Hydra wants train.steps=100
-        from slurmtrain.config.keys import all_keys, meant
-        from slurmtrain.config.overrides import shipped_groups
+        from slurmtrain.config.overrides import all_keys, meant, shipped_groups
 
         key = option.lstrip("-").replace("-", "_")
         following = next(iter(words[words.index(word) + 1 :]), "")
@@ -192,7 +191,7 @@ def _unknown(word: str, words: Sequence[str], name: str | None, verb: Verb) -> U
 
 def not_understood(word: str, name: str | None) -> UsageError:
     """Return the error for a word that is neither a verb, the second one, an option nor an override."""
-    from slurmtrain.config.keys import all_keys, meant
+    from slurmtrain.config.overrides import all_keys, meant
 
     if name is not None and not VERBS[name].composes:
         return UsageError(f"{word!r} is not KEY=VALUE", hint="such as optim.lr=1e-4")

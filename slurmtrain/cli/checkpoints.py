@@ -31,11 +31,12 @@ from slurmtrain.report.checkpoints import inspect
 from slurmtrain.report.page.units import plural
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import records, trust, user
+from slurmtrain.system import records, trust
 from slurmtrain.system.durations import roughly
 from slurmtrain.system.files import disk_usage
 from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
+from slurmtrain.system.trust import user_in_words
 
 HEADER = ("checkpoint", "size", "age", "layout", "metrics", "torch", "written by", "state")
 # Fields of the section `checkpoint` of a config, by the field of Keep.
@@ -260,7 +261,7 @@ def _prune(target: Target, options: argparse.Namespace) -> int:
         ownership.check_not_linked(target.run)
         say_which(options.run, target.run)
     if folder.exists() and not trust.is_mine(folder):
-        owner = user.in_words(folder.lstat().st_uid)
+        owner = user_in_words(folder.lstat().st_uid)
         raise UsageError(f"{folder} belongs to {owner}: only they may prune it")
     keep, found = _keep(target, options), target.committed()
     sound, soundness = _sound(found, asked_metric=keep.metric if keep is not None and options.best else None)

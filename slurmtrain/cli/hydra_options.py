@@ -31,8 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError, ConfigError: as for `compose`.
     """
-    from slurmtrain.config.compose import explaining, resolved, with_shares
-    from slurmtrain.config.composition import Composer
+    from slurmtrain.config.compose import Composer, explaining, resolved, with_shares
 
     if arguments.cfg == "job" and not (arguments.package or arguments.multirun):
         import yaml

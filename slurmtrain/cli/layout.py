@@ -8,8 +8,7 @@ from slurmtrain.choices import JobKind
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.submit import compose_and_validate
-from slurmtrain.config.elastic import at_most, at_size, usable_sizes
-from slurmtrain.config.parallel_dims import AXES, parallel_dims_of
+from slurmtrain.config.parallel_dims import AXES, at_most, at_size, parallel_dims_of, usable_sizes
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.memory_check import memory_by_dry_run
 from slurmtrain.planner.fit import check_fits, in_gb, memory_of

@@ -23,7 +23,7 @@ from slurmtrain.planner.fit import share_of_gpu
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep.plan import Composer, Grid, SweepPlan, composing, naming_point, plan_sweep, preview, validated
-from slurmtrain.system.paths import current_folder, runs_root
+from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
     from slurmtrain.sweep.study import Study
@@ -143,11 +143,10 @@ def _awaited_runs(config: Config, after: str | None) -> list[RunDir]:
     """Return the runs of --after. Errors in them are raised before anything is created."""
     if after is None:
         return []
-    from slurmtrain.control.submitting import starting_after
-    from slurmtrain.launch import dependencies
+    from slurmtrain.launch.dependencies import find_runs, starting_after
 
     starting_after(config, after)
-    return dependencies.find_runs(after, runs_root())
+    return find_runs(after)
 
 
 def _say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
@@ -245,7 +244,7 @@ def _search(composer: Composer, sweeper: Mapping[str, Any], arguments: argparse.
         if not arguments.json:
             _say_trials(study)
         running = sum(trial.state == TrialState.RUNNING for trial in study.trials)
-        hint = f"sweep retry {name} retries failed points; then repeat the command"
+        hint = "repeat the command to continue with other trials"
         if running and opened.client is not None:
             hint = f"{running} others go on: the same command waits for them, sweep cancel {name} ends them; {hint}"
         raise RunFailedError(failure.message, hint=hint) from None

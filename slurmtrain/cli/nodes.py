@@ -15,7 +15,6 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.node_ledger import ALL, FAULTS, NodeEvent, NodeRecord
 from slurmtrain.system.durations import roughly
 
-CLOCKS_DIFFER_S = 600.0
 # What a run is submitted with unless its config says otherwise: no run is asked here.
 POLICY = node_ledger.BlamePolicy(RequeueConfig().blame_threshold, 3600 * RequeueConfig().blame_expiry_h)
 
@@ -55,7 +54,7 @@ def _list(options: argparse.Namespace, now: float) -> None:
                 by_node.setdefault(each.node, []).append(each)
         for node, against in sorted(by_node.items()):
             until = blamed[node].until if node in blamed else None
-            why = blamed.get(node, node_ledger.Blamed(node, now, tuple(against))).why()
+            why = blamed[node].why if node in blamed else node_ledger.why_blamed(against)
             found.append({"cluster": cluster, "node": node, "until": until, "why": why, "records": against})
     rows = []
     for facts in found:
@@ -95,9 +94,8 @@ def _judge(options: argparse.Namespace, now: float) -> None:
         against = [each.time for each in records if each.event in FAULTS and node in (ALL, each.node)]
         said = f"nothing is on record against {'any node' if options.all else node} on {cluster}"
         if against:
-            # A node's clock may be ahead of this machine's, by minutes at most.
-            latest = max([now, *(each for each in against if each < now + CLOCKS_DIFFER_S)])
-            record = NodeRecord(latest, node, NodeEvent.FORGIVEN)
+            # A node's clock may be ahead of this machine's.
+            record = NodeRecord(max([now, *against]), node, NodeEvent.FORGIVEN)
             said = f"{'all nodes are' if options.all else f'{node} is'} forgiven on {cluster}"
     if record is not None:
         node_ledger.append_to_ledger(ledger, [record])

@@ -9,8 +9,14 @@ import math
 from slurmtrain.cli.columns import print_sentence, print_table
 from slurmtrain.cli.json_output import fields_of, print_json
 from slurmtrain.cli.submit import compose_and_validate
-from slurmtrain.config.elastic import at_most, extreme_sizes, usable_sizes
-from slurmtrain.config.parallel_dims import AXES, parallel_dims_of, sequence_lengths
+from slurmtrain.config.parallel_dims import (
+    AXES,
+    at_most,
+    extreme_sizes,
+    parallel_dims_of,
+    sequence_lengths,
+    usable_sizes,
+)
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.planner.calibration import calibrated

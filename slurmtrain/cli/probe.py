@@ -11,20 +11,19 @@ from slurmtrain.choices import Backend
 from slurmtrain.cli.arguments import PROGRAM
 from slurmtrain.cli.columns import one_line
 from slurmtrain.cli.json_output import emit, fields_of
-from slurmtrain.config.composition import Composer
+from slurmtrain.config.compose import Composer
 from slurmtrain.config.folders import OWN_CLUSTERS, Primary, config_groups, search_folders, shipped
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.control.submitting import client_of
 from slurmtrain.errors import EXIT_CONFIG, ClusterError, ConfigError, UsageError, nearest
-from slurmtrain.launch.cluster_file import LoginNode, describe, look_at_login_node
+from slurmtrain.launch.cluster_file import describe
 from slurmtrain.launch.submit import slurm_conf_of
 from slurmtrain.launch.submit_once import RefusedError
 from slurmtrain.slurm.client import CONFIG_MISSING, INSTALL_HINT, SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.read_facts import read_facts
 from slurmtrain.system.files import write_where_named
-from slurmtrain.system.paths import absolute, runs_root
 
 ANSWERS_S = 15  # for each of SLURM's answers: a busy controller is slow, and a file without its facts is of no use
 
@@ -58,7 +57,6 @@ def _write(options: argparse.Namespace) -> int:
     facts = _facts(slurm_conf)
     described = describe(
         facts,
-        look_at_login_node(absolute(runs_root())),
         partition=options.partition,
         name=Path(options.out).stem if options.out not in (None, "-") else None,
         account=options.account,
@@ -162,7 +160,7 @@ def _check(options: argparse.Namespace) -> int:
     name = cluster.partition.partition(",")[0] if cluster.partition else None
     now: dict[str, object] = {}
     try:
-        now = describe(facts, LoginNode(), partition=name, account=cluster.account, qos=cluster.qos).values
+        now = describe(facts, partition=name, account=cluster.account, qos=cluster.qos).values
     except ConfigError as error:
         refused = refused or str(error)
     changed = {key: (getattr(cluster, key), now[key]) for key in now if getattr(cluster, key) != now[key]}

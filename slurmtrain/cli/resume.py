@@ -64,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
         try:
             job_ids = resume(run_dir, client(run_dir))
         except KeyboardInterrupt:
-            log.info(interrupted(run_dir, client(run_dir)))
+            log.info(interrupted(run_dir))
             raise
     said = f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}"
     say(run_dir, "\n".join([said, *lines]), as_json=options.json)

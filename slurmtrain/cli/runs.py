@@ -21,8 +21,8 @@ from slurmtrain.report.compare import MISSING, Comparison, compare
 from slurmtrain.report.page.units import plural
 from slurmtrain.report.table_files import short
 from slurmtrain.runs import lookup
-from slurmtrain.runs.code_record import words_for_changes
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.software import words_for_changes
 from slurmtrain.system.paths import runs_root
 
 NAMES_SHOWN = 10  # files and tensors

@@ -27,7 +27,6 @@ from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system.durations import roughly
-from slurmtrain.system.files import read_json
 from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
 
@@ -188,7 +187,7 @@ def _object(run_dir: RunDir) -> dict[str, Any]:
     return {
         **run_object(run_dir, now),
         "evaluations": [evaluation_object(*each) for each in evaluations.items()],
-        "left_out": [each.values() for each in left_out_of(run_dir, now.job_id)],
+        "left_out": left_out_of(run_dir, now.job_id),
         "slow_ranks": slow_ranks(run_dir.events()),
         "next_change": _next_change(run_dir, now),
         "goodput": goodput_object(goodput_of(run_dir, alive=_alive(now))),
@@ -277,7 +276,11 @@ def _alive(now: RunState) -> bool | None:
 
 def _next_change(run_dir: RunDir, now: RunState) -> list[str]:
     """Return what `requeue RUN KEY=VALUE` has set for the next attempt of a run that has not ended."""
-    return list((read_json(run_dir.next_change_file) or {}).get("set", ())) if now.alive else []
+    if not now.alive or not run_dir.next_change_file.exists():
+        return []
+    from slurmtrain.launch.changes import kept_for_next_attempt
+
+    return kept_for_next_attempt(run_dir)
 
 
 def _evaluation_row(evaluation: RunDir, now: RunState) -> list[str]:

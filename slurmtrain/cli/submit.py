@@ -20,9 +20,9 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.control.checks import check, warn_of_memory
-from slurmtrain.errors import ClusterError, ConfigError, UsageError
+from slurmtrain.errors import UsageError
 from slurmtrain.launch.snapshot import CodeSource
-from slurmtrain.launch.submit import dry_run, explained, preparing, slurm_conf_of
+from slurmtrain.launch.submit import dry_run, explained, preparing
 from slurmtrain.report.page.units import plural
 from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
@@ -57,14 +57,15 @@ def main(arguments: argparse.Namespace) -> int:
                 raise UsageError(
                     "--from contains a whole config, so there is nothing to compose from --config-name or --config-path"
                 )
-            bundle = unpacked.enter_context(bundles.opened(Path(arguments.bundle).expanduser()))
+            bundle, source = unpacked.enter_context(bundles.opened(Path(arguments.bundle).expanduser()))
             config, dims = bundles.config_of(bundle, overrides, cwd, config_dir=arguments.config_dir)
-            source, folder, overrides = bundle.code, bundle.workdir or cwd, [*bundle.manifest["overrides"], *overrides]
+            folder = cwd if source is None else bundle.workdir
+            overrides = [*bundle.info()["overrides"], *overrides]
         # A dry run queues nothing, and may be used on another machine.
         check(config, dims, folder, later=after is not None, look_at_files=not arguments.dry_run)
         local = config.cluster.backend == Backend.LOCAL
         if after is not None and (local or arguments.dry_run):
-            from slurmtrain.control.submitting import starting_after
+            from slurmtrain.launch.dependencies import starting_after
 
             config = starting_after(config, after)
         if arguments.dry_run:
@@ -156,14 +157,7 @@ def render(arguments: argparse.Namespace) -> int:
     if arguments.explain:
         if target is not None:
             raise UsageError("--explain prints, but -o writes a script", hint="leave one of them out")
-        from slurmtrain.slurm.client import SlurmClient
-        from slurmtrain.slurm.topology import order_of_ranks
-
-        order = None
-        with contextlib.suppress(ClusterError, ConfigError):  # its sandbox is not running
-            client = SlurmClient(slurm_conf_of(config))
-            order = order_of_ranks(client.configuration()) if client.available else None
-        lines = explained(config, current_folder(), order)
+        lines = explained(config, current_folder())
         text: list[str] = []
         for why, group in groupby(lines, key=lambda line: line.why):
             text += [line.text for line in group]

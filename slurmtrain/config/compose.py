@@ -1,50 +1,63 @@
 """From overrides, or from what a program has built, to a typed and checked `Config`.
 
-Hydra is imported only where something is composed: the verbs that look at runs do without it.
+Only Hydra's grammar and its defaults lists are used, not its `compose`: that also loads Hydra's own config and all of its
+plugins, and sets up what belongs to the whole process, which a program that uses Hydra itself would notice.
+
+This module imports Hydra, and is imported only where something is composed: the verbs that look at runs do without it.
 """
 
 from __future__ import annotations
 
+import copy
+import difflib
+import functools
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir, version
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import create_functions
+from hydra.core.override_parser.overrides_visitor import HydraErrorListener, HydraOverrideVisitor
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
+from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer  # type: ignore[attr-defined]
+from hydra.grammar.gen.OverrideParser import OverrideParser
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from packaging.version import Version
 
 from slurmtrain.config import secrets
-from slurmtrain.config.fields import typed
-from slurmtrain.config.folders import Primary, search_folders, search_path
+from slurmtrain.config.fields import merge, plain, raise_all, typed
+from slurmtrain.config.folders import Primary, config_groups, search_folders, search_path
 from slurmtrain.config.frozen import SECRET_REFERENCE, resolve_secrets, to_values
 from slurmtrain.config.known_models import with_sizes
+from slurmtrain.config.overrides import fields_instead, kind_inside, kind_of, shipped_groups, unknown_field
 from slurmtrain.config.schema import SHARES, Config
-from slurmtrain.errors import ConfigError, UsageError, first_line, shown
+from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, first_line, nearest, shown
+from slurmtrain.system.records import config_loader
 from slurmtrain.system.redaction import SECRET_NAME, hide
 
+T = TypeVar("T")
+R = TypeVar("R")
+SCHEMA = "schema"  # a name in defaults lists: the defaults of all fields, which every config begins with
+FOR_HYDRA = re.compile(r"(optional |override )*/?hydra/")  # an entry of a defaults list that is not about our config
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)")  # with or without a default
-
-
-def register_schema() -> None:
-    """Register the schema under the name in the defaults list of conf/config.yaml, for a program that composes with Hydra."""
-    from hydra.core.config_store import ConfigStore
-
-    ConfigStore.instance().store(name="schema", node=defaults())
-    _register_resolver()
-
-
-def _register_resolver() -> None:
-    """Register what puts a value into a word of job.command that stands in single quotes."""
-    from omegaconf import OmegaConf
-
-    escape = "'\"'\"'"
-    OmegaConf.register_new_resolver("in_quotes", lambda value: str(value).replace("'", escape), replace=True)
-
-
-def defaults() -> dict[str, Any]:
-    """Return the defaults of all fields as plain values; those that follow the number of steps are still open."""
-    values = to_values(Config())
-    for group, name, _ in SHARES:
-        values[group][name] = None
-    return values
+FUNCTIONS = create_functions()
+# Puts a value into a word of job.command that stands in single quotes.
+OmegaConf.register_new_resolver("in_quotes", lambda value: str(value).replace("'", "'\"'\"'"), replace=True)
+OF_CHOICES = ("choice", "shuffle", "tag")  # functions whose arguments are values of the field
 
 
 def compose(
@@ -66,65 +79,296 @@ def compose(
         UsageError: an unknown key, group or option, or an override that cannot be parsed.
         ConfigError: a value of the wrong type, or outside of its range.
     """
-    from slurmtrain.config.composition import Composer
-
     return Composer(Primary(config_name, search_folders(config_name, config_dir, config_path))).compose(overrides)
 
 
-@contextmanager
-def explaining() -> Iterator[None]:
-    """Raise errors of Hydra and omegaconf as one sentence."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
+class Files(ConfigRepository):
+    """The config files in some folders, for Hydra; each is read once."""
 
-    try:
-        yield
-    except RecursionError:
-        raise UsageError("values are nested too deeply, or refer to each other in a circle") from None
-    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError, OSError) as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:  # Hydra wraps omegaconf's words in "Error merging override"
-            cause = cause.__cause__
-        bare = re.match(r"Interpolation key '(\w+)' not found", str(cause))
-        if bare is not None:
-            name = bare.group(1)
+    def __init__(self, folders: Sequence[Path]):
+        self.sources: list[ConfigSource] = [FileConfigSource("slurmtrain", f"file://{folder}") for folder in folders]
+        self.load_config = functools.cache(self._load)  # type: ignore[method-assign]
+
+    def _load(self, config_path: str) -> ConfigResult | None:
+        if config_path == SCHEMA:
+            return ConfigResult("slurmtrain", SCHEMA, {}, {"package": None}, [])  # type: ignore[arg-type]
+        source = next((source for source in self.sources if source.is_config(config_path)), None)
+        if source is None:
+            return None
+        path = Path(source.path, ConfigSource._normalize_file_name(config_path))
+        try:
+            text = path.read_text()
+            values = yaml.load(text, config_loader()) or {}
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+            raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} is not a mapping of keys to values", hint="write one `key: value` on each line")
+        listed = values.pop("defaults", [])
+        entries: list[Any] = listed if isinstance(listed, list) else [None]
+        if not all(isinstance(each, str | dict) and all(isinstance(key, str) for key in each) for each in entries):
+            raise ConfigError(f"{path}: defaults is not a list of configs", hint="defaults: [{cluster: local}, _self_]")
+        kept = [each for each in entries if isinstance(each, str) or not any(map(FOR_HYDRA.match, each))]
+        header = ConfigSource._get_header_dict(text[:512])
+        result = ConfigResult("slurmtrain", str(path), values, header)  # type: ignore[arg-type]
+        result.defaults_list = self._create_defaults_list(str(path), OmegaConf.create(kept))
+        return result
+
+
+class Composer:
+    """Composes any number of configs from the same folders; what they have in common is read and merged once."""
+
+    def __init__(self, primary: Primary):
+        self.primary, self._files = primary, Files(primary.folders)
+        self._groups = config_groups(primary.folders)
+        self._merged: dict[tuple[str, ...], dict[str, Any]] = {}  # by the choices of groups
+
+    def compose(self, overrides: Sequence[str]) -> Config:
+        """Return the checked config that overrides describe.
+
+        Raises:
+            UsageError, ConfigError: as for `compose`.
+        """
+        return finish(typed(resolved(self.values(overrides)), Config), overrides)
+
+    def values(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """Return the plain values that overrides describe, with their interpolations, and without checks of the values.
+
+        Raises:
+            UsageError: an unknown key, group or option, or an override that cannot be parsed.
+        """
+        parsed = _for_each(self._parsed, overrides)
+        choices = [override for override in parsed if self.chooses_group(override)]
+        chosen = tuple(str(override.input_line) for override in choices)
+        with explaining():
+            if chosen not in self._merged:
+                self._merged[chosen] = self._merge_files(choices)
+        values = copy.deepcopy(self._merged[chosen])
+        fields = [each for each in parsed if not each.is_hydra_override() and each not in choices]
+        _for_each(lambda override: self._set(values, override), fields)
+        return values
+
+    def chooses_group(self, override: Override) -> bool:
+        """Return whether an override chooses a file for a group, by Hydra's own rule."""
+        if override.is_hydra_override() or isinstance(override.value(), dict):
+            return False
+        return self._files.group_exists(override.key_or_group)
+
+    def _merge_files(self, choices: list[Override]) -> dict[str, Any]:
+        """Return what the chosen files say, each merged over those before it."""
+        base = version.VersionBase.instance()  # of the whole process
+        before, base.version_base = base.version_base, Version("1.3")
+        try:
+            found = create_defaults_list(
+                self._files, self.primary.name, choices, prepend_hydra=False, skip_missing=False
+            )
+        finally:
+            base.version_base = before
+        values = defaults()
+        for default in found.defaults:
+            loaded = self._files.load_config(default.config_path) if default.config_path is not None else None
+            if loaded is not None:
+                package = loaded.header["package"] if default.package is None else default.package
+                inner: Any = loaded.config
+                for name in reversed(package.split(".") if package else []):
+                    inner = {name: inner}
+                merge(values, inner)
+        values.pop("hydra", None)
+        return values
+
+    def _parsed(self, word: str) -> Override:
+        """Parse an override.
+
+        Raises:
+            UsageError: it cannot be read, gives several values, or names a key or an option that does not exist.
+        """
+        override: Override = parse(word)
+        key, value, groups = override.key_or_group, override.value(), self._groups
+        if override.is_sweep_override():
             raise UsageError(
-                f"${{{name}}} refers to another config key, but there is no key called {name!r}",
-                hint=f"for bash write ${name} or \\${{{name}}}; the value that the variable has now: ${{oc.env:{name}}}",
-            ) from None
-        full_key = re.search(r"full_key: (\S+)", str(cause))
-        if full_key is None:
-            raise UsageError(
-                first_line(error), hint="python -m slurmtrain --cfg job shows the composed config"
-            ) from None
-        kind = UsageError if full_key.group(1).startswith("hydra.") else ConfigError
-        raise kind(
-            f"{full_key.group(1)}: {first_line(cause)}", hint="python -m slurmtrain --cfg job shows all fields"
-        ) from None
+                f"{shown(word)} gives several values, but a run accepts only one",
+                hint=f"a sweep over them: -m {shown(word)} submit; a list: {key}=[...]; a text with commas: "
+                f"{key}='\"a,b\"'",
+            )
+        if override.is_hydra_override():
+            if key == "hydra.searchpath":
+                raise UsageError(f"{shown(word)}: folders of configs are not read from it", hint="--config-dir FOLDER")
+        elif key in groups:
+            is_option = isinstance(value, str) and (value in groups[key] or "/" in value)
+            if not (is_option or isinstance(value, dict) or override.is_delete()):
+                raise UsageError(f"there is no {key} called {shown(value)!r}", hint=nearest(str(value), groups[key]))
+        elif override.package is not None or "/" in key:
+            raise UsageError(f"there is no config group {key!r} (in {shown(word)!r})", hint=nearest(key, groups))
+        elif (unknown := unknown_field(key, f" (in {shown(word)!r})")) is not None:
+            raise unknown
+        elif not isinstance(value, dict) and not override.is_delete() and not str(value).startswith("${"):
+            hint = fields_instead(key, str(value))
+            if hint is not None:
+                raise UsageError(f"{key} is a group of fields and cannot have a value (in {shown(word)!r})", hint=hint)
+        return override
+
+    def _set(self, values: dict[str, Any], override: Override) -> None:
+        """Set a field of `values`, add a key to an open group, or remove one."""
+        word, value = str(override.input_line), override.value()
+        *path, last = override.key_or_group.split(".")
+        inside: Any = values
+        for number, name in enumerate([*path, last]):
+            where = ".".join(path[:number])
+            if not isinstance(inside, dict):
+                raise UsageError(f"{where} is {shown(inside)}, and has no {name!r} (in {shown(word)!r})")
+            if name not in inside and not override.is_add() and not override.is_force_add():
+                hint = nearest(name, inside) if override.is_delete() else self._hint(word, where, name, inside)
+                raise UsageError(f"{where} has no key {name!r}", hint=hint)
+            if number < len(path):
+                inside = inside.setdefault(name, {})
+        if override.is_delete():
+            del inside[last]
+        elif isinstance(value, dict) and isinstance(inside.get(last), dict):
+            merge(inside[last], value)
+        else:
+            inside[last] = value
+
+    def _hint(self, word: str, group: str, name: str, there: Mapping[str, Any]) -> str:
+        """Return a hint about a key that an open group (model, data, cluster.env) lacks; another option may have it."""
+        if group in self._groups and not difflib.get_close_matches(name, there, cutoff=0.75):
+            files = [path for folder in self.primary.folders for path in sorted((folder / group).glob("*.yaml"))]
+            having = re.compile(rf"^{re.escape(name)}:", re.MULTILINE)
+            others = [f"{group}={path.stem}" for path in files if having.search(path.read_text(errors="replace"))]
+            if others:
+                return (
+                    f"{' or '.join(others[:3])} has it, to be chosen in the same command; +{word} adds it to this one"
+                )
+        return f"{nearest(name, there)}; +{word} adds it" if there else f"write +{word}"
 
 
-def finish(values: dict[str, Any], overrides: Sequence[str]) -> Config:
-    """Resolve composed values, except for secrets, and build the config of them.
+def _for_each(do: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return what a function returns for each item, or raise one error for all that are wrong."""
+    done, problems = list[R](), list[SlurmtrainError]()
+    for item in items:
+        try:
+            done.append(do(item))
+        except UsageError as error:
+            problems.append(error)
+    raise_all(problems)
+    return done
+
+
+# Overrides as a person writes them.
+
+
+class Word(str):
+    """A word as it was typed; `value` is what Hydra reads in it, a number or a boolean."""
+
+    __slots__ = ("value",)
+    value: Any
+
+
+class Visitor(HydraOverrideVisitor):
+    """Makes a `Word` of each number and boolean in a value."""
+
+    def visitPrimitive(self, ctx: Any) -> Any:
+        value = super().visitPrimitive(ctx)
+        if not isinstance(value, bool | int | float):
+            return value
+        word = Word(ctx.getText().strip())
+        word.value = value
+        return word
+
+    def visitFunction(self, ctx: Any) -> Any:
+        if ctx.getChild(0).getText() in OF_CHOICES:
+            return super().visitFunction(ctx)
+        return HydraOverrideVisitor(self.functions).visitFunction(ctx)
+
+
+def parse(word: str, config_loader: Any = None) -> Override:
+    """Read a word of the command line by Hydra's grammar, in which text stays as it is typed where a field takes text.
+
+    Hydra reads a value by its look, without the type of the field: `cluster.account=1e5` would be the account 100000.0, and
+    `job.command=true` no program. The choices of a sweep stay as they are typed, too, since each point's overrides are
+    parsed again.
+
+    Args:
+        config_loader: Hydra's, which knows what `glob(*)` stands for.
 
     Raises:
-        UsageError, ConfigError: as for `compose`.
+        UsageError: it cannot be read.
     """
-    return _checked(typed(resolved(values), Config), overrides)
+    lexer = OverrideLexer(InputStream(word))
+    parser = OverrideParser(CommonTokenStream(lexer))
+    for each in (lexer, parser):
+        each.removeErrorListeners()
+        each.addErrorListener(HydraErrorListener())
+    try:
+        parsed: Override = Visitor(FUNCTIONS).visit(parser.override())  # type: ignore[no-untyped-call]
+        if not parsed.key_or_group:
+            raise ValueError
+    except (HydraException, ValueError, RecursionError):  # the last two: digits without end, and brackets
+        raise UsageError(
+            f"cannot read the override {shown(word)!r}",
+            hint="write key=value, +key=value or ~key; quote a value with other characters: key='\"a=b#c\"'",
+        ) from None
+    parsed.input_line, parsed.config_loader = word, config_loader
+    key = parsed.key_or_group
+    # A job that changes a field of its run may have no config files.
+    choice = "." not in key and key in shipped_groups() and not isinstance(parsed._value, dict)
+    parsed._value = _settled(parsed._value, str if choice else kind_of(key))
+    return parsed
 
 
-def resolved(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values with their interpolations resolved, except for those of secrets."""
-    if "${" not in repr(values):
-        return values
-    from hydra.core.utils import setup_globals
-    from omegaconf import OmegaConf
+def _settled(value: Any, kind: Any) -> Any:
+    """Return a parsed value in which each word is text where the field takes text, and otherwise what Hydra reads in it."""
+    kind = plain(kind)
+    items = typing.get_args(kind)[0] if typing.get_origin(kind) is list else Any
+    if isinstance(value, Word):
+        return str(value) if kind is str or plain(items) is str else value.value
+    if isinstance(value, list):
+        return [_settled(item, items) for item in value]
+    if hasattr(value, "simple_form"):  # Hydra's ChoiceSweep
+        value.list = [_settled(item, kind) for item in value.list]
+    if isinstance(value, dict):
+        return {_settled(name, Any): _settled(item, kind_inside(kind, str(name))) for name, item in value.items()}
+    return value
 
-    named = values.get("secrets")
-    kept = _without_secrets(values, frozenset(named if isinstance(named, Mapping) else ()))
+
+# From plain values to a config.
+
+
+def finish(config: Config, overrides: Sequence[str] = ()) -> Config:
+    """Check what is beside the fields of a typed config: the folder of its model, and its secrets.
+
+    Raises:
+        ConfigError: the model does not fit the folder, or a secret is written out or not set.
+    """
+    config.model = with_sizes(config.model)
+    values, texts = secrets.read(config.secrets), to_values(config)
+    hide(values)
+    secrets.refuse_written_out(values, texts, overrides)
+    resolve_secrets(texts, {**os.environ, **values})  # said here when one is not set, not by every rank
+    return config
+
+
+def from_program(values: Any) -> Config:
+    """Return the config that a program has built, as a `Config` or a DictConfig, after the checks of a composed one.
+
+    Raises:
+        UsageError: an unknown key.
+        ConfigError: a value of the wrong type, or a secret that is written out or not set.
+    """
+    if isinstance(values, Config):
+        try:
+            return finish(typed(to_values(values), Config))
+        except TypeError as error:  # what JSON has no word for
+            raise ConfigError(f"a config value does not have a plain type: {error}") from None
     with explaining():
-        setup_globals()  # the resolvers that Hydra's users know, such as ${now:}
-        _register_resolver()
-        return OmegaConf.to_container(OmegaConf.create(kept), resolve=True)  # type: ignore[return-value]
+        container: Any = OmegaConf.to_container(values, enum_to_str=True)
+    return finish(typed(resolved(container) if isinstance(container, dict) else container, Config))
+
+
+def defaults() -> dict[str, Any]:
+    """Return the defaults of all fields as plain values; those that follow the number of steps are still open."""
+    values = to_values(Config())
+    for group, name, _ in SHARES:
+        values[group][name] = None
+    return values
 
 
 def with_shares(values: dict[str, Any]) -> dict[str, Any]:
@@ -137,34 +381,15 @@ def with_shares(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def from_program(values: Any) -> Config:
-    """Return the config that a program has built, as a `Config` or a DictConfig, after the checks of a composed one.
-
-    Raises:
-        UsageError: an unknown key.
-        ConfigError: a value of the wrong type, or a secret that is written out or not set.
-    """
-    if isinstance(values, Config):
-        try:
-            return _checked(typed(to_values(values), Config), ())
-        except TypeError as error:  # what JSON has no word for
-            raise ConfigError(f"a config value does not have a plain type: {error}") from None
-    from omegaconf import OmegaConf
-
+def resolved(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values with their interpolations resolved, except for those of secrets."""
+    if "${" not in repr(values):
+        return values
+    named = values.get("secrets")
+    kept = _without_secrets(values, frozenset(named if isinstance(named, Mapping) else ()))
     with explaining():
-        container = OmegaConf.to_container(values, enum_to_str=True)
-    if not isinstance(container, dict):
-        raise ConfigError(f"{shown(container)} is not a config")
-    return finish(container, ())  # type: ignore[arg-type]
-
-
-def _checked(config: Config, overrides: Sequence[str]) -> Config:
-    config.model = with_sizes(config.model)
-    values, plain = secrets.read(config.secrets), to_values(config)
-    hide(values)
-    secrets.refuse_written_out(values, plain, overrides)
-    resolve_secrets(plain, {**os.environ, **values})  # said here when one is not set, not by every rank
-    return config
+        setup_globals()  # the resolvers that Hydra's users know, such as ${now:}
+        return OmegaConf.to_container(OmegaConf.create(kept), resolve=True)  # type: ignore[return-value]
 
 
 def _without_secrets(value: Any, named: Collection[str], key: str = "") -> Any:
@@ -194,14 +419,40 @@ def _without_secrets(value: Any, named: Collection[str], key: str = "") -> Any:
     return kept
 
 
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Raise errors of Hydra and omegaconf as one sentence."""
+    try:
+        yield
+    except RecursionError:
+        raise UsageError("values are nested too deeply, or refer to each other in a circle") from None
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError, OSError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Hydra wraps omegaconf's words in "Error merging override"
+            cause = cause.__cause__
+        if bare := re.match(r"Interpolation key '(\w+)' not found", str(cause)):
+            raise UsageError(
+                f"${{{bare[1]}}} refers to another config key, but there is no key called {bare[1]!r}",
+                hint=f"for bash write ${bare[1]} or \\${{{bare[1]}}}; the value of the variable now: ${{oc.env:{bare[1]}}}",
+            ) from None
+        key = re.search(r"full_key: (\S+)", str(cause))
+        if key is not None and not key[1].startswith("hydra."):
+            hint = "python -m slurmtrain --cfg job shows all fields"
+            raise ConfigError(f"{key[1]}: {first_line(cause)}", hint=hint) from None
+        raise UsageError(first_line(error), hint="python -m slurmtrain --cfg job shows the composed config") from None
+
+
 # What needs all of Hydra: its own config, for a sweeper, and what it prints by itself.
+
+
+def register_schema() -> None:
+    """Register the schema under the name in the defaults list of conf/config.yaml, for a program that composes with Hydra."""
+    ConfigStore.instance().store(name=SCHEMA, node=defaults())
 
 
 @contextmanager
 def initialized(primary: Primary) -> Iterator[None]:
     """Set Hydra up to compose from these folders."""
-    from hydra import initialize_config_dir
-
     register_schema()
     with initialize_config_dir(str(primary.folders[0]), version_base="1.3"):
         yield
@@ -209,8 +460,6 @@ def initialized(primary: Primary) -> Iterator[None]:
 
 def composed_by_hydra(primary: Primary, overrides: Sequence[str]) -> Any:
     """Return the DictConfig that Hydra composes with its own node, interpolations unresolved. Called within `initialized`."""
-    from hydra import compose as hydra_compose
-
     others = primary.folders[1:]
     with explaining():
         words = [*overrides, *([search_path(others)] if others else [])]

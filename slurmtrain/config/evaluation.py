@@ -7,11 +7,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from slurmtrain.choices import Backend, JobKind, PreflightMode, RequeueMode
-from slurmtrain.config.elastic import at_most
+from slurmtrain.config.fields import merge
 from slurmtrain.config.frozen import to_config, to_values
 from slurmtrain.config.launched_program import node_shape
-from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
-from slurmtrain.config.ranges import NodeRange
+from slurmtrain.config.parallel_dims import at_most, parallel_dims_of
 from slurmtrain.config.schema import (
     ClusterConfig,
     Config,
@@ -45,90 +44,53 @@ def evaluation_config(
         ConfigError: eval.cluster, eval.parallel or `changes` have an unknown field or a wrong type.
     """
     config = at_most(config)
-    values, dims = to_values(config), parallel_dims_of(config)
-    asked = {} if here else config.eval.cluster
-    values["cluster"] = _merged(_here(config, dims) if here else _job(config, dims), asked)
-    values["parallel"] = _merged(_one_copy(config, dims), config.eval.parallel)
-    values["eval"] = {**values["eval"], "mode": "inline", "cluster": {}, "parallel": {}}
+    values, dims, changes = to_values(config), parallel_dims_of(config), changes or {}
+    cluster, per_node, most = values["cluster"], config.cluster.tasks_per_node, config.cluster.node_range.most
+    # A rank for each part of one copy of the model; if the training shards it, as many as a node has.
+    copy = dims.tp * dims.pp * dims.cp
+    ranks = copy * min(dims.dp_shard, max(1, per_node // copy))
+    if here:
+        kept = ("cpus_per_task", "env", "python", "rendezvous_timeout_s", "collective_timeout_s")
+        cluster = asdict(ClusterConfig()) | {name: cluster[name] for name in kept}
+        cluster |= {"backend": Backend.LOCAL, "tasks_per_node": ranks, "network_interface": "lo"}
+    else:  # the least that its layout allows
+        nodes = next(n for n in range(1, most + 1) if n * per_node % ranks == 0 or n == most)
+        # These options name the training's own nodes, and what it waited for.
+        options = {name: value for name, value in cluster["sbatch"].items() if name not in ("nodelist", "dependency")}
+        cluster |= {"nodes": nodes, "tasks_per_node": min(ranks, per_node) if nodes == 1 else per_node}
+        cluster |= {"spare_nodes": 0, "sbatch": options}
+        merge(cluster, config.eval.cluster)
+    # One copy of the model; further ranks are further copies, or shards if the training has shards.
+    sharded = dims.dp_shard > 1
+    layout = {"tp": dims.tp, "pp": dims.pp, "cp": dims.cp, "gradient_compression": "none"}
+    layout |= {"dp_replicate": 1, "dp_shard": -1} if sharded else {"dp_replicate": -1, "dp_shard": 1}
+    values["cluster"] = cluster
+    merge(values["parallel"], layout | config.eval.parallel)
+    values["eval"] |= {"mode": "inline", "cluster": {}, "parallel": {}}
     for group in CHANGEABLE:
-        values[group] = _merged(values[group], (changes or {}).get(group, {}))
-    a_gpu_each = config.cluster.gpus_per_node == config.cluster.tasks_per_node
-    if "gpus_per_node" not in {**asked, **(changes or {}).get("cluster", {})} and not here and a_gpu_each:
+        merge(values[group], changes.get(group, {}))
+    gpus_given = "gpus_per_node" in {**config.eval.cluster, **changes.get("cluster", {})}
+    if not here and not gpus_given and config.cluster.gpus_per_node == per_node:  # a GPU for each rank
         values["cluster"]["gpus_per_node"] = values["cluster"]["tasks_per_node"]
-    values["train"] |= _batches(config, dims, values)
     values["checkpoint"] |= {"restore_from": checkpoint, "keep_best": 0, "mirror": None}
     values["hooks"] = asdict(HooksConfig())
     values["sweep"]["pack"] = 1
     values["job"] |= {"name": f"eval-{config.job.name}"[:64], "singleton": False}
     values["requeue"]["standby_ranks"] = False
     if config.requeue.mode == RequeueMode.CHAIN:  # requeueing is forbidden where it is used
-        values["requeue"]["mode"] = "resubmit"
+        values["requeue"]["mode"] = RequeueMode.RESUBMIT
     try:
-        return to_config(values)
+        found = to_config(values)
     except SlurmtrainError as error:
         raise ConfigError(
             f"the config of an evaluation is invalid: {error.message}",
             hint="eval.cluster and eval.parallel have the fields of cluster and parallel",
         ) from None
-
-
-def _job(config: Config, dims: ParallelDims) -> dict[str, Any]:
-    """Return the part of the training's cluster that a job asks for: the least that its layout allows."""
-    cluster, ranks, most = config.cluster, _ranks(config, dims), config.cluster.node_range.most
-    nodes = next(n for n in range(1, most + 1) if n * cluster.tasks_per_node % ranks == 0 or n == most)
-    # These options name the training's own nodes, and what it waited for.
-    options = {name: value for name, value in cluster.sbatch.items() if name not in ("nodelist", "dependency")}
-    tasks = min(ranks if nodes == 1 else cluster.tasks_per_node, cluster.tasks_per_node)
-    return asdict(cluster) | {"nodes": nodes, "tasks_per_node": tasks, "spare_nodes": 0, "sbatch": options}
-
-
-def _here(config: Config, dims: ParallelDims) -> dict[str, Any]:
-    cluster = config.cluster
-    return asdict(
-        ClusterConfig(
-            backend=Backend.LOCAL,
-            tasks_per_node=_ranks(config, dims),
-            cpus_per_task=cluster.cpus_per_task,
-            env=cluster.env,
-            python=cluster.python,
-            network_interface="lo",
-            rendezvous_timeout_s=cluster.rendezvous_timeout_s,
-            collective_timeout_s=cluster.collective_timeout_s,
-        )
-    )
-
-
-def _ranks(config: Config, dims: ParallelDims) -> int:
-    """Return the ranks of one copy of the model; if the training shards it, as many as a node has."""
-    one = dims.tp * dims.pp * dims.cp
-    return one * min(dims.dp_shard, max(1, config.cluster.tasks_per_node // one))
-
-
-def _one_copy(config: Config, dims: ParallelDims) -> dict[str, Any]:
-    """Return `parallel` for one copy of the model; further ranks are further copies, or shards if the training has shards."""
-    sharded = dims.dp_shard > 1
-    values = asdict(config.parallel) | {"tp": dims.tp, "pp": dims.pp, "cp": dims.cp}
-    values |= {"dp_replicate": 1, "dp_shard": -1} if sharded else {"dp_replicate": -1, "dp_shard": 1}
-    return values | {"gradient_compression": "none"}
-
-
-def _batches(config: Config, dims: ParallelDims, values: Mapping[str, Any]) -> dict[str, int]:
-    """Return batch sizes with which forward passes are as large as the training's, which are known to fit."""
-    parallel, cluster = values["parallel"], values["cluster"]
-    micro, passes = dims.micro_batch_size(config.train), dims.micro_batches(config.train)
-    sharing = parallel["tp"] * parallel["pp"] * parallel["cp"]
-    most = NodeRange.parse(cluster["nodes"]).most  # eval.cluster.nodes may be a range, too
-    copies = max(1, most * cluster["tasks_per_node"] // max(1, sharing))
-    return {"micro_batch_size": micro, "global_batch_size": micro * copies * max(passes, parallel["pp"])}
-
-
-def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with `changes`, key by key; dicts are merged, lists are replaced."""
-    result = dict(values)
-    for key, value in changes.items():
-        inside = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = _merged(result[key], value) if inside else value
-    return result
+    # Forward passes are as large as the training's, which are known to fit.
+    parallel, micro = found.parallel, dims.micro_batch_size(config.train)
+    copies = max(1, found.world_size // max(1, parallel.tp * parallel.pp * parallel.cp))
+    batch = micro * copies * max(dims.micro_batches(config.train), parallel.pp)
+    return replace(found, train=replace(found.train, micro_batch_size=micro, global_batch_size=batch))
 
 
 def preflight_config(config: Config, *, full: bool) -> Config:

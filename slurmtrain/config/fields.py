@@ -1,10 +1,11 @@
 """From plain values to a dataclass of the schema: the types of fields, their ranges, and everything that is wrong at once.
 
-A field's type says all that can be checked by the field alone: `Annotated[int, Range(1)]`, a `Choice`, a `Pattern`.
+A field's type says all that can be checked by the field alone: `Annotated[int, Range(1)]`, one of the choices, a `Pattern`.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -12,10 +13,11 @@ import re
 import types
 import typing
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Annotated, Any, TypeVar, Union
 
-from slurmtrain.choices import Choice, JobKind
-from slurmtrain.config.ranges import share_in
+from slurmtrain.choices import JobKind
+from slurmtrain.config.ranges import Pattern, Range, share_in
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest, shown
 
 T = TypeVar("T")
@@ -65,14 +67,19 @@ def plain(kind: Any) -> Any:
     return plain(others[0]) if len(others) == 1 and others[0] is not kind else kind
 
 
-def words_of(choice: type[Choice]) -> list[str]:
-    """Return the words that a person may type for a Choice."""
+def words_of(choice: type[StrEnum]) -> list[str]:
+    """Return the words that a person may type for a field of few words."""
     return [str(word) for word in choice if word not in (JobKind.EVALUATE, JobKind.PREFLIGHT)]
+
+
+def written(value: Any) -> str:
+    """Return a value as a person types it."""
+    return _NULL.get(repr(value), shown(value))
 
 
 def wrong(key: str, value: Any, expected: str, hint: str = _HINT) -> ConfigError:
     """Return the error for a value of a wrong type."""
-    return ConfigError(f"{key}={_NULL.get(repr(value), shown(value))} is not {expected}", hint=hint)
+    return ConfigError(f"{key}={written(value)} is not {expected}", hint=hint)
 
 
 def _group(values: Any, schema: type[T], where: str, problems: list[SlurmtrainError]) -> T:
@@ -83,7 +90,8 @@ def _group(values: Any, schema: type[T], where: str, problems: list[SlurmtrainEr
         return schema()
     for name in values:
         if name not in kinds:
-            problems.append(_unknown(name, where, kinds))
+            what = f"{where.removesuffix('.')} has no field" if where else "there is no config key"
+            problems.append(UsageError(f"{what} {shown(name)!r}", hint=nearest(str(name), kinds)))
     for name, kind in kinds.items():
         if name not in values or (values[name] is None and share_in(kind) is not None):
             continue
@@ -97,37 +105,37 @@ def _group(values: Any, schema: type[T], where: str, problems: list[SlurmtrainEr
     return schema(**found)
 
 
-def _unknown(name: Any, where: str, known: Mapping[str, Any]) -> UsageError:
-    what = f"{where.removesuffix('.')} has no field" if where else "there is no config key"
-    return UsageError(f"{what} {shown(name)!r}", hint=nearest(str(name), known))
-
-
 def _value(key: str, value: Any, kind: Any, *, lines: bool = False) -> Any:
     """Return a value as the field's type has it, or raise ConfigError."""
     if value == MISSING:
         raise ConfigError(f"{key} is not set, and has no default", hint=f"write {key}=VALUE")
-    origin = typing.get_origin(kind)
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        kind, *constraints = typing.get_args(kind)
-        value = _value(key, value, kind, lines=LINES in constraints)
-        for constraint in constraints:
-            value = constraint.check(key, value) if hasattr(constraint, "check") else value
+        value = _value(key, value, inner[0], lines=LINES in inner)
+        for constraint in inner[1:]:
+            if isinstance(constraint, Range | Pattern):
+                constraint.check(key, value)
+            elif callable(constraint):  # a parser that raises for what it cannot read
+                constraint(value)
         return value
-    if kind is Any:
-        return _open(key, value)
-    if origin is list:
-        # A single word is a list of one.
-        items = [value] if isinstance(value, str) else value
+    if kind is Any and isinstance(value, str):
+        return _checked_text(key, value, lines=True)
+    if kind is Any and not isinstance(value, Mapping | list | tuple):
+        if isinstance(value, int | float | None):
+            return value
+        raise wrong(key, value, "text, a number, true, false, null, a list or a mapping of them")
+    if kind is Any:  # what yaml can hold
+        origin, inner = (dict, (str, Any)) if isinstance(value, Mapping) else (list, (Any,))
+    if origin is dict:
+        return _mapping(key, value, *inner)
+    if origin in (list, tuple):
+        items = [value] if isinstance(value, str) else value  # a single word is a list of one
         if not isinstance(items, list | tuple):
             raise wrong(key, value, "a list", f"write {key}=[a,b]")
-        return [_value(f"{key}[{at}]", item, typing.get_args(kind)[0]) for at, item in enumerate(items)]
-    if origin is tuple:
-        kinds = typing.get_args(kind)
-        if not isinstance(value, list | tuple) or len(value) != len(kinds):
-            raise wrong(key, value, f"a list of {len(kinds)} numbers", f"write {key}=[0.9,0.95]")
-        return tuple(_value(f"{key}[{at}]", *pair) for at, pair in enumerate(zip(value, kinds, strict=True)))
-    if origin is dict:
-        return _mapping(key, value, *typing.get_args(kind))
+        kinds = inner if origin is tuple else inner * len(items)
+        if len(items) != len(kinds):
+            raise wrong(key, value, f"a list of {len(kinds)}", f"write {key}=[0.9,0.95]")
+        return origin(_value(f"{key}[{at}]", *pair) for at, pair in enumerate(zip(items, kinds, strict=True)))
     kinds = _alternatives(kind)
     for each in kinds:
         found, fits = _scalar(value, each)
@@ -136,7 +144,7 @@ def _value(key: str, value: Any, kind: Any, *, lines: bool = False) -> Any:
     for each in kinds:  # a range or a pattern of an optional field
         if typing.get_origin(each) in (Annotated, list):
             return _value(key, value, each, lines=lines)
-    choice = next((each for each in kinds if isinstance(each, type) and issubclass(each, Choice)), None)
+    choice = next((each for each in kinds if isinstance(each, type) and issubclass(each, StrEnum)), None)
     if choice is not None and isinstance(value, str):
         known = [*(["null"] if type(None) in kinds else []), *words_of(choice)]
         raise ConfigError(f"{key}={shown(value)} is not known", hint=f"one of: {', '.join(known)}")
@@ -159,7 +167,7 @@ def _scalar(value: Any, kind: Any) -> tuple[Any, bool]:
         if isinstance(value, bool):
             return str(value).lower(), True
         return str(value), isinstance(value, str | int | float)
-    if isinstance(kind, type) and issubclass(kind, Choice):
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
         word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML's word for `off`
         return (kind(word), True) if isinstance(word, str) and word in list(kind) else (None, False)
     if kind in (int, float) and not isinstance(value, bool) and isinstance(value, str | int | float):
@@ -198,14 +206,13 @@ def _mapping(key: str, value: Any, names: Any, kind: Any) -> dict[str, Any]:
     return {name: _value(f"{key}.{name}", item, kind) for name, item in value.items()}
 
 
-def _open(key: str, value: Any) -> Any:
-    """Return a value of an open group, which has to be one that yaml can hold."""
-    if isinstance(value, Mapping):
-        return _mapping(key, value, str, Any)
-    if isinstance(value, list | tuple):
-        return [_value(f"{key}[{at}]", item, Any) for at, item in enumerate(value)]
-    if isinstance(value, str):
-        return _checked_text(key, value, lines=True)
-    if not isinstance(value, int | float | type(None)):
-        raise wrong(key, value, "text, a number, true, false, null, a list or a mapping of them")
-    return value
+def merge(into: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Merge values key by key: mappings are merged, all else is replaced; ??? leaves what is there."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            inside = into.get(key)
+            if not isinstance(inside, dict):
+                inside = into[key] = {}
+            merge(inside, value)
+        elif value != MISSING or key not in into:
+            into[key] = copy.deepcopy(value)

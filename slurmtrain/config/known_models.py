@@ -19,50 +19,24 @@ CONFIG = "config.json"
 HUGGING_FACE = "slurmtrain.models.huggingface.HuggingFace"  # the _target_ of a model of transformers
 ROPE_TYPES = ("default", "llama3")
 ANY_FAMILY = "model=huggingface model.path=... takes any family that transformers has"
+LINEAR_LAYERS = ("query", "key", "value", "out", "gate", "up", "down", "output")  # of the decoder
 OUTPUTS = ("output", "lm_head")  # layers that predict tokens, which get no adapters unless they are named
-EMBEDDINGS = ("embedding", "embed_tokens")
-# Fields of the decoder that a person may set for a model that begins with weights.
-FREE = ("max_seq_len", "dropout", "path", "_target_")
 
 
 @dataclass(frozen=True)
 class Family:
-    """What sets a family apart.
-
-    Attributes:
-        architecture: the class of transformers that has a language model's head.
-        qkv_bias, qk_norm: as in the decoder.
-        n_kv_heads, head_dim: values of config.json that leaves them out; None: n_heads, and hidden_size / n_heads.
-        window: value of sliding_window that is left out.
-        window_is_optional: a window counts only with use_sliding_window.
-    """
+    """What sets a family apart: the class of transformers that has a language model's head, and fields of the decoder."""
 
     architecture: str
     qkv_bias: bool = False
     qk_norm: bool = False
-    n_kv_heads: int | None = None
-    head_dim: int | None = None
-    window: int | None = None
-    window_is_optional: bool = False
 
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM", n_kv_heads=8, window=4096),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, n_kv_heads=32, window_is_optional=True),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, n_kv_heads=32, head_dim=128, window_is_optional=True),
-}
-
-# The decoder's linear layers, and Hugging Face's names of them.
-LINEAR_LAYERS = {
-    "query": "q_proj",
-    "key": "k_proj",
-    "value": "v_proj",
-    "out": "o_proj",
-    "gate": "gate_proj",
-    "up": "up_proj",
-    "down": "down_proj",
-    "output": "lm_head",
+    "mistral": Family("MistralForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
 }
 
 
@@ -82,8 +56,15 @@ def check_sizes(model: Mapping[str, Any]) -> None:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"model.{name}={size!r} is not a whole number of at least 1", hint=f"set model.{name}")
     heads, groups = sizes.get("n_heads"), sizes.get("n_kv_heads")
-    if heads and "dim" in sizes and "head_dim" not in sizes:
-        _check_split(sizes["dim"], heads)
+    if heads and "dim" in sizes and "head_dim" not in sizes and sizes["dim"] % (2 * heads):
+        dim = sizes["dim"]
+        fitting = [n for n in range(1, dim + 1) if dim % (2 * n) == 0] or [1]
+        raise ConfigError(
+            f"model.dim={dim} cannot be divided among model.n_heads={heads} into parts of an even size, which rotary "
+            "positions need",
+            hint=f"set model.n_heads={min(fitting, key=lambda n: abs(n - heads))}, or "
+            f"model.dim={-(-dim // (2 * heads)) * 2 * heads}, or model.head_dim",
+        )
     if heads and groups and heads % groups:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ConfigError(
@@ -100,61 +81,20 @@ def check_sizes(model: Mapping[str, Any]) -> None:
         raise ConfigError(f"model.dropout={dropout!r} is not a probability", hint="write a value in [0, 1), often 0")
 
 
-def _check_split(dim: int, heads: int) -> None:
-    """Raise unless heads of an even size are together as wide as the residual stream."""
-    if dim % heads:
-        fitting = [n for n in range(1, dim + 1) if dim % n == 0 and (dim // n) % 2 == 0] or [1]
-        near = min(fitting, key=lambda n: abs(n - heads))
-        raise ConfigError(
-            f"model.dim={dim} cannot be divided among model.n_heads={heads}",
-            hint=f"set model.n_heads={near}, or model.dim={-(-dim // (2 * heads)) * 2 * heads}, or model.head_dim",
-        )
-    if (dim // heads) % 2:
-        raise ConfigError(
-            f"model.dim={dim} gives each of model.n_heads={heads} an odd size; rotary positions turn pairs of components",
-            hint=f"set model.dim={heads * (dim // heads + 1)}, or another number of heads",
-        )
-
-
-def ties_embeddings(model: Mapping[str, Any]) -> bool | None:
-    """Return whether the config group `model` is of a model whose output has the weights of its embedding.
-
-    None: nothing here says so.
-    """
-    if is_our_decoder(model):
-        return bool(model.get("tie_embeddings", True))
-    if model.get("_target_") != HUGGING_FACE:
-        return None
-    values = model.get("config")
-    if isinstance(model.get("path"), str):
-        try:
-            values = read_config(Path(model["path"]).expanduser())
-        except ConfigError:
-            return None  # the folder may be seen on the nodes only
-    tied = values.get("tie_word_embeddings") if isinstance(values, Mapping) else None
-    return None if tied is None else bool(tied)
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the values of config.json in `folder`.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
-    path = folder / CONFIG
+    hint = "name a folder written by save_pretrained, or a snapshot from the Hub, that is also visible here"
     try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(
-            f"model.path={folder} has no {CONFIG}"
-            if folder.is_dir()
-            else f"model.path={folder}: there is no such folder",
-            hint="name a folder written by save_pretrained, or a snapshot from the Hub, that is also visible here",
-        ) from None
+        values = json.loads((folder / CONFIG).read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {path} cannot be read: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"model.path={folder}: its {CONFIG} cannot be read: {why}", hint=hint) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"model.path: {path} holds no object", hint="name a folder written by save_pretrained")
+        raise ConfigError(f"model.path={folder}: its {CONFIG} is no object", hint=hint)
     return values
 
 
@@ -174,9 +114,8 @@ def with_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
     window, longest = window_of(values), given.get("max_seq_len")
     if window is not None and isinstance(longest, int) and longest > window:
         raise ConfigError(
-            f"model.max_seq_len={longest}, but the layers of model.path={path} attend to the last {window} tokens only, and "
-            "our decoder's to all",
-            hint=f"model.max_seq_len={window} at most: up to that length, both are the same",
+            f"model.max_seq_len={longest}, but the layers of model.path={path} attend to the last {window} tokens only",
+            hint=f"model.max_seq_len={window} at most: up to that length, our decoder computes the same",
         )
     return {**fields, **given}
 
@@ -184,9 +123,7 @@ def with_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
 def check_agrees(model: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError if the config group `model` says otherwise than `fields`, those of the folder `where`."""
     for name, value in fields.items():
-        if name in FREE or model.get(name) is None:
-            continue
-        if model[name] != value:
+        if name != "max_seq_len" and model.get(name) not in (None, value):
             raise ConfigError(
                 f"model.{name}={model[name]}, but the weights in model.path={where} are of a model with {value}",
                 hint=f"leave model.{name} out: model=hf takes it from there",
@@ -207,33 +144,28 @@ def decoder_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     family = FAMILIES.get(str(kind))
     if family is None:
         raise _refusal(where, f"its model_type is {kind!r}", f"one of {', '.join(FAMILIES)}")
-    for name, wanted in (
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("partial_rotary_factor", 1.0),
-        ("quantization_config", None),
-    ):
-        found = values.get(name, wanted)
-        if found != wanted and not (name == "attention_bias" and found is None):
-            if isinstance(found, Mapping):
-                raise ConfigError(
-                    f"model.path={where}: its {name} is set: quantised weights cannot be read",
-                    hint="name a folder with the unquantised weights, for example in bfloat16",
-                )
-            raise _refusal(where, f"its {name} is {found}", f"{name}={json.dumps(wanted)}")
+    if values.get("quantization_config"):
+        raise ConfigError(
+            f"model.path={where}: its quantization_config is set: quantised weights cannot be read",
+            hint="name a folder with the unquantised weights, for example in bfloat16",
+        )
+    wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
+    for name, value in wanted.items():
+        if values.get(name) not in (None, value):
+            raise _refusal(where, f"its {name} is {values[name]}", f"{name}={json.dumps(value)}")
     try:
-        heads, dim = int(values["num_attention_heads"]), int(values["hidden_size"])
-        kv_heads = values.get("num_key_value_heads", family.n_kv_heads if "num_key_value_heads" not in values else None)
-        fields: dict[str, Any] = {
+        heads, dim, window = int(values["num_attention_heads"]), int(values["hidden_size"]), window_of(values)
+        longest = int(values["max_position_embeddings"])
+        return {
             "vocab_size": int(values["vocab_size"]),
             "dim": dim,
             "n_layers": int(values["num_hidden_layers"]),
             "n_heads": heads,
-            "n_kv_heads": int(kv_heads if kv_heads is not None else heads),
-            "head_dim": int(values.get("head_dim", family.head_dim) or dim // heads),
+            "n_kv_heads": int(values.get("num_key_value_heads") or heads),
+            "head_dim": int(values.get("head_dim") or dim // heads),
             "hidden_dim": int(values["intermediate_size"]),
-            "max_seq_len": _longest(values, family),
+            # Within a sliding window, every token attends to all before it, as the decoder's do.
+            "max_seq_len": longest if window is None else min(longest, window),
             **_rope(values, where),
             "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
             "qkv_bias": family.qkv_bias,
@@ -244,23 +176,15 @@ def decoder_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ConfigError(f"model.path={where}: its {CONFIG} lacks {error.args[0]}") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"model.path={where}: its {CONFIG} has a value that is not a number: {error}") from None
-    return fields
 
 
 def window_of(values: Mapping[str, Any]) -> int | None:
     """Return the number of tokens that some layer of a config.json's model attends to at most; None: to all."""
-    family = FAMILIES[str(values.get("model_type"))]
-    used = bool(values.get("use_sliding_window", False)) if family.window_is_optional else family.window is not None
+    used = values.get("use_sliding_window", values.get("model_type") == "mistral")
     if not used or "sliding_attention" not in (values.get("layer_types") or ["sliding_attention"]):
         return None
-    window = values.get("sliding_window", family.window or 4096)
+    window = values.get("sliding_window", 4096)
     return int(window) if window is not None else None
-
-
-def _longest(values: Mapping[str, Any], family: Family) -> int:
-    """Return the longest sequence: within a sliding window, every token attends to all before it, as the decoder's do."""
-    longest, window = int(values["max_position_embeddings"]), window_of(values)
-    return longest if window is None else min(longest, window)
 
 
 def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:

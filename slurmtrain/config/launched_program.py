@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from slurmtrain.choices import JobKind, Launcher
+from slurmtrain.config.overrides import all_keys, literal_override, shipped_groups, unknown_field
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ConfigError
+from slurmtrain.errors import ConfigError, UsageError, nearest
 
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?$")
 SHELLS = ("bash", "sh", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
@@ -259,3 +260,50 @@ def _words(command: str) -> list[str]:
         return shlex.split(command)
     except ValueError:
         return []
+
+
+# Reads a field of the config: `${optim.lr}`, or `${lr}` of a `+lr=1e-3`. Names of variables have capitals.
+REFERENCE = re.compile(r"\$\{([a-z_]\w*(?:\.\w+)*)\}")
+
+
+def with_program(overrides: Sequence[str], program: Sequence[str]) -> list[str]:
+    """Return the overrides that make every rank of job=command run this program, word for word.
+
+    `${optim.lr}` in its words stands for the field of the config, and `${lr}` for the value of `+lr=...`, which becomes
+    `job.args.lr`. Both are resolved when the config is composed, for each point of a sweep. The code of `bash -c` and
+    `python -c` is left as it is.
+
+    Raises:
+        UsageError: a word refers to what the config does not have, or none to what was made for it.
+    """
+    given = {word[1:].partition("=")[0]: word for word in overrides if re.match(r"\+[a-z_]\w*=", word)}
+    used: dict[str, str] = {}
+
+    def reference(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in given:
+            used[name] = f"job.args.{name}"
+        elif "." not in name and name not in all_keys():
+            raise UsageError(
+                f"the program has {match[0]}, and the config no {name}: choose it with +{name}=VALUE",
+                hint=nearest(name, [*given, *(key for key in all_keys() if "." in key)]),
+            )
+        elif (unknown := unknown_field(name, f" (in {match[0]} of the program)")) is not None:
+            raise unknown
+        return f"\0{used.get(name, name)}\1"
+
+    words, code = [], False
+    for at, word in enumerate(program):
+        words.append(word if code else REFERENCE.sub(reference, word))
+        before = [os.path.basename(each) for each in program[:at]]
+        runs_code = any(name in SHELLS or name.startswith("python") for name in before)
+        code = runs_code and re.fullmatch(r"-\w*c", word) is not None
+    for name in given.keys() - used.keys() - {*all_keys()} - shipped_groups():
+        raise UsageError(
+            f"no word of the program refers to {given[name]}",
+            hint=f"write '${{{name}}}', in quotes, or the shell empties it",
+        )
+    command = literal_override("job.command", shlex.join(words)).replace("\0", "${in_quotes:${").replace("\1", "}}")
+    renamed = {given[name]: f"+{key}{given[name][1 + len(name) :]}" for name, key in used.items()}
+    kind = [] if "job=command" in overrides else ["job=command"]
+    return [*(renamed.get(word, word) for word in overrides), *kind, command]

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slurmtrain.errors import ConfigError, shown
 
-RANGE = re.compile(r"\s*(\d{1,15})\s*(?:-\s*(\d{1,15})\s*)?")
+RANGE = re.compile(r"(\d{1,15})(?:-(\d{1,15}))?")
 NODES_MAX = 65536  # every size of a range is tried
 UNPRIVILEGED = 1024  # ports below are root's
 HIGHEST = 65535
 PROFILED_MAX = 100  # steps in one profile: the trace of a step has megabytes
-OPEN: Any = None  # the default of a field with a share; `Config` puts the number in its place
 
 
 @dataclass(frozen=True)
@@ -35,21 +33,15 @@ class Range:
         limits = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
         return " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
 
-    def check(self, key: str, value: Any) -> Any:
-        """Return the value.
-
-        Raises:
-            ConfigError: it is not in the range.
-        """
-        inside = (
-            (self.least is None or value >= self.least)
-            and (self.most is None or value <= self.most)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
-        if not inside:
+    def check(self, key: str, value: Any) -> None:
+        """Raise ConfigError if the value is not in the range."""
+        if (
+            (self.least is not None and value < self.least)
+            or (self.most is not None and value > self.most)
+            or (self.above is not None and value <= self.above)
+            or (self.below is not None and value >= self.below)
+        ):
             raise ConfigError(f"{key}={shown(value)} must be {self}", hint=self.hint)
-        return value
 
 
 @dataclass(frozen=True)
@@ -60,29 +52,10 @@ class Pattern:
     what: str
     hint: str
 
-    def check(self, key: str, value: str) -> str:
-        """Return the text.
-
-        Raises:
-            ConfigError: it has another form.
-        """
+    def check(self, key: str, value: str) -> None:
+        """Raise ConfigError if the text has another form."""
         if not re.fullmatch(self.regex, value):
             raise ConfigError(f"{key}={shown(value)!r} is not {self.what}", hint=self.hint)
-        return value
-
-
-@dataclass(frozen=True)
-class Parsed:
-    """A value that a function understands, such as a range of ports. The function raises ConfigError for others."""
-
-    parse: Callable[[Any], Any]
-
-    def check(self, key: str, value: Any) -> Any:
-        """Return the value as it was typed; a range of nodes as sbatch takes it, and a single number of them as such."""
-        found = self.parse(value)
-        if isinstance(found, NodeRange):
-            return str(found) if found.elastic else found.most
-        return value
 
 
 @dataclass(frozen=True)
@@ -147,44 +120,19 @@ class NodeRange:
         return f"{self.least}-{self.most}" if self.elastic else str(self.most)
 
 
-def nodes_to_use(sizes: Sequence[int], given: int) -> int | None:
-    """Return the number of nodes that ranks run on, of `given` ones: the largest of `sizes` that is not above them.
+def ports_of(value: str | int) -> range:
+    """Return the TCP ports that a value such as "29000-29100" or 29500 stands for.
 
-    The result is None if there are too few.
+    Raises:
+        ConfigError: it is no such range, or has ports that a program of a person may not use.
     """
-    return max((size for size in sizes if size <= given), default=None)
-
-
-@dataclass(frozen=True)
-class PortRange:
-    """The TCP ports from `first` to `last`, both of them included."""
-
-    first: int
-    last: int
-
-    @classmethod
-    def parse(cls, value: str | int) -> PortRange:
-        """Return the range that `value`, such as "29000-29100" or 29500, stands for.
-
-        Raises:
-            ConfigError: it is no such range, or has ports that a program of a person may not use.
-        """
-        first, last = _ends("cluster.port_range", value, "a range of ports", "cluster.port_range=29000-29100")
-        if first < UNPRIVILEGED or last > HIGHEST:
-            raise ConfigError(
-                f"cluster.port_range={value} is outside of the ports from {UNPRIVILEGED} to {HIGHEST}, which a program may use",
-                hint="cluster.port_range=29000-29100, or the ports that your site has opened between its nodes",
-            )
-        return cls(first, last)
-
-    def ports_from(self, start: int) -> list[int]:
-        """Return all ports of the range once, beginning with the one at place `start`, and going on at its beginning."""
-        ports = range(self.first, self.last + 1)
-        at = start % len(ports)
-        return [*ports[at:], *ports[:at]]
-
-    def __str__(self) -> str:
-        return f"{self.first}-{self.last}"
+    first, last = _ends("cluster.port_range", value, "a range of ports", "cluster.port_range=29000-29100")
+    if first < UNPRIVILEGED or last > HIGHEST:
+        raise ConfigError(
+            f"cluster.port_range={value} is outside of the ports from {UNPRIVILEGED} to {HIGHEST}, which a program may use",
+            hint="cluster.port_range=29000-29100, or the ports that your site has opened between its nodes",
+        )
+    return range(first, last + 1)
 
 
 def profiled_steps(value: str) -> tuple[int, int]:

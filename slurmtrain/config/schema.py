@@ -10,50 +10,9 @@ between clusters or models do not belong here but in the yaml files under `conf/
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from slurmtrain.choices import (
-    ActivationCheckpointing,
-    Allow,
-    Backend,
-    BestMode,
-    ContainerKind,
-    CpMethod,
-    Device,
-    EvalMode,
-    ExportDtype,
-    FindingKind,
-    GradientCompression,
-    JobKind,
-    Launcher,
-    LossOn,
-    OnNonfinite,
-    OnSpike,
-    ParamDtype,
-    PpSchedule,
-    PreflightMode,
-    Pruner,
-    RawFormat,
-    RecordKind,
-    ReduceDtype,
-    ReplicaDrift,
-    RequeueMode,
-    RestoreOnly,
-    SnapshotMode,
-    StopSignal,
-    Verify,
-    WandbMode,
-)
+from slurmtrain import choices
 from slurmtrain.config.fields import LINES, hints
-from slurmtrain.config.ranges import (
-    OPEN,
-    NodeRange,
-    Parsed,
-    Pattern,
-    PortRange,
-    Range,
-    Share,
-    profiled_steps,
-    share_in,
-)
+from slurmtrain.config.ranges import NodeRange, Pattern, Range, Share, ports_of, profiled_steps, share_in
 from slurmtrain.system.paths import runs_root
 
 VARIABLE = Pattern("[A-Za-z_][A-Za-z0-9_]*", "a valid name of an environment variable", "e.g. NCCL_DEBUG")
@@ -61,6 +20,21 @@ JOB_NAME = Pattern(
     "[A-Za-z0-9][A-Za-z0-9._+-]{0,63}",
     "a name of at most 64 letters, digits and . _ + - that starts with a letter or digit",
     "the name is used for a folder and in squeue",
+)
+SBATCH_OPTION = Pattern(
+    "[a-z0-9]+(-[a-z0-9]+)*",
+    "a long option of sbatch",
+    "use the name from `man sbatch`, without the leading dashes: +cluster.sbatch.mail-type=END",
+)
+EVALUATION_SET = Pattern(
+    "(?!valid$)[A-Za-z0-9_]+",
+    "a valid name of a set",
+    "letters, digits and _; `valid` is the set of the data source",
+)
+LOGGER = Pattern(
+    "(?!(wandb|mlflow)$)[A-Za-z0-9_]+",
+    "a valid name of a logger",
+    "letters, digits and _; observe.wandb.enabled=true and observe.mlflow.enabled=true are the built-in ones",
 )
 NODE_FOLDER = Pattern("/.*", "an absolute path", "name a folder that is there on each node, such as /dev/shm")
 STAGE_DIR = Pattern(
@@ -73,17 +47,17 @@ PROJECT = Pattern(
     r"a name of a project: Weights & Biases allows none of / \ # ? % : in it",
     "the user or team before the / is observe.wandb.entity; null takes job.name",
 )
-EXPERIMENT = Pattern(r".*\S.*", "a name of an experiment", "null takes job.name")
-FINISHED_WHEN = Pattern(r".*\S.*", "a file or an exit code", "job.finished_when=0, or null")
-CHECKPOINTS = Pattern(r".*[^, ].*", "the name of a file or a pattern", "job.checkpoints='out/checkpoint-*', or null")
-COMMAND = Pattern(r"(?s).*\S.*", "a command", "null runs none")
+NOT_BLANK = Pattern(r"(?s).*\S.*", "filled in", "null leaves it out")
 Natural = Annotated[int, Range(0)]
 Positive = Annotated[int, Range(1)]
 PositiveFloat = Annotated[float, Range(above=0)]
 Lines = Annotated[str, LINES]
-Hook = Annotated[str, LINES, COMMAND]
+Text = Annotated[str, NOT_BLANK]
+Program = Annotated[str, LINES, NOT_BLANK]
 Beta = Annotated[float, Range(0, below=1)]
 Seconds = Annotated[int, Range(1, hint="watchdog.enabled=false watches nothing")]
+# What no person has set, and follows train.steps: `Config` puts the number in its place.
+OPEN: Any = None
 
 
 @dataclass
@@ -91,7 +65,7 @@ class ContainerConfig:
     """The container that the ranks run in, if any."""
 
     # null: none; "pyxis" (options of srun); "apptainer" (wraps the command of each rank)
-    kind: ContainerKind | None = None
+    kind: choices.ContainerKind | None = None
     image: str | None = None  # any image that the runtime accepts: a .sqsh or .sif file, or a registry reference
     mounts: list[str] = field(default_factory=list)  # each as host:container[:ro]; the run directory is always mounted
     # additional options of the runtime, one word each, passed on unchanged
@@ -125,10 +99,10 @@ class ClusterConfig:
     """The cluster that the job runs on and the resources that it requests; one yaml file per cluster in conf/cluster/."""
 
     # "slurm"; or "local": run the same job as processes on this machine, in the foreground
-    backend: Backend = Backend.SLURM
+    backend: choices.Backend = choices.Backend.SLURM
     # A number, or a range such as 2-4: as many nodes of it as SLURM can give. The global batch size does not change, so
     # a number of nodes that cannot divide it is not used: the ranks run on the next smaller one that can.
-    nodes: Annotated[int | str, Parsed(NodeRange.parse)] = 1
+    nodes: Annotated[int | str, NodeRange.parse] = 1
     # Additional nodes of the job, on which no rank runs until another node fails: see requeue.in_place.
     spare_nodes: Natural = 0
     tasks_per_node: Positive = 1  # ranks per node; one rank drives one GPU
@@ -170,7 +144,7 @@ class ClusterConfig:
     # allocate nodes in groups of this size, each within one block (topology/block, SLURM 24.05 or newer)
     segment: Positive | None = None
     # additional sbatch options by their long name; only sbatch validates them. true: an option without a value
-    sbatch: dict[str, Any] = field(default_factory=dict)
+    sbatch: dict[Annotated[str, SBATCH_OPTION], Any] = field(default_factory=dict)
     srun_args: list[str] = field(default_factory=list)  # additional arguments of srun, appended to ours
     srun_wait_s: Natural = 60  # srun kills ranks that are still alive this long after the first rank exited
     modules: list[str] = field(default_factory=list)  # modules to load with `module load`, before anything else
@@ -188,7 +162,7 @@ class ClusterConfig:
     network_interface: str = "auto"  # for NCCL and gloo: a name, "auto" (the one that reaches rank 0) or "none"
     # Range of TCP ports, such as 29000-29100, for the rendezvous at rank 0 and for MASTER_PORT; null: any free port.
     # NCCL and gloo choose their own ports in addition.
-    port_range: Annotated[str, Parsed(PortRange.parse)] | None = None
+    port_range: Annotated[str, ports_of] | None = None
     rendezvous_timeout_s: Positive = 300  # how long ranks wait for each other at the start
     collective_timeout_s: Positive = 1800  # how long a collective may take before the job counts as hung
     # folders that exist only on compute nodes; `submit` does not check paths of the config that are inside them
@@ -202,9 +176,9 @@ class ClusterConfig:
         return NodeRange.parse(self.nodes)
 
     @property
-    def ports(self) -> PortRange | None:
+    def ports(self) -> range | None:
         """The ports for the rendezvous; None: any."""
-        return PortRange.parse(self.port_range) if self.port_range is not None else None
+        return ports_of(self.port_range) if self.port_range is not None else None
 
 
 @dataclass
@@ -213,7 +187,7 @@ class JobConfig:
 
     name: Annotated[str, JOB_NAME] = "train"  # name of the run's folder in runs_dir, and of the job in squeue
     # "train": the built-in trainer; "command": job.command on every rank; "prepare": turn text into tokens
-    kind: JobKind = JobKind.TRAIN
+    kind: choices.JobKind = choices.JobKind.TRAIN
     # The program, as in 'python my_train.py --lr 1e-3'; set by the words after `submit --`. It is split into words as a
     # shell would, but not run in a shell: each rank replaces $NAME and ${NAME} only for the variables that it is given
     # (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ..., SLURM_*). The script of an explicit shell (bash -c '...') is left
@@ -224,32 +198,32 @@ class JobConfig:
     # With job.command: what starts its processes. "none": srun starts cluster.tasks_per_node processes on each node.
     # "torchrun", "accelerate", "deepspeed": srun starts one launcher on each node, which starts as many processes, or
     # one per GPU if cluster.tasks_per_node=1; slurmtrain passes it the nodes, processes, addresses and ports.
-    launcher: Launcher = Launcher.NONE
+    launcher: choices.Launcher = choices.Launcher.NONE
     # With job.command: the signal that tells its processes to stop, whatever the reason. With "SIGTERM", processes that
     # handle SIGUSR2 get that as the early warning before the time limit. With another signal, they ignore the SIGTERM
     # of SLURM.
-    stop_signal: StopSignal = StopSignal.SIGTERM
+    stop_signal: choices.StopSignal = choices.StopSignal.SIGTERM
     # With job.command: kill the command this long after it was told to stop, so that it can be started again. null:
     # shortly before SLURM would kill it.
     stop_grace_s: Annotated[int, Range(1, hint="null is as long as SLURM allows")] | None = None
     # With job.command: how to tell that the command has finished: a file (an absolute path, or one in the run directory
     # or the working directory) that exists when the command ends, or an exit code. null: it exits with 0 without being
     # told to stop.
-    finished_when: Annotated[str, FINISHED_WHEN] | None = None
+    finished_when: Text | None = None
     # With job.command: a file or pattern (located like finished_when) that the command changes when it makes progress,
     # for instance its newest checkpoint.
     progress_file: str | None = None
     # With job.command: a pattern (located like finished_when) that matches its own checkpoints, such as
     # 'out/checkpoint-*'. The newest complete one shows the progress; the last number in its name is the step.
-    checkpoints: Annotated[str, CHECKPOINTS] | None = None
+    checkpoints: Text | None = None
     # With job.checkpoints: names or patterns of the files that a complete checkpoint contains, separated by commas or
     # spaces, such as 'trainer_state.json'. Incomplete checkpoints are moved aside before a restart.
-    checkpoint_complete: Annotated[str, CHECKPOINTS] | None = None
+    checkpoint_complete: Text | None = None
     # Folder of the runs, which login node and compute nodes must share; relative to the folder where you run submit.
     # Default: the environment variable SLURMTRAIN_RUNS, or else "runs".
     runs_dir: str = field(default_factory=lambda: str(runs_root()))
     # what to copy as the snapshot of the code: "auto": the git work tree, if any; "cwd": the current folder; "none"
-    snapshot: SnapshotMode = SnapshotMode.AUTO
+    snapshot: choices.SnapshotMode = choices.SnapshotMode.AUTO
     snapshot_max_mb: Positive = 64  # a larger work tree is refused, since data does not belong in the snapshot
     singleton: bool = False  # wait until you have no other job with this name (--dependency=singleton)
 
@@ -268,26 +242,26 @@ class ParallelConfig:
     cp: int = 1  # ranks over which every sequence is split (context parallel)
     sequence_parallel: bool = True  # with tp: also split the activations between the matrices along the sequence
     # "all_gather": gather keys and values; "ulysses": all-to-all between parts of sequences and heads
-    cp_method: CpMethod = CpMethod.ALL_GATHER
+    cp_method: choices.CpMethod = choices.CpMethod.ALL_GATHER
     # "1f1b" or "gpipe"; with two stages per rank: "interleaved_1f1b", "zero_bubble"
-    pp_schedule: PpSchedule = PpSchedule.ONE_F_ONE_B
+    pp_schedule: choices.PpSchedule = choices.PpSchedule.ONE_F_ONE_B
     # class names of the modules that FSDP2 wraps as units; []: chosen by the model, or by size
     units: list[str] = field(default_factory=list)
     # Free gathered parameters between forward and backward; null: yes, except with pp. A number: keep them sharded over
     # groups of this many ranks.
     reshard_after_forward: bool | int | None = None
     # "bfloat16": compute in bfloat16 (FSDP2 only); parameters and optimiser state stay float32
-    param_dtype: ParamDtype | None = None
+    param_dtype: choices.ParamDtype | None = None
     # data type of the gradient reduction; "bfloat16" halves the communication
-    reduce_dtype: ReduceDtype = ReduceDtype.FLOAT32
+    reduce_dtype: choices.ReduceDtype = choices.ReduceDtype.FLOAT32
     # compression of the gradients that DDP replicas exchange: "none", "bf16", "fp16", "powersgd"
-    gradient_compression: GradientCompression = GradientCompression.NONE
+    gradient_compression: choices.GradientCompression = choices.GradientCompression.NONE
     # rank of the low-rank approximation of a gradient: higher is more accurate, but sends more data
     powersgd_rank: Positive = 4
     # before this step, gradients are sent uncompressed
     powersgd_start_step: Annotated[int, Range(2, hint="DDP builds its final buckets before")] = 100
     # "full": recompute whole blocks in backward; "selective": recompute all but their matmuls
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
+    activation_checkpointing: choices.ActivationCheckpointing = choices.ActivationCheckpointing.NONE
     compile: bool = False  # compile the model with torch.compile, block by block
 
 
@@ -337,18 +311,18 @@ class TrainConfig:
     # A step whose loss or gradient norm is not finite never updates the model. After such a step: "skip": continue with
     # the next batch; "rollback": go back to the last valid checkpoint and skip the samples since; "stop": end the run
     # (exit code 78)
-    on_nonfinite: OnNonfinite = OnNonfinite.SKIP
+    on_nonfinite: choices.OnNonfinite = choices.OnNonfinite.SKIP
     max_skipped: Natural = 5  # after this many skipped steps in a row, go back to the last valid checkpoint; 0: never
     # end the run after this many rollbacks in a row without further progress; 0: never go back
     max_rollbacks: Natural = 2
     # What to do about a loss spike, which is a loss more than `spike_threshold` robust standard deviations above the
     # median of the last `spike_window` steps: "tell": report it; "rollback" (as for on_nonfinite); "ignore"
-    on_spike: OnSpike = OnSpike.TELL
+    on_spike: choices.OnSpike = choices.OnSpike.TELL
     spike_window: Annotated[int, Range(10, hint="a median of fewer losses says little")] = 100  # steps
     # in standard deviations, estimated from the median absolute deviation
     spike_threshold: Annotated[float, Range(1, hint="train.on_spike=ignore looks for no spikes")] = 10.0
     # "auto": a GPU if cluster.gpus_per_node is set or one is visible; "cpu"; "cuda"
-    device: Device = Device.AUTO
+    device: choices.Device = choices.Device.AUTO
     # Use only kernels that give the same bits each time, so that a resumed run on GPUs equals an uninterrupted one to the
     # last bit; somewhat slower on GPUs. false: some GPU kernels add in the order in which their threads finish
     deterministic: bool = False
@@ -377,34 +351,36 @@ class CheckpointConfig:
     keep_every: Natural = 0  # also keep checkpoints whose step is a multiple of this; 0: off
     keep_best: Natural = 0  # also keep this many checkpoints that are best by best_metric; 0: off
     best_metric: str = "valid_loss"  # a metric of the evaluations; known for saved steps that are also evaluated
-    best_mode: BestMode = BestMode.MIN  # whether a lower ("min") or higher ("max") best_metric is better
+    best_mode: choices.BestMode = (
+        choices.BestMode.MIN
+    )  # whether a lower ("min") or higher ("max") best_metric is better
     # write while training continues; false: wait for each commit, and end the attempt at the first failure
     asynchronous: bool = True
     max_failures: Natural = 3  # end the attempt after this many failed saves in a row; 0: continue without checkpoints
     # what a save does if tensors differ between ranks that should hold the same (as on GPUs of different models):
     # "refuse": fail and name them; "warn": report this once and save the copy of the lowest rank, which then writes all
     # of it
-    on_replica_drift: ReplicaDrift = ReplicaDrift.REFUSE
+    on_replica_drift: choices.ReplicaDrift = choices.ReplicaDrift.REFUSE
     # how much of restored files to compare with their digests: "full", "sampled" (one sixteenth) or "off" (sizes only)
-    verify: Verify = Verify.FULL
+    verify: choices.Verify = choices.Verify.FULL
     # URL of a folder in an object store; checkpoints are copied to <mirror>/<job.name>/<run id>
     mirror: str | None = None
-    # Node-local folder, in /dev/shm or on a local disk: every save is also copied there and to the next node, so that a
-    # restart on the same nodes takes seconds. Copies in /dev/shm count as memory of the job. null: no such copies.
+    # Node-local folder, in /dev/shm or on a local disk: every save is also copied there, so that a restart on the same
+    # nodes takes seconds. Copies in /dev/shm count as memory of the job. null: no such copies.
     local: Annotated[str, NODE_FOLDER] | None = None
     # with local: also copy after every step that is a multiple of this; 0: only with each save
     local_every_steps: Natural = 0
     # Also export the weights every this many steps, and at the end, as a Hugging Face folder <run>/exports/step_<N>,
     # while training continues; 0: never
     export_every_steps: Natural = 0
-    export_dtype: ExportDtype = ExportDtype.BFLOAT16  # data type of the exported weights
+    export_dtype: choices.ExportDtype = choices.ExportDtype.BFLOAT16  # data type of the exported weights
     # path of a checkpoint to start from, as long as this run has no checkpoint of its own
     restore_from: str | None = None
     # null: continue at the checkpoint's step, with its optimiser, schedule and data. "model": use only its weights, at
     # step 0.
-    restore_only: RestoreOnly | None = None
+    restore_only: choices.RestoreOnly | None = None
     # What may differ from the checkpoint: keys, shapes, dtypes, config, data.
-    allow: list[Allow] = field(default_factory=list)
+    allow: list[choices.Allow] = field(default_factory=list)
 
 
 @dataclass
@@ -412,10 +388,10 @@ class EvalConfig:
     """Metrics on held-out samples, computed every train.eval_every steps and at the end."""
 
     # "inline": training waits for the evaluation; "job": a separate SLURM job evaluates each due checkpoint
-    mode: EvalMode = EvalMode.INLINE
+    mode: choices.EvalMode = choices.EvalMode.INLINE
     # Additional evaluation sets by name, each a data config with a _target_: a data set, or a source, of which `valid`
     # is used, or else `train`. The sets of the data source itself are "valid" and those in its `evals`.
-    sets: dict[str, Any] = field(default_factory=dict)
+    sets: dict[Annotated[str, EVALUATION_SET], Any] = field(default_factory=dict)
     # Metrics in addition to the loss: true or false for those in slurmtrain.training.eval_metrics, or a config with a
     # _target_ for your own.
     metrics: dict[str, Any] = field(
@@ -439,7 +415,7 @@ class RequeueConfig:
     "off": a stopped job stays stopped; `resume RUN` continues it.
     """
 
-    mode: RequeueMode = RequeueMode.REQUEUE  # "requeue", "resubmit", "chain" or "off"
+    mode: choices.RequeueMode = choices.RequeueMode.REQUEUE  # "requeue", "resubmit", "chain" or "off"
     # After a crash, a hang or the loss of a node, restart the ranks within the same job, which keeps its nodes. A
     # failed node is replaced if there are spare nodes (cluster.spare_nodes). null: yes, except with mode=off.
     in_place: bool | None = None
@@ -465,7 +441,7 @@ class RequeueConfig:
     @property
     def starts_in_place(self) -> bool:
         """Whether the ranks may start again in the same job."""
-        return self.mode != RequeueMode.OFF if self.in_place is None else self.in_place
+        return self.mode != choices.RequeueMode.OFF if self.in_place is None else self.in_place
 
 
 @dataclass
@@ -495,9 +471,9 @@ class PreflightConfig:
 
     # "off"; "quick": collect facts and compare them, in well under a second; "full": also measure GPUs and network,
     # which takes about a minute
-    mode: PreflightMode = PreflightMode.QUICK
+    mode: choices.PreflightMode = choices.PreflightMode.QUICK
     # kinds of findings that are ignored, as in [clock,packages]
-    ignore: list[FindingKind] = field(default_factory=list)
+    ignore: list[choices.FindingKind] = field(default_factory=list)
     # largest allowed offset of a node's clock from the others
     clock_offset_s: Annotated[float, Range(above=0, hint="preflight.ignore=[clock] ignores clocks")] = 5.0
     min_free_gb: Annotated[float, Range(0)] = 0.2  # smallest allowed free space where the run writes
@@ -517,7 +493,7 @@ class WandbConfig:
     tags: list[str] = field(default_factory=list)
     # "online"; "offline": files in <run>/wandb, for `wandb sync`; "auto": online if an API key is known and the server
     # answers
-    mode: WandbMode = WandbMode.AUTO
+    mode: choices.WandbMode = choices.WandbMode.AUTO
 
 
 @dataclass
@@ -528,7 +504,7 @@ class MlflowConfig:
     # tracking server, such as https://mlflow.example.org; null: MLFLOW_TRACKING_URI of the ranks, or else
     # <run>/mlflow.db
     tracking_uri: str | None = None
-    experiment: Annotated[str, EXPERIMENT] | None = None  # null: job.name
+    experiment: Text | None = None  # null: job.name
     tags: dict[str, str] = field(default_factory=dict)
 
 
@@ -538,7 +514,8 @@ class ObserveConfig:
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
-    loggers: dict[str, Any] = field(default_factory=dict)  # your own loggers by name, each a config with a _target_
+    # your own loggers by name, each a config with a _target_
+    loggers: dict[Annotated[str, LOGGER], Any] = field(default_factory=dict)
     # Folder on each node from which Prometheus's node exporter reads *.prom files (--collector.textfile.directory).
     # null: none
     textfile_dir: Annotated[str, NODE_FOLDER] | None = None
@@ -549,7 +526,7 @@ class ObserveConfig:
     straggler_every: Natural = 20
     # Steps to profile once, such as "100-102": traces and a snapshot of the GPU memory in RUN/profiles. null: only
     # those that somebody requests with `touch RUN/profile`
-    profile_steps: Annotated[str, Parsed(profiled_steps)] | None = None
+    profile_steps: Annotated[str, profiled_steps] | None = None
     profile_ranks: list[int] = field(default_factory=lambda: [0])  # ranks that write a profile; []: all
     # Also record a node with a slow rank in the ledger of nodes, as one incident in each attempt; see
     # requeue.blame_threshold
@@ -560,11 +537,11 @@ class ObserveConfig:
 class HooksConfig:
     """Bash commands: at most one of them runs after each attempt, on its first node, when all ranks have exited."""
 
-    on_finish: Hook | None = None  # after the run has finished
+    on_finish: Program | None = None  # after the run has finished
     # after a crash, a dead node, a wrong config or no progress, even if the run starts again
-    on_failure: Hook | None = None
+    on_failure: Program | None = None
     # after an early stop by SLURM or on request, but not by `cancel`, scancel or Ctrl-C
-    on_preemption: Hook | None = None
+    on_preemption: Program | None = None
     timeout_s: Positive = 20  # kill a hook after this long; SLURM kills a requeued job after KillWait, often 30 s
 
 
@@ -582,7 +559,7 @@ class SearchConfig:
 
     # "none"; "median": prune a trial whose best value so far is worse than the median of the finished trials at the
     # same step; "asha": the best of every `reduction_factor` trials that reach a rung continues to the next rung
-    pruner: Pruner = Pruner.NONE
+    pruner: choices.Pruner = choices.Pruner.NONE
     prune_after_steps: Natural = 0  # prune no trial before this step; asha: the first rung (0: 1 % of a finished trial)
     startup_trials: Positive = 5  # median: number of trials that must finish before any is pruned
     # asha: ratio of the steps of a rung to those of the previous rung, at least 2
@@ -598,15 +575,15 @@ class PrepareConfig:
     inputs: list[str] = field(default_factory=list)
     output: str | None = None  # folder of the prepared data set
     # "auto": by suffix, with or without .gz/.zst; or "jsonl", "parquet", "text", "hf" for all inputs
-    format: RawFormat = RawFormat.AUTO
+    format: choices.RawFormat = choices.RawFormat.AUTO
     text_field: str = "text"  # field of a JSON line, or column, that holds the document
     # what a record is: "text": a document; "chat": a conversation, or a question and its answer (text_field is ignored)
-    records: RecordKind = RecordKind.TEXT
+    records: choices.RecordKind = choices.RecordKind.TEXT
     # For chat: path of a Jinja file, or "chatml"; "none" concatenates question and answer. null: the template next to
     # the tokenizer.json.
     chat_template: str | None = None
     # For chat: what the loss is computed on: all "answers" of the assistant, its "last_answer", or "all" messages
-    loss_on: LossOn = LossOn.ANSWERS
+    loss_on: choices.LossOn = choices.LossOn.ANSWERS
     tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer.json or of a tiktoken rank file NAME.tiktoken
     # name of a tiktoken encoding, or a regular expression; null: by the name of the file
     tiktoken_pattern: Lines | None = None

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.config.keys import all_keys
+from slurmtrain.config.overrides import all_keys
 from slurmtrain.errors import ConfigError
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE
 from slurmtrain.system.redaction import SHORTEST, bytes_of, hide, redact_output

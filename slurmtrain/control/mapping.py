@@ -50,13 +50,12 @@ from slurmtrain.runtime.jobs.map_task import RESULT, arguments_file, function_fi
 from slurmtrain.sweep.folder import create_sweep
 from slurmtrain.sweep.jobs import cancel, require_own, states_of, submit_arrays, trusted_client
 from slurmtrain.sweep.plan import SweepPlan
-from slurmtrain.system import user
 from slurmtrain.system.file_claims import holder_here
 from slurmtrain.system.files import replace_file
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.records import open_regular
 from slurmtrain.system.redaction import redact
-from slurmtrain.system.trust import is_mine
+from slurmtrain.system.trust import is_mine, user_in_words
 
 log = logging.getLogger(__name__)
 
@@ -353,28 +352,21 @@ def _pickled_calls(
         UsageError: something cannot be pickled.
         ConfigError: it holds the value of a secret.
     """
-    values = secrets.read(config.secrets)
-    path = [str(cwd), *(os.path.abspath(each) for each in sys.path)]
-    named = {"the function": function} | {f"item {number}": call for number, call in enumerate(calls)}
-    pickled = {what: _pickled(value, what) for what, value in named.items()}
-    for what, each in pickled.items():
-        secrets.refuse_pickled(values, each, what)
-    first, *arguments = pickled.values()
-    shared = {"path": list(dict.fromkeys(path)), "function": first, "python": python_version()}
-    return pickle.dumps(shared), arguments
-
-
-def _pickled(value: Any, what: str) -> bytes:
     import cloudpickle
 
-    try:
-        pickled: bytes = cloudpickle.dumps(value)
-    except Exception as problem:
-        raise UsageError(
-            f"{what} cannot be pickled: {type(problem).__name__}: {problem}",
-            hint="jobs get it as a pickle: create locks, open files and connections inside the function",
-        ) from None
-    return pickled
+    values, pickled = secrets.read(config.secrets), list[bytes]()
+    for what, value in [("the function", function), *((f"item {number}", call) for number, call in enumerate(calls))]:
+        try:
+            pickled.append(cloudpickle.dumps(value))
+        except Exception as problem:
+            raise UsageError(
+                f"{what} cannot be pickled: {type(problem).__name__}: {problem}",
+                hint="jobs get it as a pickle: create locks, open files and connections inside the function",
+            ) from None
+        secrets.refuse_pickled(values, pickled[-1], what)
+    path = [str(cwd), *(os.path.abspath(each) for each in sys.path)]
+    shared = {"path": list(dict.fromkeys(path)), "function": pickled[0], "python": python_version()}
+    return pickle.dumps(shared), pickled[1:]
 
 
 def _read_result(run_dir: RunDir) -> dict[str, Any]:
@@ -390,7 +382,7 @@ def _read_result(run_dir: RunDir) -> dict[str, Any]:
             owner = os.fstat(file.fileno()).st_uid  # of what is read, whoever renames folders meanwhile
             if owner != os.geteuid():
                 raise UsageError(
-                    f"{path} belongs to {user.in_words(owner)}: a result is a pickle, which could execute any code as you",
+                    f"{path} belongs to {user_in_words(owner)}: a result is a pickle, which could execute any code as you",
                     hint="`status` and `logs` show the run; its owner can write the result in another format",
                 )
             left = pickle.loads(file.read())

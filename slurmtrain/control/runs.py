@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.choices import Backend
-from slurmtrain.config.compose import compose, from_program
-from slurmtrain.config.overrides import normalise, with_program
+from slurmtrain.config.launched_program import with_program
+from slurmtrain.config.overrides import normalise
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
@@ -297,6 +297,8 @@ def config_of(
     Raises:
         UsageError, ConfigError: as `submit`.
     """
+    from slurmtrain.config.compose import compose, from_program
+
     if isinstance(given, str):
         raise UsageError(f"{given!r} is a string; expected a list of overrides", hint=f"write [{given!r}]")
     if not isinstance(given, Sequence):

@@ -26,7 +26,7 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.file_claims import claimed, claims, is_claimed
 from slurmtrain.system.files import read_json
 from slurmtrain.system.paths import current_folder
-from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.process import ProcessMark
 
 log = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
     Return nothing if SLURM does not say how long a preempted job may take.
     """
     from slurmtrain.report.leaving_time import leaving_sentence, time_to_leave, wait_until_left
-    from slurmtrain.slurm.preemption import preemption_times
+    from slurmtrain.slurm.facts import preemption_times
     from slurmtrain.slurm.read_facts import read_preemption
 
     cluster = load_frozen(run_dir.config_file, with_secrets=False).cluster

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
-from slurmtrain.choices import Backend
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.control.checks import warn_of_memory
@@ -32,7 +31,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.read_facts import read_facts
-from slurmtrain.system.paths import current_folder, runs_root
+from slurmtrain.system.paths import current_folder
 
 log = logging.getLogger(__name__)
 
@@ -66,22 +65,25 @@ def submit_run(
         ClusterError: SLURM is not there, refuses, or does not answer.
         UsageError: the runs to wait for do not exist, or cannot finish any more.
     """
-    plan = starting_after(config, after) if after is not None else config
+    plan = config
+    if after is not None:
+        from slurmtrain.launch.dependencies import check_again, starting_after
+
+        plan = starting_after(config, after)
     warn_of_memory(plan, dims)
     client, facts = ask_cluster(plan)
-    compare_all(facts, plan, ())
+    for warning in compare_with_cluster(facts, plan, check_measured(plan)):
+        log.warning(warning)
     with preparing(plan, overrides, cwd, source) as run_dir:
         ask_slurm(run_dir.script, client, lambda said: hint_of_facts(said, facts, plan.cluster))
         try:
             first, *links = submit(run_dir, client)
         except KeyboardInterrupt:
-            log.info(interrupted(run_dir, client))
+            log.info(interrupted(run_dir))
             raise
     if after is not None:
-        from slurmtrain.launch.dependencies import check_again
-
         try:
-            check_again(after, runs_root(), client)
+            check_again(after, client)
         except UsageError:
             write_request(run_dir, RunAction.CANCEL)
             client.cancel(*reversed(run_dir.info()["job_ids"]))
@@ -89,19 +91,8 @@ def submit_run(
     return run_dir, f"{first}, followed by {', '.join(links)}" if links else first
 
 
-def starting_after(config: Config, runs: str) -> Config:
-    """Return what `launch.dependencies.starting_after` does; raise for cluster=local."""
-    from slurmtrain.launch import dependencies
-
-    if config.cluster.backend == Backend.LOCAL:
-        raise UsageError(
-            "--after works with SLURM jobs, but cluster=local has no queue", hint="submit when it has finished"
-        )
-    return dependencies.starting_after(config, runs, runs_root())
-
-
 class PointLook:
-    """The look at the cluster for the points of a search, which are chosen one by one.
+    """The look at the cluster for the points of a sweep, one by one.
 
     A search takes days, and a cluster changes: before a point is refused, SLURM is asked once more.
 
@@ -154,28 +145,24 @@ def may_change_request(key: str) -> bool:
 def client_of(config: Config, others: Iterable[Config] = ()) -> SlurmClient:
     """Check that SLURM is there, and has what the configs ask for, before anything is created, and return its client.
 
-    Warnings of likely problems are logged.
-
     Args:
         others: further points of a sweep, on the same cluster.
 
     Raises:
-        ConfigError: SLURM would refuse a job, or never start it.
-        ClusterError: SLURM is not there.
+        ConfigError, ClusterError: as `PointLook`.
     """
-    client, facts = ask_cluster(config)
+    look = PointLook(config, varies=False)
     asking = {repr(each.cluster): each for each in (config, *others)}
-    asked = list(islice(asking.values(), MOST_REQUESTS))
-    compare_all(facts, config, asked)
-    for each in asked:
-        _check_accepted(each, client)
-    return client
+    for each in islice(asking.values(), MOST_REQUESTS):
+        look(each)
+    return look.client
 
 
 def _check_accepted(config: Config, client: SlurmClient) -> None:
     """Ask SLURM whether it would accept a job of this config; raise RefusedError if not."""
+    cwd = current_folder()
     with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
-        script.write(dry_run(config, current_folder()))
+        script.write(dry_run(config, cwd, CodeSource(None, str(cwd))))  # where the code lies is not SLURM's concern
         script.flush()
         ask_slurm(Path(script.name), client)
 
@@ -189,19 +176,6 @@ def ask_cluster(config: Config) -> tuple[SlurmClient, ClusterFacts]:
     client = SlurmClient(slurm_conf_of(config))
     check_slurm_is_here(client.slurm_conf)
     return client, read_facts(client.glance, whole=False)
-
-
-def compare_all(facts: ClusterFacts, config: Config, others: Iterable[Config]) -> None:
-    """Compare what configs ask for with what SLURM says of their cluster, and log warnings.
-
-    Raises:
-        ConfigError: SLURM would refuse a job, or never start it.
-    """
-    warnings = dict.fromkeys(compare_with_cluster(facts, config, check_measured(config)))
-    for each in others:  # the same of several points is said once
-        warnings |= dict.fromkeys(compare_with_cluster(facts, each))
-    for warning in warnings:
-        log.warning(warning)
 
 
 def compare_with_cluster(facts: ClusterFacts, config: Config, others: Sequence[Finding] = ()) -> list[str]:

@@ -21,7 +21,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.api import session
 from slurmtrain.system import records
-from slurmtrain.system.best_effort import BestEffort
+from slurmtrain.system.patience import BestEffort
 
 
 @dataclass

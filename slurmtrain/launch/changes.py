@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.config.frozen import freeze, load_frozen, to_config, to_values
-from slurmtrain.config.keys import fields_instead, unknown_field
-from slurmtrain.config.overrides import parse
+from slurmtrain.config.overrides import fields_instead, unknown_field
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
@@ -38,9 +37,9 @@ from slurmtrain.launch.snapshot import CodeSource, find_source, take_snapshot
 from slurmtrain.launch.submit import facts_of_config, job_paths
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs import lookup, reached_step
-from slurmtrain.runs.code_record import CodeRecord, read_code_record, record_of
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.software import CodeRecord, read_code_record, record_of
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
 from slurmtrain.system.modes import folder_mode
@@ -237,6 +236,8 @@ def parse_override(word: str) -> tuple[list[str], Any, bool]:
     Raises:
         UsageError: it cannot be read, or sets something else than one field.
     """
+    from slurmtrain.config.compose import parse
+
     parsed = parse(word)
     field, hint = parsed.key_or_group, None
     plain = not parsed.is_delete() and not parsed.is_sweep_override()

@@ -5,72 +5,28 @@ Every value has a comment that tells where it comes from. What SLURM does not sa
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import yaml
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.planner.gpus import gpu_of
-from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition
-from slurmtrain.slurm.job_limits import (
-    Bound,
-    Limit,
-    association_of,
-    bounds_of,
-    job_limit,
-    node_limit,
-    qos_of,
-    wall_limit,
-)
+from slurmtrain.slurm.facts import ClusterFacts, Limit, NodeGroup, Partition, association_of, qos_of, wall_limit
 from slurmtrain.system.durations import roughly
-from slurmtrain.system.file_systems import write_speed_mb_per_s
 
 WIDTH = 112
 COMMENT_COLUMN = 26
 DAY_MIN = 1440
 LEAD_S = 300
-MODULES = ("LMOD_CMD", "MODULES_CMD", "MODULEPATH")  # variables of a shell that has the command `module`
 # Models of GPU that are sold with several amounts of memory, in GB. `planner.gpus` has the smallest.
 SEVERAL_MEMORIES = {"A100": (40, 80), "V100": (16, 32), "GH200": (96, 144), "H20": (96, 141)}
 # Cards whose error correction takes a sixteenth of their memory.
 ECC_IN_MEMORY = {"L40S", "L40", "L4", "A40", "A10G", "A10", "T4"}
 _MEMORY = re.compile(r"(?<![0-9])(\d{1,3})\s?gi?b?\b", re.IGNORECASE)
 _PART = re.compile(r"\d+g[._](\d+)gb", re.IGNORECASE)  # a part of a GPU (MIG) and its memory
-
-
-@dataclass(frozen=True)
-class LoginNode:
-    """What the machine on which the person types shows besides SLURM. Compute nodes may differ.
-
-    Attributes:
-        containers: of apptainer, singularity and enroot those that are there.
-        modules: whether there is a `module` command.
-        write_mb_per_s: roughly what one process writes to the folder of the runs; None: not measured.
-    """
-
-    containers: tuple[str, ...] = ()
-    modules: bool = False
-    write_mb_per_s: float | None = None
-
-
-def look_at_login_node(runs_dir: Path) -> LoginNode:
-    """Return what is found on this machine.
-
-    Args:
-        runs_dir: where runs are kept, or would be. Some megabytes are written there for a moment, to see how fast that is.
-    """
-    there = next((each for each in (runs_dir, *runs_dir.parents) if each.is_dir()), Path("/"))
-    return LoginNode(
-        containers=tuple(name for name in ("apptainer", "singularity", "enroot") if shutil.which(name)),
-        modules=any(name in os.environ for name in MODULES) or shutil.which("modulecmd") is not None,
-        write_mb_per_s=write_speed_mb_per_s(there),
-    )
 
 
 @dataclass(frozen=True)
@@ -138,7 +94,6 @@ def on_one_line(text: str) -> str:
 
 def describe(
     facts: ClusterFacts,
-    login: LoginNode,
     *,
     partition: str | None = None,
     name: str | None = None,
@@ -165,14 +120,11 @@ def describe(
     groups = facts.nodes_of(chosen.name)
     if not groups:
         raise ConfigError(f"partition {chosen.name!r} has no nodes that sinfo shows", hint="probe --partition NAME")
-    bounds = bounds_of(facts, chosen, account, qos)
     entries = [
         *_where(facts, chosen, account, qos, slurm_conf),
-        *_shape(facts, chosen, groups, bounds),
-        *_time(chosen, bounds),
-        *_network(groups),
-        *_software(facts, login),
-        *_storage(login),
+        *_shape(facts, chosen, groups),
+        *_time(chosen, wall_limit(facts, chosen, account, qos)),
+        *_of_the_person(facts, groups),
     ]
     file_name = name or name_of(facts, chosen, taken)
     title = (
@@ -260,9 +212,7 @@ def _account(facts: ClusterFacts, partition: Partition) -> Iterable[Entry]:
         yield Entry("account", None, why, question=True)
 
 
-def _shape(
-    facts: ClusterFacts, partition: Partition, groups: Sequence[NodeGroup], bounds: Sequence[Bound]
-) -> Iterable[Entry]:
+def _shape(facts: ClusterFacts, partition: Partition, groups: Sequence[NodeGroup]) -> Iterable[Entry]:
     """Return the fields that say what a job asks for: as much of a node as it may have.
 
     The node is of the most frequent kind with the most GPUs.
@@ -275,14 +225,12 @@ def _shape(
 
     most_cpus = partition.cpus_per_node
     partition_limit = Limit(most_cpus, f"partition {partition.name}") if most_cpus is not None else None
-    cpus, limit = _within(group.cpus, partition_limit, job_limit(bounds, "cpu"), node_limit(bounds, "cpu"))
+    cpus, limit = _within(group.cpus, partition_limit)
     cpus = max(1, cpus)
     of_cpus = f"that {limit.of} allows" if limit else "of a node that jobs can have (sinfo)"
-    by_type = (job_limit(bounds, key) for key in ("gres/gpu", f"gres/gpu:{gpu_type}".lower()))
-    gpus, limit = _within(there, *by_type, node_limit(bounds, "gres/gpu"))
-    gpus = min(gpus, cpus)
+    gpus = min(there, cpus)
     gres = f"gpu:{gpu_type}:{there}" if gpu_type else f"gpu:{there}"
-    of_gpus = f"{limit.of} allows so many; its nodes have {gres}" if limit else f"sinfo: {gres}"
+    of_gpus = f"sinfo: {gres}"
     if gpus > 1 and _PART.search(gpu_type):
         gpus, of_gpus = 1, f"sinfo: {gres}; a rank uses one part of a GPU (MIG), and NCCL joins no parts"
 
@@ -297,7 +245,7 @@ def _shape(
     each -= each % group.threads if each > group.threads else 0  # SLURM gives whole cores
     shared = "" if tasks == 1 else f", shared by {tasks} ranks"
     yield Entry("cpus_per_task", each, f"the {cpus} CPUs {of_cpus}{shared}")
-    yield from _memory(facts, partition, group, bounds, tasks * each)
+    yield from _memory(facts, partition, group, tasks * each)
     if partition.exclusive:
         yield Entry("exclusive", True, "the partition gives whole nodes (OverSubscribe=EXCLUSIVE)")
     gpu = next((found for word in (gpu_type, *group.features) if (found := gpu_of(word))), None)
@@ -314,12 +262,10 @@ def _within(amount: int, *limits: Limit | None) -> tuple[int, Limit | None]:
     return lowest.most, lowest
 
 
-def _memory(
-    facts: ClusterFacts, partition: Partition, group: NodeGroup, bounds: Sequence[Bound], cpus: int
-) -> Iterable[Entry]:
+def _memory(facts: ClusterFacts, partition: Partition, group: NodeGroup, cpus: int) -> Iterable[Entry]:
     if "MEMORY" not in facts.config.get("SelectTypeParameters", "").upper():
         return  # SLURM does not share out memory, so no amount is asked for
-    limits = [job_limit(bounds, "mem"), node_limit(bounds, "mem")]
+    limits = []
     if partition.memory_mb is not None:
         limits.append(Limit(partition.memory_mb, f"MaxMemPerNode of partition {partition.name}"))
     if partition.memory_per_cpu_mb is not None:  # SLURM gives more CPUs to a job that asks for more
@@ -361,8 +307,8 @@ def usable_memory_gb(name: str, sold_with_gb: float) -> int:
     return int(sold_with_gb * (15 / 16 if name in ECC_IN_MEMORY else 0.99))
 
 
-def _time(partition: Partition, bounds: Sequence[Bound]) -> Iterable[Entry]:
-    limits = [wall_limit(bounds)]
+def _time(partition: Partition, wall: Limit | None) -> Iterable[Entry]:
+    limits = [wall]
     if partition.max_time_min is not None:
         limits.append(Limit(partition.max_time_min, f"MaxTime of partition {partition.name}"))
     minutes, limit = _within(DAY_MIN, *limits)
@@ -378,26 +324,16 @@ def _time(partition: Partition, bounds: Sequence[Bound]) -> Iterable[Entry]:
     yield Entry("signal_lead_s", lead, "one step and one save have to fit; `submit` says so if they did not before")
 
 
-def _network(groups: Sequence[NodeGroup]) -> Iterable[Entry]:
+def _of_the_person(facts: ClusterFacts, groups: Sequence[NodeGroup]) -> Iterable[Entry]:
+    """Return what SLURM does not know, as questions; the network only of a cluster within this machine."""
     addresses = [each.address for each in groups if each.address]
     if addresses and all(each == "localhost" or each.startswith("127.") for each in addresses):
         yield Entry("network_interface", "lo", f"all of its nodes are this machine (NodeAddr={addresses[0]})")
-
-
-def _software(facts: ClusterFacts, login: LoginNode) -> Iterable[Entry]:
-    if login.modules:
-        yield Entry("modules", None, "Which modules does your code need? `module avail` lists them", question=True)
-    kind = "pyxis" if facts.pyxis else "apptainer" if {"apptainer", "singularity"} & {*login.containers} else None
-    if kind is not None:
-        found = "srun takes --container-image" if facts.pyxis else f"this machine has {listed(login.containers)}"
-        why = f"Do you train in an image? {found}; container: {{kind: {kind}, image: ...}}"
-        yield Entry("container", None, why, question=True)
-
-
-def _storage(login: LoginNode) -> Iterable[Entry]:
+    yield Entry("modules", None, "Which modules does your code need? `module avail` lists them", question=True)
+    kind = "pyxis" if facts.pyxis else "apptainer"
+    why = f"Do you train in an image? container: {{kind: {kind}, image: ...}}"
+    yield Entry("container", None, why, question=True)
     why = "What do all nodes together write to the file system of the checkpoints? `plan` and checkpoint.auto use it"
-    if login.write_mb_per_s is not None:
-        why += f". One process here wrote {login.write_mb_per_s:.0f} MB/s, roughly"
     yield Entry("storage_gb_per_s", None, why, question=True)
 
 

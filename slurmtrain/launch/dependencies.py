@@ -6,43 +6,47 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
+from slurmtrain.choices import Backend
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch.submit import slurm_conf_of
 from slurmtrain.report.status.look import is_over, state, states
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import lookup
-from slurmtrain.runs.attempt_history import was_preempted
-from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.attempts import Attempt, was_preempted
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.system.paths import runs_root
 
 log = logging.getLogger(__name__)
 
 
-def starting_after(config: Config, references: str, root: Path) -> Config:
+def starting_after(config: Config, references: str) -> Config:
     """Return the config of a job that SLURM starts when these runs have finished.
 
     Args:
         references: runs as a person names them, separated by commas.
 
     Raises:
-        UsageError: a run is not known, has failed, or is nothing that SLURM can wait for.
+        UsageError: a run is not known, has failed, or is nothing that SLURM can wait for; or there is no SLURM.
     """
-    return waiting_for_runs(config, find_runs(references, root), slurm_conf_of(config))
+    if config.cluster.backend == Backend.LOCAL:
+        raise UsageError(
+            "--after works with SLURM jobs, but cluster=local has no queue", hint="submit when it has finished"
+        )
+    return waiting_for_runs(config, find_runs(references), slurm_conf_of(config))
 
 
-def find_runs(references: str, root: Path) -> list[RunDir]:
+def find_runs(references: str) -> list[RunDir]:
     """Return the runs that a person names, separated by commas.
 
     Raises:
         UsageError: a run is not known, or none is named.
     """
-    run_dirs = [lookup.find(reference.strip(), root) for reference in references.split(",") if reference.strip()]
+    run_dirs = [lookup.find(reference.strip(), runs_root()) for reference in references.split(",") if reference.strip()]
     if not run_dirs:
         raise UsageError(f"--after {references!r} names no run", hint="--after RUN, or RUN,RUN")
     return list(dict.fromkeys(run_dirs))
@@ -59,7 +63,7 @@ def waiting_for_runs(config: Config, run_dirs: Sequence[RunDir], slurm_conf: str
     return with_dependency(config, [condition for condition in conditions if condition])
 
 
-def check_again(references: str, root: Path, client: SlurmClient) -> None:
+def check_again(references: str, client: SlurmClient) -> None:
     """Check, when sbatch has accepted the job, that all these runs can still finish.
 
     A job that waits for one that has failed in between never starts; or it starts at once, if SLURM has forgotten that
@@ -68,7 +72,7 @@ def check_again(references: str, root: Path, client: SlurmClient) -> None:
     Raises:
         UsageError: a run has ended without having finished.
     """
-    for run_dir in find_runs(references, root):
+    for run_dir in find_runs(references):
         if is_over(run_dir):
             now = state(run_dir)
             if now.status != RunStatus.FINISHED:

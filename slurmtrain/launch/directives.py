@@ -89,7 +89,7 @@ class JobPaths:
         return tasks_of(len(self.run_dirs), self.pack)
 
 
-def explained_directives(config: Config, paths: JobPaths, order: str | None = None) -> list[Line]:
+def explained_directives(config: Config, paths: JobPaths) -> list[Line]:
     """Return the #SBATCH lines with their reasons, in the order in which a person reads them."""
     cluster, mode = as_started(config).cluster, config.requeue.mode
     elastic, spare = config.cluster.node_range.elastic, cluster.spare_nodes
@@ -117,7 +117,7 @@ def explained_directives(config: Config, paths: JobPaths, order: str | None = No
         (
             "nodes",
             cluster.node_range.larger(spare),
-            "cluster.nodes" + (f" + cluster.spare_nodes={spare}" if spare else "") + (f"; {order}" if order else ""),
+            "cluster.nodes" + (f" + cluster.spare_nodes={spare}" if spare else ""),
         ),
         # A job of a range never has more nodes than tasks, and sbatch counts the tasks of the least nodes (seen on 22.05). So a
         # node has one task that has all of the CPUs, and srun divides them.

@@ -32,10 +32,9 @@ from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import job_paths, run_info
 from slurmtrain.report.status.look import states
 from slurmtrain.runs import requests
-from slurmtrain.runs.code_record import CodeRecord
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.origin import made_at
-from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.run_dir import RunDir, made_at
+from slurmtrain.runs.software import CodeRecord
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
 from slurmtrain.system.file_claims import claimed

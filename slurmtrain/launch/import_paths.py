@@ -62,13 +62,6 @@ class Hook(NamedTuple):
     path: str
 
 
-class ImportPaths(NamedTuple):
-    """The search path of an interpreter, and what its import hooks map."""
-
-    path: Sequence[str] = ()
-    hooks: Sequence[Hook] = ()
-
-
 def interpreter_of(cluster: ClusterConfig) -> str | None:
     """Return the path of the ranks' interpreter as this machine sees it; None for one that cannot be asked here."""
     if cluster.container.kind:
@@ -87,8 +80,8 @@ def interpreter_of(cluster: ClusterConfig) -> str | None:
     return next((each for each in found if each), None)
 
 
-def ask(interpreter: str) -> ImportPaths:
-    """Ask an interpreter, of any version, where it looks for modules; the result is empty if it does not answer."""
+def ask(interpreter: str) -> tuple[Sequence[str], Sequence[Hook]]:
+    """Ask an interpreter, of any version, for its search path, and what its import hooks map; nothing if it does not answer."""
     try:
         # From the root, so that no entry of its path is relative to where it is asked.
         done = subprocess.run(
@@ -96,25 +89,25 @@ def ask(interpreter: str) -> ImportPaths:
         )
         path, hooks = json.loads(done.stdout.splitlines()[-1])  # a .pth file may have printed before
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return ImportPaths()
-    return ImportPaths(path, [Hook(*each) for each in hooks])
+        return (), ()
+    return path, [Hook(*each) for each in hooks]
 
 
-def roots_below(root: Path, paths: ImportPaths) -> tuple[str, ...]:
+def roots_below(root: Path, path: Sequence[str], hooks: Sequence[Hook]) -> tuple[str, ...]:
     """Return the folders below `root` that modules are imported from, relative to it, in the interpreter's order.
 
     Raises:
         ConfigError: an import hook takes a module from there in a way that PYTHONPATH cannot stand in for.
     """
     found: list[PurePath] = []
-    for entry in paths.path:
+    for entry in path:
         below = _below(root, entry)
         if below is None or not os.path.isdir(entry):
             continue
         if below.name.startswith("__editable__."):  # links to the work tree's files, which git does not track
             raise _cannot_be_mapped(root, entry, "setuptools' editable_mode=strict")
         found.append(below)
-    for hook in paths.hooks:
+    for hook in hooks:
         below = _below(root, hook.path)
         if below is None:
             continue

@@ -25,11 +25,10 @@ from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.submit_once import export_option, submit_exactly_once
 from slurmtrain.runs import attempts, ownership
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.job_tokens import TOKEN_PREFIX, is_anothers, named_in, names_of, submitter
+from slurmtrain.runs.jobs import TOKEN_PREFIX, is_anothers, named_in, names_of, submitter
 from slurmtrain.runs.lookup import is_sweep
-from slurmtrain.runs.origin import made_at
 from slurmtrain.runs.reasons import Reason, Verdict
-from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.run_dir import RunDir, made_at
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient
 from slurmtrain.slurm.command_environment import clean_environment
@@ -48,23 +47,13 @@ def submit(run_dir: RunDir, client: SlurmClient) -> list[str]:
     return _with_chain(run_dir, _submit(run_dir, run_dir.script.read_text()), client)
 
 
-def interrupted(run_dir: RunDir, client: SlurmClient) -> str:
-    """Describe the state of a run whose submission a person has interrupted, and record its job if there is one."""
-    tokens = begun_submissions(run_dir)
-    words = [event["event"] for event in run_dir.events() if event["event"] in (Event.SUBMITTING, Event.SUBMITTED)]
-    if not tokens or words[-1] == Event.SUBMITTED:
+def interrupted(run_dir: RunDir) -> str:
+    """Describe the state of a run whose submission a person has interrupted."""
+    if not begun_submissions(run_dir):
         return "nothing was submitted"
-    steers = f"status {run_dir.id}   cancel {run_dir.id}"
-    try:
-        job_id = next(iter(client.find_by_comment(TOKEN_PREFIX + tokens[-1], ended=True)), None)
-    except ClusterError as error:
-        return f"it is not known whether run {run_dir.id} was submitted: {error.message}; {steers}   {run_dir.path}"
-    if job_id is not None:
-        note(run_dir, job_id, found_by=TOKEN_PREFIX + tokens[-1])
-        return f"run {run_dir.id} was submitted all the same, as job {job_id}, and goes on; {steers}   {run_dir.path}"
     return (
-        f"no job of run {run_dir.id} is in the queue yet; sbatch was at work, so look again: {steers}   resume {run_dir.id} "
-        f"submits it if it has no job   {run_dir.path}"
+        f"run {run_dir.id} may have a job already: resume {run_dir.id} looks for it, and submits the run if it has none; "
+        f"cancel {run_dir.id} ends it   {run_dir.path}"
     )
 
 

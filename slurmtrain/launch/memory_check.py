@@ -10,9 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from slurmtrain.choices import JobKind
-from slurmtrain.config.elastic import extreme_sizes
 from slurmtrain.config.frozen import to_values
-from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
+from slurmtrain.config.parallel_dims import ParallelDims, extreme_sizes, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 from slurmtrain.planner.fit import StageMemory, check_fits, check_host_memory, share_of_gpu

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,38 +54,51 @@ def _unless(words: Sequence[str], path: str, cwd: Path) -> str:
     return path if path in words else _path(path, cwd)
 
 
-OF_CLUSTER: Mapping[str, Callable[[str, Path], str]] = {
-    "container.image": _if_there,
-    "container.mounts": _mount,
-    "stage.data": lambda path, cwd: os.path.normpath(_path(path, cwd)),
-    "compile_cache": _path,
-    "slurm_conf": _path,
-    "venv": _path,
-    "conda_env": _program,
-    "python": _program,
+class Field(NamedTuple):
+    """A field of the config that holds a path, or a list of them.
+
+    Attributes:
+        absolute: makes one absolute.
+        what: what must be there when the job begins; "": nothing has to be.
+        has: what must be in the folder, if it is one; a name or a pattern.
+    """
+
+    absolute: Callable[[str, Path], str]
+    what: str = ""
+    has: str = ""
+
+
+OF_CLUSTER = {
+    "container.image": Field(_if_there, "image"),
+    "container.mounts": Field(_mount, "file or folder"),
+    "venv": Field(_path, "virtual environment", "bin/activate"),
+    "conda_env": Field(_program, "environment"),
+    "python": Field(_program, "interpreter"),
+    "stage.data": Field(lambda path, cwd: os.path.normpath(_path(path, cwd)), "file or folder"),
+    "compile_cache": Field(_path),
+    "slurm_conf": Field(_path),
 }
-# How each path of the config is made absolute; in a list, each item is.
-PATHS: Mapping[str, Callable[[str, Path], str]] = {
-    "job.runs_dir": _path,
-    **{f"cluster.{key}": how for key, how in OF_CLUSTER.items()},
-    **{f"eval.cluster.{key}": how for key, how in OF_CLUSTER.items()},
-    "checkpoint.restore_from": _file_or_url,
-    "checkpoint.mirror": _file_or_url,
-    "prepare.inputs": _path,
-    "prepare.output": _path,
-    "prepare.tokenizer": partial(_unless, ("bytes",)),
-    "prepare.chat_template": partial(_unless, TEMPLATE_WORDS),
+PATHS = {
+    "job.runs_dir": Field(_path),
+    **{f"cluster.{key}": field for key, field in OF_CLUSTER.items()},
+    **{f"eval.cluster.{key}": field._replace(what="") for key, field in OF_CLUSTER.items()},
+    "checkpoint.restore_from": Field(_file_or_url, "checkpoint", MANIFEST),
+    "checkpoint.mirror": Field(_file_or_url),
+    "prepare.inputs": Field(_path, "file or folder"),
+    "prepare.output": Field(_path),
+    "prepare.tokenizer": Field(functools.partial(_unless, ("bytes",)), "file"),
+    "prepare.chat_template": Field(functools.partial(_unless, TEMPLATE_WORDS), "file"),
 }
 
 
 def with_absolute_paths(config: Config, cwd: Path) -> Config:
     """Make paths that are relative to `cwd`, the folder of the command, absolute: all jobs of the run run elsewhere."""
     found = config
-    for key, how in PATHS.items():
+    for key, field in PATHS.items():
         if (
             key != "cluster.python" or config.cluster.container.kind is None
         ):  # else it is a path inside of the container
-            found = _replaced(found, key.split("."), how, cwd)
+            found = _replaced(found, key.split("."), field.absolute, cwd)
     data, sets = (config_check.with_absolute_paths(each, cwd) for each in (config.data, config.eval.sets))
     model = {**config.model, "path": _path(config.model["path"], cwd)} if _has_weights(config.model) else config.model
     return dataclasses.replace(found, data=data, model=model, eval=dataclasses.replace(found.eval, sets=sets))
@@ -186,43 +199,26 @@ def _missing(named: Named, seen: Seen, cwd: Path) -> ConfigError:
 
 def _named(config: Config, *, later: bool, begun: bool) -> Iterator[Named]:
     """Yield everything that must exist when the job begins."""
-    cluster, own = config.cluster, config.cluster.container.kind is None
-    if cluster.container.image and os.path.isabs(cluster.container.image):
-        yield Named("cluster.container.image", "image", Path(cluster.container.image))
-    for mount in filter(os.path.isabs, cluster.container.mounts):
-        yield Named(f"cluster.container.mounts has {mount!r}", "file or folder", Path(mount.partition(":")[0]))
-    if not own:
+    kind, inside = config.job.kind, config.cluster.container.kind is not None  # which has its own files
+    for key, field in PATHS.items():
+        of_job = key.startswith("cluster.") or key.startswith("prepare.") == (kind == JobKind.PREPARE)
+        to_come = later and (key == "cluster.stage.data" or not key.startswith("cluster."))
+        unused = (begun and key == "checkpoint.restore_from") or (inside and not key.startswith("cluster.container."))
+        if not field.what or not of_job or to_come or unused:
+            continue
+        value: Any = functools.reduce(getattr, key.split("."), config)
+        for path in value if isinstance(value, list) else [value]:
+            if path and os.path.isabs(path):  # else it is a name, or a URL
+                of_mount = key == "cluster.container.mounts"
+                where = path.partition(":")[0] if of_mount else path
+                yield Named(f"{key} has {path!r}" if of_mount else key, field.what, Path(where), field.has)
+    if inside or later or kind != JobKind.TRAIN:
         return
-    if cluster.venv:
-        yield Named("cluster.venv", "virtual environment", Path(cluster.venv), "bin/activate")
-    for field, what, name in (
-        ("cluster.conda_env", "environment", cluster.conda_env),
-        ("cluster.python", "interpreter", cluster.python),
-    ):
-        if name and os.path.isabs(name):
-            yield Named(field, what, Path(name))
-    if later:
-        return
-    for name in cluster.stage.data:
-        yield Named("cluster.stage.data", "file or folder", Path(name))
-    if config.job.kind == JobKind.PREPARE:
-        prepare = config.prepare
-        yield from (Named("prepare.inputs", "file or folder", Path(path)) for path in prepare.inputs)
-        if prepare.tokenizer != "bytes":
-            yield Named("prepare.tokenizer", "file", Path(prepare.tokenizer))
-        if prepare.chat_template is not None and prepare.chat_template not in TEMPLATE_WORDS:
-            yield Named("prepare.chat_template", "file", Path(prepare.chat_template))
-        return
-    source = config.checkpoint.restore_from
-    if source and not begun and not URL.match(source):
-        yield Named("checkpoint.restore_from", "checkpoint", Path(source), MANIFEST)
-    if config.job.kind != JobKind.TRAIN:
-        return
-    for values, field in ((config.data, "data"), (config.eval.sets, "eval.sets")):
+    for values, name in ((config.data, "data"), (config.eval.sets, "eval.sets")):
         for path in _texts(values):
-            yield Named("data.paths" if field == "data" else field, "file", path)
+            yield Named("data.paths" if name == "data" else name, "file", path)
         for path in config_check.prepared_folders(values):
-            yield Named("data.path" if field == "data" else field, "folder of prepared data", path)
+            yield Named("data.path" if name == "data" else name, "folder of prepared data", path)
     if not _has_weights(config.model):
         return
     folder = Path(config.model["path"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurmtrain.config.frozen import load_frozen
@@ -48,13 +48,12 @@ class Exclusion:
 
     def record(self, run: RunDir, job_id: str) -> None:
         """Record in a run that its job leaves these nodes out, for `status`."""
-        blamed = [each.left_out().values() for each in self.blamed]
-        run.event(Event.NODES_LEFT_OUT, nodes=self.nodes, job_id=job_id, blamed=blamed)
+        run.event(Event.NODES_LEFT_OUT, nodes=self.nodes, job_id=job_id, blamed=[asdict(each) for each in self.blamed])
 
     def tell(self) -> None:
         """Log which nodes are left out, why, and for how long."""
         if self.blamed:
-            log.info("left out: %s", "; ".join(each.left_out().sentence(time.time()) for each in self.blamed))
+            log.info("left out: %s", "; ".join(each.sentence(time.time()) for each in self.blamed))
 
 
 def blame_policy(config: Config) -> BlamePolicy:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError, nearest
-from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition
-from slurmtrain.slurm.job_limits import association_of, bounds_of, qos_of, wall_limit
+from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition, association_of, qos_of, wall_limit
 
 _NO = ("0", "f", "false", "n", "no")  # what sbatch reads in a variable as: without this option
 
@@ -23,13 +22,11 @@ class Finding:
     """Something in a request that cannot work, or may not.
 
     Attributes:
-        field: of the config: "cluster.time_limit_min".
         message: one sentence with the value and what there is.
         hint: what to write instead.
         fatal: SLURM would refuse the job, or never start it.
     """
 
-    field: str
     message: str
     hint: str = ""
     fatal: bool = True
@@ -61,7 +58,7 @@ def check_request(facts: ClusterFacts, cluster: ClusterConfig) -> list[Finding]:
     found = min(each_has, key=lambda its: sum(each.fatal for each in its), default=[])
     if strange:
         message = f"cluster.partition={strange[0]}: this cluster has no such partition"
-        found = [Finding("cluster.partition", message, nearest(strange[0], known))]
+        found = [Finding(message, nearest(strange[0], known))]
     # A plugin may change what a job asks for, and another cluster of a federation may run it: `sbatch --test-only` decides.
     plugins = [facts.config.get(name, "") for name in ("JobSubmitPlugins", "CliFilterPlugins")]
     sure = facts.is_alone and all(each in ("", "none", "(null)") for each in plugins)
@@ -80,10 +77,10 @@ def _check_partition(facts: ClusterFacts, partition: Partition, cluster: Cluster
 
     if partition.state == "DOWN":  # the other states refuse jobs
         message = f"{name} starts no jobs at present (State=DOWN)"
-        found.append(Finding("cluster.partition", message, "`sinfo` shows those that do", fatal=False))
+        found.append(Finding(message, "`sinfo` shows those that do", fatal=False))
 
     limits = [(partition.max_time_min, f"{name} (MaxTime)", may_lift("partitiontimelimit"))]
-    if (wall := wall_limit(bounds_of(facts, partition, cluster.account, cluster.qos))) is not None:
+    if (wall := wall_limit(facts, partition, cluster.account, cluster.qos)) is not None:
         limits.append((wall.most, wall.of, may_lift("usagefactorsafe")))
     asked = cluster.time_limit_min
     for most, of, lifted in limits:
@@ -91,7 +88,7 @@ def _check_partition(facts: ClusterFacts, partition: Partition, cluster: Cluster
             message = f"cluster.time_limit_min={asked} is more than {of} allows, {most}"
             hint = f"set at most cluster.time_limit_min={most}; a run continues automatically after each job"
             fatal = not (lifted or "time-min" in cluster.sbatch)
-            found.append(Finding("cluster.time_limit_min", message, hint, fatal))
+            found.append(Finding(message, hint, fatal))
 
     least_nodes, most_nodes = (
         each + cluster.spare_nodes for each in (cluster.node_range.least, cluster.node_range.most)
@@ -99,12 +96,12 @@ def _check_partition(facts: ClusterFacts, partition: Partition, cluster: Cluster
     if partition.max_nodes is not None and least_nodes > partition.max_nodes:
         message = f"a job of {least_nodes} nodes is more than {name} allows, {partition.max_nodes} (MaxNodes)"
         hint = f"set at most cluster.nodes={max(1, partition.max_nodes - cluster.spare_nodes)}"
-        found.append(Finding("cluster.nodes", message, hint, fatal=not may_lift("partitionmaxnodes")))
+        found.append(Finding(message, hint, fatal=not may_lift("partitionmaxnodes")))
     if most_nodes < partition.min_nodes:
         job = f"a job of {most_nodes} node{'s' * (most_nodes != 1)}"
         message = f"{job} is less than {name} requires, {partition.min_nodes} (MinNodes)"
         hint = f"set at least cluster.nodes={partition.min_nodes}"
-        found.append(Finding("cluster.nodes", message, hint, fatal=not may_lift("partitionminnodes")))
+        found.append(Finding(message, hint, fatal=not may_lift("partitionminnodes")))
 
     if (
         partition.memory_mb is not None
@@ -115,7 +112,7 @@ def _check_partition(facts: ClusterFacts, partition: Partition, cluster: Cluster
             f"the job asks for {of_a_node}{memory_mb} MB, and {name} gives it {partition.memory_mb} (MaxMemPerNode)"
         )
         hint = f"set at most cluster.mem_per_node_gb={partition.memory_mb // 1024}"
-        found.append(Finding("cluster.mem_per_node_gb", message, hint))
+        found.append(Finding(message, hint))
     return sorted(found, key=lambda each: not each.fatal)
 
 

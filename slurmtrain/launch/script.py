@@ -40,12 +40,8 @@ def render_script(config: Config, paths: JobPaths) -> str:
     return _render(config, paths, _environment().get_template(TEMPLATE))
 
 
-def explain_script(config: Config, paths: JobPaths, order: str | None = None) -> list[Line]:
-    """Return the lines of `render_script`, each with the reason why it is there.
-
-    Args:
-        order: how ranks are numbered over nodes there; see `slurm.topology`.
-    """
+def explain_script(config: Config, paths: JobPaths) -> list[Line]:
+    """Return the lines of `render_script`, each with the reason why it is there."""
     environment = _environment()
     source = (shipped("jobs") / TEMPLATE).read_text()
     template = environment.from_string(_REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", source))
@@ -54,7 +50,7 @@ def explain_script(config: Config, paths: JobPaths, order: str | None = None) ->
         config, run_dir, run_dir / "attempts" / "0001", run_dir / paths.workdir, packed=paths.pack > 1
     )
     return [
-        *_with_reasons(_render(config, paths, template, order)),
+        *_with_reasons(_render(config, paths, template)),
         Line("", ""),
         Line("# `supervise` starts the ranks with:", ""),
         *(each.line for each in srun),
@@ -97,12 +93,11 @@ def _render(
     config: Config,
     paths: JobPaths,
     template: jinja2.Template,
-    order: str | None = None,
 ) -> str:
     folders = [_in_script(folder) for folder in pythonpath_folders(paths.workdir, paths.roots)]
     return template.render(
         version=__version__,
-        directives=explained_directives(config, paths, order),
+        directives=explained_directives(config, paths),
         run_dirs=paths.run_dirs,
         pack=paths.pack,
         tasks=paths.tasks,

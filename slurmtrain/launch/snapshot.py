@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.import_paths import ask, roots_below
 from slurmtrain.runs import lookup
-from slurmtrain.runs.code_record import CodeRecord, read_code_record, write_code_record
 from slurmtrain.runs.create import folder_of
 from slurmtrain.runs.run_dir import DRILLS, RunDir
+from slurmtrain.runs.software import CodeRecord, read_code_record, write_code_record
 from slurmtrain.system.modes import folder_mode, forbid_others_to_write, inherit_group
 from slurmtrain.system.paths import absolute, runs_root
 from slurmtrain.system.process_facts import without_user
@@ -77,7 +77,7 @@ def find_source(job: JobConfig, cwd: Path, interpreter: str | None = None) -> Co
             raise _git_failed(here, found)
     if source.root is None or interpreter is None:
         return source
-    return dataclasses.replace(source, roots=roots_below(source.root, ask(interpreter)))
+    return dataclasses.replace(source, roots=roots_below(source.root, *ask(interpreter)))
 
 
 def source_of_run(run_dir: RunDir) -> CodeSource:
@@ -112,32 +112,50 @@ def take_snapshot(job: JobConfig, source: CodeSource, target: Path) -> CodeRecor
         ConfigError: it is larger than job.snapshot_max_mb (the message names the largest files), or git failed.
     """
     target.mkdir(mode=folder_mode(target.parent))
-    files: list[Path] = []
+    copied: dict[str, str] = {}  # where from, by the path in the snapshot
     if source.root is not None:
         files = _files_of(source, runs=Path.cwd() / job.runs_dir, target=target)
         if source.record is None:
             _check_size(files, source.root, job.snapshot_max_mb)
-        for file in files:
-            destination = target / file
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source.root / file, destination, follow_symlinks=False)
-    git = source.record or _git_state(source, set(files))
+        copied = {str(file): os.path.join(source.root, file) for file in files}
+    git = source.record or _git_state(source, copied)
     (target.parent / source.workdir).mkdir(parents=True, exist_ok=True)  # a folder that git knows no files of
-    if not is_installed_copy() and not (target / "slurmtrain" / "__main__.py").exists():
+    if not is_installed_copy() and os.path.join("slurmtrain", "__main__.py") not in copied:
         # An editable install: this package's own code is a work tree, too.
-        shutil.copytree(PACKAGE, target / "slurmtrain", ignore=shutil.ignore_patterns("__pycache__"))
-        template = Path("jobs") / "job.sbatch.j2"  # a task of an array that is submitted again renders its own script
-        (target / "slurmtrain" / "jobs").mkdir()
-        shutil.copy2(shipped("jobs") / template.name, target / "slurmtrain" / template)
+        for folder, _, names in os.walk(PACKAGE):
+            inside = os.path.join("slurmtrain", os.path.relpath(folder, PACKAGE))
+            if os.path.basename(folder) != "__pycache__":
+                copied |= {os.path.normpath(os.path.join(inside, name)): os.path.join(folder, name) for name in names}
+        # A task of an array that is submitted again renders its own script.
+        copied["slurmtrain/jobs/job.sbatch.j2"] = str(shipped("jobs") / "job.sbatch.j2")
+    contents, links = _copy(copied, target)
     inherit_group(target)
     forbid_others_to_write(target)  # the modes of the files are those of the work tree
-    contents, links = _contents(target)
     record = dataclasses.replace(git, files=contents, links=links)
     write_code_record(target, record)
     return record
 
 
-def _git_state(source: CodeSource, files: set[Path]) -> CodeRecord:
+def _copy(copied: Mapping[str, str], target: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Copy files to their paths in the snapshot; return the digest of each file, and the target of each link, by path."""
+    files, links = {}, {}
+    for folder in {os.path.dirname(name) for name in copied}:
+        os.makedirs(target / folder, exist_ok=True)
+    for name, origin in sorted(copied.items()):
+        destination = os.path.join(target, name)
+        if os.path.islink(origin):
+            links[name] = os.readlink(origin)
+            os.symlink(links[name], destination)
+            continue
+        with open(origin, "rb") as file, open(destination, "wb") as copy:
+            content = file.read()
+            copy.write(content)
+        shutil.copystat(origin, destination)
+        files[name] = hashlib.sha256(content).hexdigest()
+    return files, links
+
+
+def _git_state(source: CodeSource, files: Collection[str]) -> CodeRecord:
     """Return what git says of the code, without its files; of code that is not copied what it says soon.
 
     Raises:
@@ -157,7 +175,7 @@ def _git_state(source: CodeSource, files: set[Path]) -> CodeRecord:
     lines = [line for line in status.stdout.split("\0") if line]
     head = dict(line.split(" ", 2)[1:] for line in lines if line.startswith("# branch."))
     new = [line[2:] for line in lines if line.startswith("? ")]  # counts if it is copied
-    untracked = [name for name in new if Path(name) in files]
+    untracked = [name for name in new if name in files]
     # What ends with a slash is a repository inside.
     dirty = bool(untracked) or any(line[0] not in "#?" or line.endswith("/") for line in lines)
     revision = None if head.get("branch.oid") == "(initial)" else head.get("branch.oid")
@@ -171,20 +189,6 @@ def _git_state(source: CodeSource, files: set[Path]) -> CodeRecord:
     answer = run("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
     diff = answer.stdout if answer.returncode == 0 and len(answer.stdout) <= LONGEST_DIFF else None
     return dataclasses.replace(state, diff=diff, untracked=tuple(untracked))
-
-
-def _contents(target: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the digest of each file of a snapshot, and the target of each link, by path."""
-    files, links = {}, {}
-    for folder, folders, names in os.walk(target):
-        for name in [*folders, *names]:
-            path = Path(folder) / name
-            inside = str(path.relative_to(target))
-            if path.is_symlink():
-                links[inside] = os.readlink(path)
-            elif name in names:
-                files[inside] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return dict(sorted(files.items())), dict(sorted(links.items()))
 
 
 def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:

@@ -22,15 +22,14 @@ from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.script import explain_script, render_script
 from slurmtrain.launch.snapshot import CodeSource, find_source, take_snapshot
-from slurmtrain.runs.code_record import CodeRecord
 from slurmtrain.runs.create import create_run_dir, folder_of
-from slurmtrain.runs.origin import made_at
-from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.run_dir import RunDir, made_at
+from slurmtrain.runs.software import CodeRecord
 from slurmtrain.system import files
 from slurmtrain.system.node_copies import shared_interpreter
 from slurmtrain.system.process_facts import fingerprint_of, login_facts
 from slurmtrain.system.redaction import redacted
-from slurmtrain.system.user import own_user
+from slurmtrain.system.trust import own_user
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +42,10 @@ def dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> str:
     return render_script(config, _paths_of_a_dry_run(config, cwd, source))
 
 
-def explained(config: Config, cwd: Path, order: str | None = None) -> list[Line]:
-    """Return the lines of `dry_run` with the reason of each.
-
-    Args:
-        order: as of `explain_script`.
-    """
+def explained(config: Config, cwd: Path) -> list[Line]:
+    """Return the lines of `dry_run` with the reason of each."""
     config = with_absolute_paths(config, cwd)
-    return explain_script(config, _paths_of_a_dry_run(config, cwd), order)
+    return explain_script(config, _paths_of_a_dry_run(config, cwd))
 
 
 def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> JobPaths:

@@ -18,7 +18,6 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.config import secrets
@@ -26,7 +25,7 @@ from slurmtrain.config.frozen import SECRET_REFERENCE, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.directives import directive, set_aside
-from slurmtrain.runs.job_tokens import TOKEN_PREFIX
+from slurmtrain.runs.jobs import TOKEN_PREFIX
 from slurmtrain.slurm.answers import NOT_THERE, UNSURE
 from slurmtrain.slurm.client import CONFIG_MISSING, INSTALL_HINT, SlurmClient
 from slurmtrain.slurm.command_environment import submission_environment
@@ -55,6 +54,12 @@ NOT_NOW = (
 ABOVE_LIMIT = "violates accounting/qos policy"
 NO_SUCH_NODE = "requested node configuration is not available"  # or, to --test-only, none that is up now
 TIMED_OUT = 124  # timeout(1)
+TRIES = 6  # calls of sbatch; half as many while the controller cannot be reached at all
+FIRST_DELAY_S = 1.0  # before the second call; doubled each time
+CALL_S = 90  # after which a call of sbatch is given up; whether the job exists is then found out
+# Empty answers in a row after which a job counts as not existing, and seconds between them: together longer than slurmctld
+# needs for a message that is on its way.
+CONFIRMATIONS, CONFIRM_EVERY_S = 3, 2.0
 LIMIT = ("submit limit", "submitjoblimit", "job limit", "maxjobcount", "max_job", "job/core submit")
 # Limits of the accounting policy other than the number of jobs: a job above them will never be accepted.
 OTHER_LIMIT = re.compile(r"\b(?:assoc|qos)\w*(?:limit|perjob|peruser|pernode|peraccount)\b", re.IGNORECASE)
@@ -105,25 +110,6 @@ class UnclearError(ClusterError):
         self.said, self.may_be_there, self.again = said, may_be_there, again
 
 
-@dataclass(frozen=True)
-class Patience:
-    """The limits of how long to keep trying.
-
-    Attributes:
-        tries: greatest number of calls of sbatch; half as many while the controller cannot be reached at all.
-        first_delay_s: seconds before the second call; doubled each time.
-        call_s: seconds after which a call of sbatch is given up; whether the job exists is then found out.
-        confirmations: number of empty answers in a row after which a job counts as not existing.
-        confirm_every_s: seconds between them. Together longer than slurmctld needs for a message that is on its way.
-    """
-
-    tries: int = 6
-    first_delay_s: float = 1.0
-    call_s: int = 90
-    confirmations: int = 3
-    confirm_every_s: float = 2.0
-
-
 def submit_exactly_once(
     script: str,
     folder: Path,
@@ -134,8 +120,6 @@ def submit_exactly_once(
     looked_for_before: bool = False,
     even_ended: bool = True,
     finds_out: str = "the same command again looks for it first",
-    patience: Patience = Patience(),
-    sleep: Callable[[float], None] = time.sleep,
 ) -> str:
     """Submit `script` and return the job id, for an array that of the array.
 
@@ -161,9 +145,9 @@ def submit_exactly_once(
     def look(said: str = "") -> str | None:
         """Return the job with this token, or None when SLURM has said often enough that there is none."""
         answers = failures = 0
-        while answers < patience.confirmations:
+        while answers < CONFIRMATIONS:
             if answers or failures:
-                sleep(patience.confirm_every_s)
+                time.sleep(CONFIRM_EVERY_S)
             try:
                 ended = even_ended or bool(said)
                 if (found := next(iter(client.find_by_comment(TOKEN_PREFIX + token, ended=ended)), None)) is not None:
@@ -171,7 +155,7 @@ def submit_exactly_once(
                 answers += 1
             except ClusterError as error:
                 failures += 1
-                if failures >= patience.tries:
+                if failures >= TRIES:
                     before = f"sbatch said: {said}, and then " if said else ""
                     message = f"it is not known whether the job was submitted: {before}{error.message}"
                     raise ClusterError(message, hint=finds_out) from None
@@ -179,11 +163,11 @@ def submit_exactly_once(
 
     if looked_for_before and (found := look()) is not None:
         return found
-    delay, attempt = patience.first_delay_s, 0
+    delay, attempt = FIRST_DELAY_S, 0
     while True:
         attempt += 1
         try:
-            return sbatch(script, folder, client.slurm_conf, with_token, call_s=patience.call_s)
+            return sbatch(script, folder, client.slurm_conf, with_token)
         except UnclearError as error:
             unclear = error
         if unclear.may_be_there:
@@ -192,13 +176,13 @@ def submit_exactly_once(
                 return found
         if not unclear.again:
             raise RefusedError(unclear.said)
-        if attempt >= (patience.tries if unclear.may_be_there else patience.tries / 2):
+        if attempt >= (TRIES if unclear.may_be_there else TRIES / 2):
             raise NotSubmittedError(
                 f"sbatch failed {attempt} times, the last time with: {unclear.said}; nothing was submitted",
                 hint="try again later",
             )
         log.info("sbatch: %s; trying again in about %g s", unclear.said, delay)
-        sleep(delay * (1 + random.Random().random() / 4))  # many shells must not come back at the same moment
+        time.sleep(delay * (1 + random.Random().random() / 4))  # many shells must not come back at the same moment
         delay *= 2
 
 
@@ -259,7 +243,7 @@ def _may_be_available(script: str, client: SlurmClient) -> bool:
     return named or "," in (partition or "") or client.lacks_nodes(partition)
 
 
-def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[str], *, call_s: int = 90) -> str:
+def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[str]) -> str:
     """Call sbatch once, through submitit, with our script and a clean environment, and return the job id.
 
     Args:
@@ -288,7 +272,7 @@ def sbatch(script: str, folder: Path, slurm_conf: str | None, options: Sequence[
             hidden = [word for name in os.environ if name not in wanted or name in aside for word in ("-u", name)]
             settings = [f"{name}={value}" for name, value in wanted.items() if os.environ.get(name) != value]
             # Run in the foreground: Ctrl-C has to reach sbatch, or it would go on after the person has given up.
-            sbatch = ["timeout", "--foreground", str(call_s), "sbatch", *options, str(submission_file_path)]
+            sbatch = ["timeout", "--foreground", str(CALL_S), "sbatch", *options, str(submission_file_path)]
             return ["env", *hidden, *settings, *sbatch]
 
     folder.mkdir(mode=0o700, exist_ok=True)

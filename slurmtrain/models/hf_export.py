@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from slurmtrain.checkpoint.export import Entry, Exported, opened
+from slurmtrain.checkpoint.export import Entry, Exported, Output, opened
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.hf_folder import SHARD_BYTES, check_folder, in_order, json_bytes, write_hf_folder
@@ -111,10 +111,15 @@ def export_hf(
             for name, theirs in described.names.items()
         }
         in_file = {entry.name: entry for entry in chosen.values()}
+
+        def write(output: Output) -> None:
+            for entry, tensor in checkpoint.tensors(progress, chosen):
+                output.write(entry, tensor)
+
         exported = write_hf_folder(
             out,
             [in_file[name] for name in in_order(list(in_file))],
-            lambda output: checkpoint.copy(output, progress, chosen),
+            write,
             described.config,
             files=described.files,
             about=checkpoint.about,

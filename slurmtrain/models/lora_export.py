@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.export import Entry, Exported, InMemory, Output, opened
+from slurmtrain.checkpoint.export import Entry, Exported, Output, in_type, opened
 from slurmtrain.checkpoint.format.dtypes import dtype_of
 from slurmtrain.checkpoint.format.tensor_index import Box
-from slurmtrain.checkpoint.hf_folder import in_order, write_hf_folder, write_tensor
+from slurmtrain.checkpoint.hf_folder import in_order, write_hf_folder
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
 from slurmtrain.config import known_models
 from slurmtrain.errors import CheckpointError
@@ -66,8 +66,7 @@ def read_adapters(path: Path, progress: Callable[[int], None] = lambda count: No
         CheckpointError: the checkpoint is damaged, or the weights beside its adapters are in no folder of Hugging Face.
     """
     with opened(path, MODEL, None) as checkpoint:
-        manifest, memory = checkpoint.manifest, InMemory(list(checkpoint.entries.values()))
-        checkpoint.copy(memory, progress)
+        manifest, tensors = checkpoint.manifest, list(checkpoint.tensors(progress))
     model = manifest.config.get("model")
     base = model.get("path") if isinstance(model, Mapping) else None
     if not isinstance(base, str):
@@ -78,8 +77,8 @@ def read_adapters(path: Path, progress: Callable[[int], None] = lambda count: No
     if not (Path(base) / "config.json").is_file():
         raise CheckpointError(f"{path.name} holds adapters beside the weights of {base}, which is not there any more")
     found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in memory.tensors.items():
-        layer, _, rest = name.partition(".lora_")
+    for entry, tensor in tensors:
+        layer, _, rest = entry.name.partition(".lora_")
         found.setdefault(_name_in_folder(layer, model or {}), {})[rest[:1]] = tensor
     layers = {layer: (pair["A"], pair["B"]) for layer, pair in found.items()}
     return Adapters(manifest.config, Path(base), layers, manifest.step, str(manifest.run_id))
@@ -114,7 +113,7 @@ def write_merged(adapters: Adapters, entries: Mapping[Entry, StoredTensor], outp
         if pair is not None:
             a, b = (part.float() for part in pair)
             weight = weight.float().addmm_(b, a, alpha=adapters.scale)
-        write_tensor(output, entry, weight)
+        output.write(entry, in_type(entry, weight))
 
 
 def export_adapters(adapters: Adapters, out: Path, files: Mapping[str, bytes], *, force: bool = False) -> Exported:
@@ -128,7 +127,7 @@ def export_adapters(adapters: Adapters, out: Path, files: Mapping[str, bytes], *
 
     def write(output: Output) -> None:
         for entry in entries:
-            write_tensor(output, entry, tensors[entry.name])
+            output.write(entry, tensors[entry.name])
 
     lora = adapters.config["lora"]
     config = {

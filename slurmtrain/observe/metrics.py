@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmtrain.system import records
-from slurmtrain.system.best_effort import BestEffort
 from slurmtrain.system.files import fsync_directory, replace_file
+from slurmtrain.system.patience import BestEffort
 
 log = logging.getLogger(__name__)
 

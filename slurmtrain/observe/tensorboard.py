@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.system.best_effort import BestEffort
+from slurmtrain.system.patience import BestEffort
 
 AGAIN_S = 600.0  # after an error, since every writer begins a file of its own
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmtrain.choices import ActivationCheckpointing, Backend, Device, JobKind, PpSchedule, ReduceDtype
-from slurmtrain.config.elastic import extreme_sizes
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.config.parallel_dims import (
     ParallelDims,
     as_overrides,
+    extreme_sizes,
     nearest_layouts,
     parallel_dims_of,
     sequence_lengths,

@@ -18,9 +18,8 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.errors import CheckpointError, ConfigError, UnavailableRecordError, UnreadableRecordError
 from slurmtrain.observe import read_evaluations, read_metrics
 from slurmtrain.observe.metrics import is_measured
-from slurmtrain.runs.code_record import read_code_record
-from slurmtrain.runs.environment_record import read_environment
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.software import read_code_record, read_environment
 from slurmtrain.system.process_facts import FactDifference, ProcessFacts, fact_differences
 from slurmtrain.system.records import is_scalar
 

@@ -6,7 +6,7 @@ import time
 
 from slurmtrain.runs.attempts import Attempt, read_attempt
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.preemption import PreemptionTimes
+from slurmtrain.slurm.facts import PreemptionTimes
 
 POLL_S = 0.2  # seconds between looks at a file on a shared file system
 

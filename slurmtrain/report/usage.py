@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 from slurmtrain.choices import Choice
@@ -24,12 +23,10 @@ from slurmtrain.runs.gpu_use import GpuTotals, NodeGpus, read_gpu_use, total_of
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.command_environment import trusted_slurm_conf
 from slurmtrain.slurm.parse_values import parse_time
-from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
-from slurmtrain.system.chunks import work_in_chunks
-from slurmtrain.system.user import name_of
+from slurmtrain.system.trust import name_of
 
-RUNS_AT_ONCE = 100  # those that a process reads before it tells of them; it takes longer than to start the process
 STALE_S = 86400.0  # ids of jobs are used again: a start of a job this long before or after a run is another job's
 
 
@@ -140,9 +137,8 @@ def _with_evaluations(run_dirs: Iterable[RunDir]) -> list[RunDir]:
 
 def _read_all(run_dirs: Sequence[RunDir], since: float | None, now: float) -> tuple[list[_Run], list[str]]:
     """Read all runs; SLURM is asked, once, about those that only it can say the end of."""
-    read = partial(_read_some, since=since, now=now)
-    parts = work_in_chunks(read, run_dirs, at_least=RUNS_AT_ONCE)
-    found = [each for part in parts for each in part.found]
+    part = _read_some(run_dirs, since, now)
+    found = part.found
     open_runs = [each for each in found if isinstance(each, _Open)]
     states_of = states([each.run_dir for each in open_runs]) if open_runs else {}
     runs = []
@@ -156,7 +152,7 @@ def _read_all(run_dirs: Sequence[RunDir], since: float | None, now: float) -> tu
             kept = each
         if kept is not None:
             runs.append(kept)
-    return runs, [sentence for part in parts for sentence in part.unreadable]
+    return runs, part.unreadable
 
 
 def _read_some(run_dirs: Sequence[RunDir], since: float | None, now: float) -> _Part:

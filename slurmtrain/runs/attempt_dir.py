@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.system.files import write_json
+from slurmtrain.system.paths import PathBelow
 
 STOP_NAME = "stop.json"
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
@@ -53,47 +54,29 @@ class AttemptDir:
                     self.full_disk_marker.touch()
             raise
 
-    @property
-    def full_disk_marker(self) -> Path:
-        """An empty file: the disk was full, so a record of this attempt is missing or out of date."""
-        return self.path / "disk-full"
+    # An empty file: the disk was full, so a record of this attempt is missing or out of date.
+    full_disk_marker = PathBelow("disk-full")
 
     # Files of the launchers and of the supervisor.
-    @property
-    def claim_file(self) -> Path:
-        """The file with the job, its restart count and the time at which the supervisor claimed the attempt."""
-        return self.path / "job"
+    claim_file = PathBelow("job")  # the job, its restart count, and when the supervisor claimed the attempt
+    setup_failure_file = PathBelow("setup-failed")  # the message about a set-up that failed before any rank was started
+    srun_log = PathBelow("srun.log")  # what srun itself writes to stderr
+    request_file = PathBelow("request.json")  # the person's request that this attempt took from the run's folder
+    hook_log = PathBelow("hook.log")  # output of the hook after the attempt; it exists as soon as one was started
 
-    @property
-    def setup_failure_file(self) -> Path:
-        """The file with the message about a set-up that failed before any rank was started."""
-        return self.path / "setup-failed"
-
-    @property
-    def srun_log(self) -> Path:
-        """The file of what srun itself writes to stderr."""
-        return self.path / "srun.log"
-
-    @property
-    def request_file(self) -> Path:
-        """The file of the person's request that this attempt took from the run's folder."""
-        return self.path / "request.json"
-
-    @property
-    def hook_log(self) -> Path:
-        """The output of the hook that ran after the attempt; it exists as soon as one was started."""
-        return self.path / "hook.log"
+    # Files of rank 0.
+    record_file = PathBelow("attempt.json")  # see `Attempt`
+    environment_file = PathBelow("environment.json")  # packages, driver, variables; see `software`
+    stop_file = PathBelow(STOP_NAME)  # why the ranks were told to stop
+    master_file = PathBelow("master.json")  # its address and port, for programs that rendezvous by themselves
+    preflight_file = PathBelow("preflight.json")  # what the checks before training have found
+    profiles_marker = PathBelow("takes-profiles")  # empty: the user's own program looks for a wish for a profile
+    prepared_file = PathBelow("prepared")  # empty: rank 0 of a preparation of data needs no other rank any more
+    stopping_file = PathBelow("stopping")  # empty: a rank of a preparation of data was told to stop, so all stop
 
     # Files of the watchdog, when a rank hangs.
-    @property
-    def hang_page(self) -> Path:
-        """The page on a hang: which ranks did not come, where they were, and which ranks waited for them."""
-        return self.path / "hang.md"
-
-    @property
-    def hang_file(self) -> Path:
-        """The sentence and the nodes of a hang, for the outcome of the attempt."""
-        return self.path / "hang.json"
+    hang_page = PathBelow("hang.md")  # which ranks did not come, where they were, and which ranks waited for them
+    hang_file = PathBelow("hang.json")  # sentence and nodes of a hang, for the outcome of the attempt
 
     def hang_report(self, rank: int) -> Path:
         """Return the file in which a live rank writes what it knows of a hang, until it is on the page."""
@@ -128,47 +111,6 @@ class AttemptDir:
     def nccl_trace(self, rank: int) -> Path:
         """Return the file of NCCL's flight record of a rank."""
         return self.path / f"nccl-trace-{rank}.pickle"
-
-    # Files of rank 0.
-    @property
-    def record_file(self) -> Path:
-        """The record of the attempt, see `Attempt`."""
-        return self.path / "attempt.json"
-
-    @property
-    def environment_file(self) -> Path:
-        """The record of what the attempt runs with: packages, driver, variables; see `environment_record`."""
-        return self.path / "environment.json"
-
-    @property
-    def stop_file(self) -> Path:
-        """The record of why the ranks were told to stop."""
-        return self.path / STOP_NAME
-
-    @property
-    def master_file(self) -> Path:
-        """Rank 0's address and port, for programs of the user's own that rendezvous by themselves."""
-        return self.path / "master.json"
-
-    @property
-    def preflight_file(self) -> Path:
-        """What the checks before training have found, see `runtime.preflight.check.record_of`."""
-        return self.path / "preflight.json"
-
-    @property
-    def profiles_marker(self) -> Path:
-        """An empty file: the user's own program looks for a wish for a profile after each of its steps."""
-        return self.path / "takes-profiles"
-
-    @property
-    def prepared_file(self) -> Path:
-        """An empty file: rank 0 of a preparation of data needs no other rank any more."""
-        return self.path / "prepared"
-
-    @property
-    def stopping_file(self) -> Path:
-        """An empty file: a rank of a preparation of data was told to stop, so all ranks stop."""
-        return self.path / "stopping"
 
     # Files of the first rank of every node.
     def gpu_file(self, node_rank: int) -> Path:

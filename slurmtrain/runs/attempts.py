@@ -1,59 +1,35 @@
 """The record of attempts: one folder and one attempt.json for every start of a job.
 
 Rank 0 writes it while the job runs, the supervisor completes it after the last rank has exited, and the next attempt closes
-one that nobody could complete, because its node was gone. It is read by `status`, and by the budget that ends a crash
-loop (`attempt_history`).
+one that nobody could complete, because its node was gone. It is read by `status`, and by the budgets that end a run which
+crashes again and again: pure functions of the records, on which `outcome.budget_spent` decides.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
-import operator
 import socket
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import AttemptOutcome
+from slurmtrain.runs.failures import cancelled_due_to
+from slurmtrain.runs.outcome import QUICK_FAILURE_S, AttemptOutcome
 from slurmtrain.runs.reasons import Reason, Verdict, joined
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system import process, records
 from slurmtrain.system.files import read_json
-from slurmtrain.system.process_mark import ProcessMark
-from slurmtrain.system.records import (
-    COUNT,
-    FLAG,
-    LATEST,
-    NOTHING,
-    NUMBER,
-    NUMBERS,
-    OBJECT,
-    TEXT,
-    TEXTS,
-    TIME,
-    Kind,
-    is_number,
-)
+from slurmtrain.system.process import ProcessMark
+from slurmtrain.system.records import Count, Number, Time, typed, typed_or_none
 
 log = logging.getLogger(__name__)
-
-# The kinds of values of the fields of attempt.json, by their annotation; and those of stop.json.
-_KINDS = {
-    "str": TEXT,
-    "int": COUNT,
-    "bool": FLAG,
-    "float": Kind("a number", lambda value: is_number(value) and abs(value) < LATEST),  # many are times
-    "list[str]": TEXTS,
-    "dict[str, float]": NUMBERS,
-    "dict[str, Any]": OBJECT,
-    "None": NOTHING,
-}
-_STOP = {"cause": TEXT, "time": TIME, "seconds_left": NUMBER | NOTHING, "facts": OBJECT | NOTHING}
 
 
 @dataclass
@@ -91,37 +67,37 @@ class Attempt:
         next_step: the part of `sentence` that says what happens next; None if there is none.
     """
 
-    number: int
+    number: Count
     job_id: str | None = None
     step_id: str | None = None
-    restart_count: int = 0
+    restart_count: Count = 0
     nodes: list[str] = field(default_factory=list)
-    world_size: int = 0
-    pid: int | None = None
+    world_size: Count = 0
+    pid: Count | None = None
     born: str | None = None
     pid_namespace: str | None = None
     host: str = ""
-    started: float = 0.0
-    stepping: float | None = None
-    start_up_s: dict[str, float] = field(default_factory=dict)
-    first_step: int | None = None
-    last_step: int | None = None
-    committed_before: int | None = None
-    committed_step: int | None = None
-    reported_before: int | None = None
-    reported_step: int | None = None
-    marked_before: float | None = None
-    marked: float | None = None
-    seen_before: int | None = None
-    seen_step: int | None = None
+    started: Number = 0.0
+    stepping: Number | None = None
+    start_up_s: dict[str, Number] = field(default_factory=dict)
+    first_step: Count | None = None
+    last_step: Count | None = None
+    committed_before: Count | None = None
+    committed_step: Count | None = None
+    reported_before: Count | None = None
+    reported_step: Count | None = None
+    marked_before: Number | None = None
+    marked: Number | None = None
+    seen_before: Count | None = None
+    seen_step: Count | None = None
     said: str | None = None
-    program_code: int | None = None
+    program_code: Count | None = None
     cause: str | None = None
-    cause_time: float | None = None
-    seconds_left: float | None = None
+    cause_time: Number | None = None
+    seconds_left: Number | None = None
     facts: dict[str, Any] | None = None
-    ended: float | None = None
-    exit_code: int | None = None
+    ended: Number | None = None
+    exit_code: Count | None = None
     reason: str | None = None
     verdict: str | None = None
     stalled: bool = False
@@ -133,9 +109,9 @@ class Attempt:
     lasted: bool = False
     sentence: str | None = None
     next_step: str | None = None
-    last_sign: float | None = None
-    last_logged: float | None = None
-    gpus: float | None = None
+    last_sign: Number | None = None
+    last_logged: Number | None = None
+    gpus: Number | None = None
     kind: str | None = None
 
     @property
@@ -170,7 +146,7 @@ class Attempt:
     @property
     def facts_when_told(self) -> JobFacts | None:
         """Facts that SLURM gave of its job when it was told to stop; None if it gave none."""
-        return None if self.facts is None else JobFacts.from_json(self.facts)
+        return typed_or_none(JobFacts, self.facts)
 
     @property
     def progressed(self) -> bool:
@@ -189,17 +165,18 @@ class Attempt:
         return self.stepping is not None or self.said is not None or self.progressed
 
 
-def _kind(annotation: str) -> Kind:
-    """Return the kind of values that an annotation allows.
+@dataclass(frozen=True)
+class Stop:
+    """The contents of stop.json: why the ranks were told to stop.
 
-    Raises:
-        KeyError: no kind is known for it.
+    Attributes:
+        facts: what SLURM said of the job then, a `JobFacts`; None if it said nothing.
     """
-    first, *others = (_KINDS[part] for part in annotation.split(" | "))
-    return functools.reduce(operator.or_, others, first)
 
-
-_FIELDS = {name: _kind(str(each.type)) for name, each in Attempt.__dataclass_fields__.items()}
+    cause: str
+    time: Time
+    seconds_left: Number | None = None
+    facts: dict[str, Any] | None = None
 
 
 def read_attempt(run_dir: RunDir, number: int) -> Attempt:
@@ -220,19 +197,13 @@ def read_attempt_in(folder: AttemptDir, number: int, names: Collection[str] | No
     Raises:
         UnreadableRecordError: its files cannot be used.
     """
-    path = folder.record_file
-    values = read_json(path) or {}
-    records.check_fields(values, _FIELDS, path)
-    if not values.keys() <= _FIELDS.keys():
-        values = {name: value for name, value in values.items() if name in _FIELDS}
-    attempt = Attempt(number)
-    vars(attempt).update(values, number=number)  # in a third of the time of forty arguments: `usage` reads thousands
+    values = read_json(folder.record_file) or {}
+    attempt = typed(Attempt, {**values, "number": number}, folder.record_file)
     stop = read_json(folder.stop_file) if names is None or STOP_NAME in names else None
     if stop:
-        stop = {**dict.fromkeys(_STOP), **stop}
-        records.check_fields(stop, _STOP, folder.stop_file)
-        attempt.cause, attempt.cause_time = stop["cause"], stop["time"]
-        attempt.seconds_left, attempt.facts = stop["seconds_left"], stop["facts"]
+        found = typed(Stop, stop, folder.stop_file)
+        attempt.cause, attempt.cause_time = found.cause, found.time
+        attempt.seconds_left, attempt.facts = found.seconds_left, found.facts
     return attempt
 
 
@@ -251,7 +222,7 @@ def record_outcome(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome) -
     if outcome.bad_nodes:
         attempt.bad_nodes = list(outcome.bad_nodes)
     if outcome.fault is not None:
-        attempt.fault = outcome.fault.values()
+        attempt.fault = asdict(outcome.fault)
     write_attempt(run_dir, attempt)
     run_dir.event(
         Event.ATTEMPT_ENDED,
@@ -291,10 +262,135 @@ def record_stop(
     attempt_dir: AttemptDir, *, cause: str, cause_time: float, seconds_left: float | None, facts: JobFacts | None
 ) -> None:
     """Record why the ranks were told to stop, at once, in a thread of rank 0: the grace time may be too short for more."""
-    record = {
-        "cause": cause,
-        "time": cause_time,
-        "seconds_left": seconds_left,
-        "facts": asdict(facts) if facts else None,
-    }
-    attempt_dir.write_record(attempt_dir.stop_file, record)
+    stop = Stop(cause, cause_time, seconds_left, asdict(facts) if facts else None)
+    attempt_dir.write_record(attempt_dir.stop_file, asdict(stop))
+
+
+# What the supervisor writes into an attempt's folder before its ranks start.
+
+
+def failed_set_up(attempt_dir: AttemptDir) -> str | None:
+    """Return the message about a set-up that failed before any rank was started; None if there is none."""
+    try:
+        return attempt_dir.setup_failure_file.read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def claimed_by(attempt_dir: AttemptDir) -> tuple[str | None, int]:
+    """Return job and restart count of the supervisor that has claimed an attempt; the job is None if none has."""
+    try:
+        job_id, restart_count, *_ = attempt_dir.claim_file.read_text().split()
+        return job_id, int(restart_count)
+    except (OSError, ValueError):
+        return None, 0
+
+
+def claimed_at(run_dir: RunDir, number: int) -> float | None:
+    """Return when an attempt was claimed by its supervisor, or opened by rank 0, in unix seconds; None if not known."""
+    with contextlib.suppress(OSError, UnreadableRecordError, ValueError, IndexError):
+        claimed = float(records.read_bytes(run_dir.attempt(number).claim_file).split()[2])
+        if records.is_time(claimed):
+            return claimed
+    return read_attempt(run_dir, number).started or None
+
+
+# What the attempts before one say about it: how many of them used up a budget, and which nodes were at fault.
+
+
+def stalled_numbers(attempts: list[Attempt], number: int) -> list[int]:
+    """Return the numbers of the attempts directly before `number` that used up the budget, the last one first.
+
+    Progress starts the count anew, and so do a long attempt of a program that reports none, and a person who resumed a
+    run that had ended. An attempt that ended for another reason does not count.
+    """
+    counted, moved_on = [], _moved_on(attempts, number)
+    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
+        if (
+            attempt.progressed
+            or attempt.number in moved_on
+            or attempt.lasted
+            or attempt.verdict in (Verdict.DONE, Verdict.END)
+        ):
+            break
+        if attempt.stalled and not attempt.unseen:
+            counted.append(attempt.number)
+    return counted
+
+
+def _moved_on(attempts: list[Attempt], number: int) -> set[int]:
+    """Return the attempts before `number` after which the next one began further on than any before it.
+
+    That is progress, too, of which the run directory has no checkpoint: it was in a copy on the nodes.
+    """
+    found: set[int] = set()
+    furthest, before = 0, None
+    for attempt in [attempt for attempt in attempts if attempt.number <= number]:
+        if (attempt.first_step or 0) > furthest:
+            furthest = attempt.first_step or 0
+            if before is not None:
+                found.add(before.number)
+        before = attempt
+    return found
+
+
+def unseen_before(attempts: list[Attempt], number: int) -> int:
+    """Return how many long attempts before `number` used up the budget of those that show no progress."""
+    count = 0
+    for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
+        if attempt.progressed or attempt.verdict in (Verdict.DONE, Verdict.END):
+            break
+        count += attempt.unseen
+    return count
+
+
+def failed_before(attempts: list[Attempt], attempt: Attempt) -> tuple[str, ...]:
+    """Return the nodes at fault for attempts before this one in the same start of its job, the newest first."""
+    found: dict[str, None] = {}
+    for each in reversed([each for each in attempts if each.number < attempt.number]):
+        if (each.job_id, each.restart_count) != (attempt.job_id, attempt.restart_count):
+            break
+        if each.failed_on is not None:
+            found[each.failed_on] = None
+    return tuple(found)
+
+
+def failed_quickly(attempt: Attempt, how: str | None) -> bool:
+    """Return whether the program of an attempt failed within seconds, and in this way (`failed_with`)."""
+    if how is None or attempt.failed_with != how or attempt.ended is None:
+        return False
+    return attempt.ended - attempt.started < QUICK_FAILURE_S
+
+
+def failed_alike(attempts: list[Attempt], attempt: Attempt) -> bool:
+    """Return whether the program of the attempt directly before this one failed within seconds, and in the same way.
+
+    An attempt that ended the run does not count: a person has resumed it since.
+    """
+    before = next((each for each in attempts if each.number == attempt.number - 1), None)
+    if before is None or before.verdict == Verdict.END:
+        return False
+    return before.stalled and failed_quickly(before, attempt.failed_with)
+
+
+def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
+    """Return whether the run ended for good with its last attempt.
+
+    It did by its verdict, or in a set-up after which nobody could finish the record.
+    """
+    unfinished = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None
+    return last.verdict == Verdict.END or unfinished
+
+
+def was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
+    """Return whether SLURM has said that it preempts this attempt, to rank 0 or in the job's log.
+
+    Without a GraceTime, which is SLURM's default, only the log says so: the job is requeued in the same moment, and
+    with that the time of its preemption is gone from what `scontrol show job` prints.
+    """
+    if attempt.facts_when_told is not None and attempt.facts_when_told.preempted:
+        return True
+    log = run_dir.job_log(attempt.job_id or own_job_id() or "")
+    before = read_attempt(run_dir, attempt.number - 1) if attempt.number > 1 else None
+    since = max(attempt.started, (before.ended or 0.0) if before is not None else 0.0)
+    return log is not None and cancelled_due_to(log, since) == "PREEMPTION"

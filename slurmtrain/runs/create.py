@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 from pathlib import Path
 
 from slurmtrain.errors import ConfigError
-from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import user
+from slurmtrain.runs.run_dir import PREPARING, RunDir
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.paths import located
-from slurmtrain.system.trust import is_mine, others_may_write
+from slurmtrain.system.trust import is_mine, others_may_write, own_user, user_in_words
+
+LEFT_AFTER_S = 86400.0  # seconds after which nobody is taken to be at work on what is being made
 
 
 def new_run_id() -> str:
@@ -62,7 +65,7 @@ def folder_of(runs_dir: Path, name: str) -> Path:
     folder = runs_dir / name
     if not os.path.lexists(folder) or is_mine(folder):
         return folder
-    return runs_dir / f"{name}-{re.sub(r'[^A-Za-z0-9._+-]', '_', user.own_user())}"
+    return runs_dir / f"{name}-{re.sub(r'[^A-Za-z0-9._+-]', '_', own_user())}"
 
 
 def make_folder(runs_dir: Path, name: str, *below: str) -> Path:
@@ -103,7 +106,7 @@ def _check_mode(folder: Path) -> os.stat_result:
     found = os.stat(folder)
     if others_may_write(found) and not found.st_mode & stat.S_ISVTX:
         who = "everybody" if found.st_mode & stat.S_IWOTH else "every member of its group"
-        its_owner = "" if found.st_uid == os.geteuid() else f" by {user.in_words(found.st_uid)}"
+        its_owner = "" if found.st_uid == os.geteuid() else f" by {user_in_words(found.st_uid)}"
         raise ConfigError(
             f"{who} can replace files in {folder} (mode {stat.S_IMODE(found.st_mode):04o}), and a job would run them",
             hint=f"chmod +t {folder}{its_owner}, or set job.runs_dir to a folder of your own",
@@ -113,6 +116,16 @@ def _check_mode(folder: Path) -> os.stat_result:
 
 def _replaceable(folder: Path, found: os.stat_result) -> ConfigError:
     return ConfigError(
-        f"{folder} belongs to {user.in_words(found.st_uid)}, who can replace files in it that a job would run",
+        f"{folder} belongs to {user_in_words(found.st_uid)}, who can replace files in it that a job would run",
         hint="set job.runs_dir or job.name to a folder of your own, or job.runs_dir to one of your group",
     )
+
+
+def staging_folder(runs: Path, name: str) -> Path:
+    """Return a hidden path for something that is being made, and will be `name`; remove what killed shells have left there."""
+    folder = folder_of(runs, PREPARING)
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has just become what it was to be
+            if time.time() - path.lstat().st_mtime > LEFT_AFTER_S:
+                shutil.rmtree(path, ignore_errors=True)
+    return folder / f"{name}.{secrets.token_hex(6)}"

@@ -6,18 +6,17 @@ the samples themselves, so that it stays small however long the attempt takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.records import Count, Number, typed_or_none
 
 IDLE_PERCENT = 5  # a GPU whose kernels ran for less than this share of a sample is idle
 XIDS_KEPT = 32
-GPUS_READ = 64  # of one node; the largest today have 16
 NODES_READ = 4096
 
 
@@ -57,24 +56,23 @@ class GpuUse:
         lost_s: seconds in which the driver had lost it, or it could not be asked for another reason.
     """
 
-    index: int
+    index: Count
     name: str = ""
-    sampled_s: float = 0.0
-    idle_s: float = 0.0
-    utilization_s: float = 0.0
-    power_ws: float = 0.0
-    memory_gb: float = 0.0
-    temperature_c: float = 0.0
-    ecc_errors: int = 0
-    xids: tuple[int, ...] = field(default=())
-    power_s: float | None = None  # None in records of before it was counted: it was `sampled_s`
-    lost_s: float = 0.0
+    sampled_s: Number = 0.0
+    idle_s: Number = 0.0
+    utilization_s: Number = 0.0
+    power_ws: Number = 0.0
+    memory_gb: Number = 0.0
+    temperature_c: Number = 0.0
+    ecc_errors: Count = 0
+    xids: tuple[Count, ...] = ()
+    power_s: Number = 0.0
+    lost_s: Number = 0.0
 
     @property
     def power_w(self) -> float | None:
         """The mean watts; None if they were never known."""
-        seconds = self.sampled_s if self.power_s is None else self.power_s
-        return self.power_ws / seconds if seconds > 0 else None
+        return self.power_ws / self.power_s if self.power_s > 0 else None
 
     def with_sample(self, sample: Sample, seconds: float, *, ecc_before: int | None) -> GpuUse:
         """Return this with a sample that stands for the last `seconds`.
@@ -93,7 +91,7 @@ class GpuUse:
             sampled_s=self.sampled_s + (seconds if known else 0.0),
             idle_s=self.idle_s + (seconds if known and busy < IDLE_PERCENT else 0.0),
             utilization_s=self.utilization_s + busy * seconds,
-            power_s=(self.power_s or 0.0) + (seconds if powered else 0.0),
+            power_s=self.power_s + (seconds if powered else 0.0),
             power_ws=self.power_ws + (sample.power_w or 0.0) * seconds,
             memory_gb=max(self.memory_gb, sample.memory_gb or 0.0),
             temperature_c=max(self.temperature_c, sample.temperature_c or 0.0),
@@ -126,29 +124,12 @@ def read_gpu_use(attempt_dir: AttemptDir) -> list[NodeGpus]:
             values = read_json(path)
         except UnreadableRecordError:
             continue
-        if values is not None and isinstance(values.get("node"), str) and isinstance(values.get("gpus"), list):
-            gpus = (_parsed(each) for each in values["gpus"][:GPUS_READ])
-            found.append(NodeGpus(values["node"], tuple(each for each in gpus if each is not None)))
+        if (node := typed_or_none(NodeGpus, values)) is not None:
+            found.append(node)
     return found
 
 
-_AMOUNTS = ("sampled_s", "idle_s", "utilization_s", "power_ws", "memory_gb", "temperature_c", "lost_s")
-
-
-def _parsed(values: Any) -> GpuUse | None:
-    if not isinstance(values, Mapping) or not records.is_count(values.get("index")):
-        return None
-    amounts = {name: max(0.0, records.finite(values.get(name)) or 0.0) for name in _AMOUNTS}
-    power_s = records.finite(values.get("power_s"))
-    errors, xids, name = values.get("ecc_errors"), values.get("xids"), values.get("name")
-    return GpuUse(
-        index=values["index"],
-        name=name if isinstance(name, str) else "",
-        ecc_errors=max(0, errors) if isinstance(errors, int) and records.is_count(errors) else 0,
-        xids=tuple(x for x in xids if records.is_count(x))[:XIDS_KEPT] if isinstance(xids, list) else (),
-        power_s=None if power_s is None else max(0.0, power_s),
-        **amounts,
-    )
+_SUMMED = ("sampled_s", "idle_s", "utilization_s", "power_ws", "power_s", "ecc_errors", "lost_s")
 
 
 @dataclass(frozen=True)
@@ -187,18 +168,7 @@ class GpuTotals:
 
 def total_of(found: Iterable[NodeGpus]) -> GpuTotals:
     """Add up the records of nodes."""
-    nodes = list(found)
-    if not nodes:
-        return GpuTotals()
-    gpus = [(each.node, gpu) for each in nodes for gpu in each.gpus]
+    gpus = [(each.node, gpu) for each in found for gpu in each.gpus]
     xids = tuple((node, gpu.index, number) for node, gpu in gpus for number in gpu.xids)
-    return GpuTotals(
-        sum(gpu.sampled_s for _, gpu in gpus),
-        sum(gpu.idle_s for _, gpu in gpus),
-        sum(gpu.utilization_s for _, gpu in gpus),
-        sum(gpu.power_ws for _, gpu in gpus),
-        sum(gpu.ecc_errors for _, gpu in gpus),
-        xids[:XIDS_KEPT],
-        sum(gpu.sampled_s if gpu.power_s is None else gpu.power_s for _, gpu in gpus),
-        sum(gpu.lost_s for _, gpu in gpus),
-    )
+    sums: dict[str, Any] = {name: sum(getattr(gpu, name) for _, gpu in gpus) for name in _SUMMED}
+    return GpuTotals(**sums, xids=xids[:XIDS_KEPT])

@@ -15,8 +15,8 @@ from slurmtrain.runs.create import run_id_at
 from slurmtrain.runs.ownership import check_parts, foreign_link, is_own
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.system import user
 from slurmtrain.system.paths import absolute, located, runs_root
+from slurmtrain.system.trust import user_in_words
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ def find_sweep(reference: str, root: Path) -> Sweep:
 
 def _not_readable(path: Path) -> UsageError:
     return UsageError(
-        f"{path} cannot be read: it belongs to {user.in_words(path.stat().st_uid)}",
+        f"{path} cannot be read: it belongs to {user_in_words(path.stat().st_uid)}",
         hint="ask the owner to share it: chmod -R g+rX",
     )
 

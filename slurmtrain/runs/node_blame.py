@@ -17,15 +17,13 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.node_ledger import (
     Blamed,
     BlamePolicy,
-    LeftOut,
     NodeEvent,
     NodeRecord,
     blamed_nodes,
     ledger_file,
     read_ledger,
-    record_of,
 )
-from slurmtrain.system import records
+from slurmtrain.system.records import typed_or_none
 
 # An attempt that ended so says nothing for its nodes unless it made progress.
 FAILED = (*FAILURES, Reason.CONFIG, Reason.DIVERGED)
@@ -40,7 +38,7 @@ def records_of(run: str, tries: Iterable[Attempt]) -> list[NodeRecord]:
     """Return what the attempts of a run say for and against nodes."""
     found = []
     for attempt in tries:
-        fault = record_of(attempt.fault)
+        fault = typed_or_none(NodeRecord, attempt.fault)
         if fault is not None:
             found.append(fault)
         ended = attempt.ended or attempt.started
@@ -49,9 +47,7 @@ def records_of(run: str, tries: Iterable[Attempt]) -> list[NodeRecord]:
             for node in attempt.bad_nodes
             if fault is None or node != fault.node
         ]
-        if fault is not None:
-            continue
-        if has_trained_well(attempt):
+        if fault is None and has_trained_well(attempt):
             found.append(
                 NodeRecord(ended, "", NodeEvent.TRAINED, run, attempt.number, nodes=tuple(attempt.nodes), proven=True)
             )
@@ -90,12 +86,7 @@ def blamed_for(runs: Sequence[RunDir], policy: BlamePolicy, cluster: str | None,
     return [found[node] for node in sorted(found)]
 
 
-def left_out_of(run: RunDir, job_id: str | None) -> list[LeftOut]:
+def left_out_of(run: RunDir, job_id: str | None) -> list[Blamed]:
     """Return the blamed nodes that a job of a run leaves out, by the run's latest event about it."""
     events = [each for each in run.events() if each["event"] == Event.NODES_LEFT_OUT and each.get("job_id") == job_id]
-    blamed = events[-1].get("blamed") if events else None
-    found = []
-    for each in blamed if isinstance(blamed, list) else ():
-        if isinstance(each, dict) and isinstance(each.get("node"), str) and records.is_time(each.get("until")):
-            found.append(LeftOut(each["node"], str(each.get("why")), float(each["until"])))
-    return found
+    return typed_or_none(list[Blamed], events[-1].get("blamed")) or [] if events else []

@@ -15,8 +15,14 @@ from dataclasses import dataclass, replace
 
 from slurmtrain.choices import RequeueMode
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
-from slurmtrain.runs.evidence import Evidence, Policy
-from slurmtrain.runs.node_fault import fault_of_node, nodes_of_next_start, nodes_to_leave_out, spared_attempts
+from slurmtrain.runs.evidence import (
+    Evidence,
+    Policy,
+    fault_of_node,
+    nodes_of_next_start,
+    nodes_to_leave_out,
+    spared_attempts,
+)
 from slurmtrain.runs.reasons import (
     ENDS_RUN,
     FAILURES,

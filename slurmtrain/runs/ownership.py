@@ -9,7 +9,8 @@ from pathlib import Path
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError, UsageError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.system import trust, user
+from slurmtrain.system import trust
+from slurmtrain.system.trust import user_in_words
 
 
 def foreign_link(path: Path | os.DirEntry[str]) -> bool:
@@ -45,7 +46,7 @@ def check_parts(run_dir: RunDir) -> None:
                 raise UnreadableRecordError(f"{path} is a link, and links in a run are not followed")
             if found.st_uid not in (owner, me, 0):
                 raise UnreadableRecordError(
-                    f"{path} belongs to {user.in_words(found.st_uid)}, and the run to {user.in_words(owner)}"
+                    f"{path} belongs to {user_in_words(found.st_uid)}, and the run to {user_in_words(owner)}"
                 )
     except OSError as error:
         raise UnavailableRecordError(f"{run_dir.path} cannot be read: {error.strerror}", error) from None
@@ -65,7 +66,7 @@ def require_own(run_dir: RunDir) -> None:
         folders = (each.attempts, each.checkpoints, each.evaluations, each.code)
         for path in (each.path, *parts, *folders):
             if os.path.lexists(path) and not trust.is_mine(path):
-                whose = user.in_words(os.lstat(path).st_uid)
+                whose = user_in_words(os.lstat(path).st_uid)
                 raise UsageError(
                     f"{path} belongs to {whose}: only the user who submitted a run may change or restart it",
                     hint="`status` and `logs` show it; to continue from it: checkpoint.restore_from with your own run",

@@ -9,17 +9,16 @@ import errno
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurmtrain.choices import Backend
-from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.batch_claim import claimed_at
+from slurmtrain.runs.attempts import Attempt, claimed_at
 from slurmtrain.runs.reasons import ENDS_RUN, RunAction
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
-from slurmtrain.system.user import own_user
+from slurmtrain.system.records import Count, Time, typed_or_none
+from slurmtrain.system.trust import own_user
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +30,13 @@ class Request:
     Attributes:
         time: its time in unix seconds.
         attempt: the number of the last attempt that was seen then; 0 before the first one.
+        by: the person.
     """
 
     action: RunAction
-    time: float
-    attempt: int = 0
+    time: Time = 0.0
+    attempt: Count = 0
+    by: str = ""
 
     def is_for_later(self, run_dir: RunDir, number: int) -> bool:
         """Return whether it came when an attempt after `number` had been claimed already."""
@@ -57,11 +58,7 @@ class Request:
 
 def read_request(path: Path) -> Request | None:
     """Return a request; None when there is none, or the file is no request."""
-    values = read_json(path) or {}
-    action, time, attempt = values.get("action"), values.get("time", 0.0), values.get("attempt", 0)
-    if action not in tuple(RunAction) or not records.is_time(time):
-        return None
-    return Request(RunAction(action), float(time), int(attempt) if records.is_count(attempt) else 0)
+    return typed_or_none(Request, read_json(path))
 
 
 def take_request(run_dir: RunDir, attempt: Attempt) -> RunAction | None:
@@ -85,16 +82,11 @@ def take_request(run_dir: RunDir, attempt: Attempt) -> RunAction | None:
     return request.action if request is not None and request.is_for(run_dir, attempt) else None
 
 
-def cancelled_after(run_dir: RunDir, last: Attempt | None) -> bool:
-    """Return whether `cancel RUN`, the file `stop` or a pruning came after the outcome of the last attempt was decided.
-
-    For an attempt without an outcome, return whether it came after that attempt was claimed.
-    """
-    return ended_after(run_dir, last) is not None
-
-
 def ended_after(run_dir: RunDir, last: Attempt | None) -> RunAction | None:
-    """Return by which action the run was ended after its last attempt, as in `cancelled_after`; None if it was not."""
+    """Return the action, such as `cancel RUN`, that came after the outcome of the last attempt was decided; None if none did.
+
+    For an attempt without an outcome, one that came after that attempt was claimed.
+    """
     request = read_request(run_dir.request_file)  # requests that an outcome has used have been moved away
     if request is None or request.action not in ENDS_RUN:
         return None
@@ -116,8 +108,8 @@ def ask_to_cancel(run_dir: RunDir) -> None:
 
 def write_request(run_dir: RunDir, action: RunAction) -> None:
     """Write a person's request to the run, with the number of its last attempt."""
-    asked = {"action": action, "time": time.time(), "attempt": (run_dir.attempt_numbers() or [0])[-1]}
-    write_json(run_dir.request_file, {**asked, "by": own_user()})
+    last = (run_dir.attempt_numbers() or [0])[-1]
+    write_json(run_dir.request_file, asdict(Request(action, time.time(), last, own_user())))
 
 
 def signal_rank_0(run_dir: RunDir, attempt: Attempt, number: int) -> None:

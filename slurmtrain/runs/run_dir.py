@@ -10,21 +10,21 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.origin import copied_from
-from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
+from slurmtrain.slurm.command_environment import trusted_slurm_conf
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.modes import folder_mode
-from slurmtrain.system.records import COUNT, FLAG, JOB_IDS, NOTHING, OBJECT, TEXT, TEXTS, TIME, finite
+from slurmtrain.system.paths import PathBelow
+from slurmtrain.system.records import Count, JobId, Time, finite
 from slurmtrain.system.redaction import redacted
 
 RUN_DIR_VARIABLE = "SLURMTRAIN_RUN_DIR"
@@ -34,37 +34,39 @@ ENVIRONMENTS = ".environments-"  # below runs/: archives of environments (cluste
 ATTEMPT_VARIABLE = "SLURMTRAIN_ATTEMPT"
 EVENT_LOCK_S = 2.0  # longest wait of a line for those of others; the lock is held for milliseconds
 INFO_LOCK_S = 10.0  # longest wait for somebody who changes run.json, which takes milliseconds
-# The fields of run.json: those that every run has, and those that some have.
-_ALWAYS = {
-    "name": TEXT,
-    "overrides": TEXTS,
-    "backend": TEXT,
-    "user": TEXT,
-    "host": TEXT,
-    "created": TIME,
-    "slurm_conf": TEXT | NOTHING,
-    "job_ids": JOB_IDS,
-}
-_SOMETIMES = {
-    "config_hash": TEXT,
-    "steps": COUNT | NOTHING,
-    "code": OBJECT | NOTHING,
-    "submitted_with": OBJECT | NOTHING,
-    "image": OBJECT | NOTHING,
-    "bundle": OBJECT | NOTHING,
-    "workdir": TEXT,
-    "submit_dir": TEXT,
-    "packed": FLAG | NOTHING,
-    "own_checkpoints": OBJECT | NOTHING,
-    "chain": JOB_IDS | NOTHING,
-    "chain_after": COUNT | NOTHING,
-    "varied": OBJECT | TEXTS | NOTHING,
-    "trainings": OBJECT | NOTHING,
-    "made_at": OBJECT | NOTHING,
-    "copied_from": TEXT | NOTHING,
-    "copy": TEXT | NOTHING,
-}
-_INFO = {**_ALWAYS, **_SOMETIMES}
+
+
+class RunInfo(TypedDict, total=False):
+    """The fields of run.json that are checked when it is read."""
+
+    name: str
+    overrides: list[str]
+    backend: str
+    user: str
+    host: str
+    created: Time
+    slurm_conf: str | None
+    job_ids: list[JobId]
+    config_hash: str
+    steps: Count | None
+    code: dict[str, Any] | None
+    submitted_with: dict[str, Any] | None
+    image: dict[str, Any] | None
+    bundle: dict[str, Any] | None
+    workdir: str
+    submit_dir: str
+    packed: bool | None
+    own_checkpoints: dict[str, Any] | None
+    chain: list[JobId] | None
+    chain_after: Count | None
+    varied: dict[str, Any] | list[str] | None
+    trainings: dict[str, Any] | None
+    made_at: dict[str, Any] | None
+    copied_from: str | None
+    copy: str | None
+
+
+ALWAYS = ("name", "overrides", "backend", "user", "host", "created", "slurm_conf", "job_ids")  # in each run.json
 
 
 @dataclass(frozen=True)
@@ -82,17 +84,34 @@ class RunDir:
         """The run's id; for an evaluation, with the id of the run whose checkpoint it evaluates in front."""
         return f"{self.path.parents[1].name}.{self.path.name}" if self._is_evaluation else self.path.name
 
-    @cached_property
-    def info_file(self) -> Path:
-        return self.path / "run.json"
+    info_file = PathBelow("run.json")
+    config_file = PathBelow("config.yaml")
+    code = PathBelow("code")
+    script = PathBelow("job.sbatch")
+    attempts = PathBelow("attempts")
+    checkpoints = PathBelow("checkpoints")
+    metrics_file = PathBelow("metrics.jsonl")
+    events_file = PathBelow("events.jsonl")
+    tensorboard = PathBelow("tensorboard")
+    loggers = PathBelow("loggers")  # notes on loggers outside of the run directory: which steps they have
+    evaluations = PathBelow("evaluations")  # folders of evaluation jobs, each of which is like a run's
+    exports = PathBelow("exports")  # folders to which checkpoints were exported, for other programs
+    profiles = PathBelow("profiles")  # folders of profiles
+    evaluations_file = PathBelow("evaluations.jsonl")  # metrics of evaluation jobs, in the format of metrics.jsonl
+    result_file = PathBelow("result.json")  # of an evaluation
+    request_file = PathBelow("request.json")  # a person's request: `cancel`, `preempt`, `requeue`
+    next_change_file = PathBelow("next_change.json")  # of the config, before the next attempt: `requeue RUN KEY=VALUE`
+    interrupted_file = PathBelow("interrupted.json")  # the step at which `drill` has interrupted this run of its own
 
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
+    # Files that anybody who may write here can make, with `touch`.
+    stop_switch = PathBelow("stop")  # to end the run for good, as `cancel` does
+    save_switch = PathBelow("save")  # to have a checkpoint saved now
+    profile_switch = PathBelow("profile")  # to have some steps profiled
+    profile_taken = PathBelow("profile.taken")  # asks for the profile that is under way; later: it was never done
+    profile_refused = PathBelow("profile.refused")  # the last one that asked for a profile and got none
 
-    @property
-    def code(self) -> Path:
-        return self.path / "code"
+    def attempt(self, number: int) -> AttemptDir:
+        return AttemptDir(self.attempts / f"{number:04d}")
 
     @property
     def code_record_file(self) -> Path:
@@ -107,45 +126,8 @@ class RunDir:
         """
         return tuple(dict.fromkeys((self.path, self.path / (self.info().get("workdir") or "."))))
 
-    @property
-    def script(self) -> Path:
-        return self.path / "job.sbatch"
-
-    @cached_property
-    def attempts(self) -> Path:
-        return self.path / "attempts"
-
-    def attempt(self, number: int) -> AttemptDir:
-        return AttemptDir(self.attempts / f"{number:04d}")
-
-    @cached_property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @cached_property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @cached_property
-    def events_file(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def loggers(self) -> Path:
-        """The folder of what is noted of loggers outside of the run directory: which steps they have."""
-        return self.path / "loggers"
-
     def logger_file(self, name: str) -> Path:
         return self.loggers / f"{name}.json"
-
-    @cached_property
-    def evaluations(self) -> Path:
-        """The folder of the folders of evaluation jobs, each of which is like a run's."""
-        return self.path / "evaluations"
 
     def evaluation(self, step: int, variant: str = "") -> RunDir:
         """Return the folder of the evaluation of the checkpoint of `step`.
@@ -161,21 +143,6 @@ class RunDir:
         return run.path.parent.parent / f"{ENVIRONMENTS}{os.getuid()}"
 
     @property
-    def exports(self) -> Path:
-        """The folder of the folders that checkpoints were exported to, for other programs."""
-        return self.path / "exports"
-
-    @cached_property
-    def evaluations_file(self) -> Path:
-        """The file of the metrics of evaluation jobs, one per line, in the format of metrics.jsonl."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def result_file(self) -> Path:
-        """The file of the result of an evaluation."""
-        return self.path / "result.json"
-
-    @property
     def evaluated_run(self) -> RunDir | None:
         """The run whose checkpoint an evaluation evaluates; None for a run."""
         return RunDir(self.path.parents[1]) if self._is_evaluation else None
@@ -184,54 +151,9 @@ class RunDir:
     def _is_evaluation(self) -> bool:
         return self.path.parent.name == "evaluations"
 
-    @cached_property
-    def request_file(self) -> Path:
-        """The file of a person's request to the running job, written by `cancel`, `preempt` and `requeue`."""
-        return self.path / "request.json"
-
-    @property
-    def next_change_file(self) -> Path:
-        """The file of a change of the config that is made before the next attempt: `requeue RUN KEY=VALUE`."""
-        return self.path / "next_change.json"
-
-    @property
-    def stop_switch(self) -> Path:
-        """A file that anybody who may write here can make, with `touch`, to end the run for good, as `cancel` does."""
-        return self.path / "stop"
-
-    @property
-    def save_switch(self) -> Path:
-        """A file that anybody who may write here can make, with `touch`, to have a checkpoint saved now."""
-        return self.path / "save"
-
-    @property
-    def profile_switch(self) -> Path:
-        """A file that anybody who may write here can make, with `touch`, to have some steps profiled."""
-        return self.path / "profile"
-
-    @property
-    def profile_taken(self) -> Path:
-        """What asks for the profile that is under way; who finds it later knows that this profile was never done."""
-        return self.path / "profile.taken"
-
-    @property
-    def profile_refused(self) -> Path:
-        """The last file that asked for a profile and got none."""
-        return self.path / "profile.refused"
-
-    @property
-    def profiles(self) -> Path:
-        """The folder of the folders of profiles."""
-        return self.path / "profiles"
-
     def profile(self, first: int, number: int = 1) -> Path:
         """Return the folder of a profile that begins with step `first`; of the second one that does, with number 2."""
         return self.profiles / (f"step_{first:07d}" + (f".{number}" if number > 1 else ""))
-
-    @property
-    def interrupted_file(self) -> Path:
-        """The record of the step at which `drill` has interrupted this run, a scratch run of its own."""
-        return self.path / "interrupted.json"
 
     def job_log(self, job_id: str) -> Path | None:
         """Return the log of a job's batch script; None when the job has not begun here.
@@ -281,9 +203,9 @@ class RunDir:
         info = read_json(self.info_file)
         if info is None:
             raise UnreadableRecordError(f"{self.path} is not a run directory: it has no readable run.json")
-        if whole and (missing := [name for name in _ALWAYS if name not in info]):
+        if whole and (missing := [name for name in ALWAYS if name not in info]):
             raise UnreadableRecordError(f"{self.info_file} does not say {', '.join(missing)}")
-        records.check_fields(info, _INFO, self.info_file)
+        records.typed(RunInfo, info, self.info_file)
         original = copied_from(self.path, info)
         return info if original is None else {**info, "job_ids": [], "chain": None, "copied_from": str(original)}
 
@@ -458,3 +380,38 @@ class RunDir:
 
 def _is_event(value: object) -> bool:
     return type(value) is dict and type(value.get("event")) is str and records.is_time(value.get("time"))
+
+
+# Where a run or a sweep was made: a copy of its folder is another one, whose jobs are not those of the original.
+
+
+def made_at(folder: Path, path: Path | None = None) -> dict[str, Any]:
+    """Return the facts by which a folder is told from a copy of it, for its run.json or sweep.json.
+
+    Args:
+        path: the path that the folder will be renamed to; None: it stays.
+    """
+    found = os.stat(folder)
+    return {"path": str(path or folder), "device": found.st_dev, "inode": found.st_ino}
+
+
+def copied_from(folder: Path, info: Mapping[str, Any]) -> Path | None:
+    """Return the path of the original if a folder is a copy; None if it is where it was made, or was moved.
+
+    A move within a file system keeps the inode. A move to another one does not, but leaves nothing at the old path.
+
+    Args:
+        info: the contents of its run.json or sweep.json.
+    """
+    made = info.get("made_at")
+    if not isinstance(made, dict) or made.get("path") == str(folder):
+        return None
+    original = Path(str(made.get("path")))
+    try:
+        here = os.stat(folder)
+        # The number of a device differs between hosts, so only the inode tells that this is the original.
+        if here.st_ino == made.get("inode"):
+            return None
+        return original if here.st_dev == made.get("device") or os.path.lexists(original) else None
+    except OSError:  # the folder cannot be looked at, or the path is none
+        return None

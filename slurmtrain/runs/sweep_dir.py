@@ -4,42 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import read_json
-from slurmtrain.system.records import (
-    COUNT,
-    METRICS_BYTES,
-    NOTHING,
-    TEXT,
-    TEXTS,
-    TIME,
-    Kind,
-    check_fields,
-    parse,
-    read_bytes,
-)
-
-_INFO = {
-    "created": TIME,
-    "slurm_conf": TEXT | NOTHING,
-    "backend": TEXT,
-    "overrides": TEXTS,
-    "pack": COUNT,
-    "parallelism": COUNT | NOTHING,
-    "after": TEXTS,
-    "token": TEXT,
-    "command": TEXT | NOTHING,
-    "workdir": TEXT,
-}
+from slurmtrain.system.paths import PathBelow
+from slurmtrain.system.records import METRICS_BYTES, Count, Time, parse, read_bytes, typed, typed_or_none
 
 
-_TEXT_BY_KEY = Kind("text by key", lambda value: isinstance(value, dict) and TEXTS.holds(list(value.values())))
+class SweepInfo(TypedDict, total=False):
+    """The contents of sweep.json."""
 
-
-_POINT = {"number": COUNT, "varied": _TEXT_BY_KEY, "identity": TEXT, "shape": TEXT, "run_id": TEXT}
+    created: Required[Time]
+    slurm_conf: Required[str | None]
+    backend: Required[str]
+    pack: Required[Count]
+    overrides: list[str]
+    parallelism: Count | None
+    after: list[str]
+    token: str
+    command: str | None
+    workdir: str
 
 
 @dataclass(frozen=True)
@@ -53,7 +39,7 @@ class Point:
         run_id: id of the run that computes it; points with the same config share one.
     """
 
-    number: int
+    number: Count
     varied: dict[str, str]
     identity: str
     shape: str
@@ -70,36 +56,13 @@ class Sweep:
     def id(self) -> str:
         return self.path.name
 
-    @property
-    def info_file(self) -> Path:
-        return self.path / "sweep.json"
-
-    @property
-    def points_file(self) -> Path:
-        return self.path / "points.jsonl"
-
-    @property
-    def trials_file(self) -> Path:
-        """The journal of a search, in Optuna's format, from which another process goes on with it; other sweeps have none."""
-        return self.path / "trials.jsonl"
-
-    @property
-    def code(self) -> Path:
-        return self.path / "code"
-
-    @property
-    def arrays(self) -> Path:
-        return self.path / "arrays"
-
-    @property
-    def tasks(self) -> Path:
-        """The folder of the pickled functions and arguments of a sweep whose points are calls; other sweeps have none."""
-        return self.path / "tasks"
-
-    @property
-    def cancelled_file(self) -> Path:
-        """The file that exists from `sweep cancel` to `sweep retry`: arrays that are not submitted then are not submitted."""
-        return self.path / "cancelled"
+    info_file = PathBelow("sweep.json")
+    points_file = PathBelow("points.jsonl")
+    code = PathBelow("code")
+    arrays = PathBelow("arrays")
+    trials_file = PathBelow("trials.jsonl")  # of a search: its journal in Optuna's format, with which it continues
+    tasks = PathBelow("tasks")  # of a sweep whose points are calls: pickled functions and arguments
+    cancelled_file = PathBelow("cancelled")  # from `sweep cancel` to `sweep retry`: further arrays are not submitted
 
     def array(self, number: int) -> Path:
         return self.arrays / f"{number:04d}"
@@ -113,10 +76,7 @@ class Sweep:
         info = read_json(self.info_file)
         if info is None:
             raise UnreadableRecordError(f"{self.path} is not a sweep: it has no readable sweep.json")
-        missing = [name for name in ("created", "slurm_conf", "pack", "backend") if name not in info]
-        if missing:
-            raise UnreadableRecordError(f"{self.info_file} does not say {', '.join(missing)}")
-        check_fields(info, _INFO, self.info_file)
+        typed(SweepInfo, info, self.info_file)
         return info
 
     def points(self) -> list[Point]:
@@ -125,13 +85,11 @@ class Sweep:
             whole, _, _ = read_bytes(self.points_file, at_most=METRICS_BYTES).rpartition(b"\n")
         except OSError as error:
             raise UnavailableRecordError(f"{self.points_file} cannot be read: {error.strerror}", error) from None
-        return [self._point(parse(line), number) for number, line in enumerate(whole.splitlines(), 1)]
-
-    def _point(self, values: Any, line: int) -> Point:
-        known = {name: values.get(name) for name in _POINT} if isinstance(values, dict) else dict.fromkeys(_POINT)
-        if not all(kind.holds(known[name]) for name, kind in _POINT.items()) or "/" in str(known["run_id"]):
-            raise UnreadableRecordError(f"{self.points_file}: line {line} is no point")
-        return Point(**known)  # type: ignore[arg-type]
+        points = [typed_or_none(Point, parse(line)) for line in whole.splitlines()]
+        for number, point in enumerate(points, 1):
+            if point is None or "/" in point.run_id:
+                raise UnreadableRecordError(f"{self.points_file}: line {number} is no point")
+        return [point for point in points if point is not None]
 
     def point_count(self) -> int:
         return len(self.points())

@@ -6,12 +6,11 @@ import contextlib
 import fcntl
 import ipaddress
 import os
-import secrets
+import random
 import socket
 import struct
 from pathlib import Path
 
-from slurmtrain.config.ranges import HIGHEST, PortRange
 from slurmtrain.errors import EnvironmentMismatchError, RendezvousError
 from slurmtrain.slurm.environment import Environment
 
@@ -139,7 +138,7 @@ def address_of(host: str) -> str:
         return host
 
 
-def bind_port(host: str, ports: PortRange | None, node: str) -> socket.socket:
+def bind_port(host: str, ports: range | None, node: str) -> socket.socket:
     """Return a socket that is bound to a free port of an address of this machine.
 
     Args:
@@ -153,13 +152,17 @@ def bind_port(host: str, ports: PortRange | None, node: str) -> socket.socket:
     if ports is None:
         return _bound(host, 0)
     # Several jobs of a node, which begin at the same moment, do not all try the same ones first.
-    for port in ports.ports_from(secrets.randbelow(HIGHEST)):
+    for port in _in_any_order(ports):
         with contextlib.suppress(OSError):
             return _bound(host, port)
     raise RendezvousError(
-        f"no port of cluster.port_range={ports} is free on {node}",
+        f"no port of cluster.port_range={ports.start}-{ports.stop - 1} is free on {node}",
         hint=f"`ss -tlnp` on {node} shows who has them; take a larger range",
     )
+
+
+def _in_any_order(ports: range) -> list[int]:
+    return random.SystemRandom().sample(ports, len(ports))
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -189,7 +192,7 @@ class HeldPort:
         ports, node: as for `bind_port`.
     """
 
-    def __init__(self, ports: PortRange | None = None, node: str = "this node") -> None:
+    def __init__(self, ports: range | None = None, node: str = "this node") -> None:
         self._ports, self._node = ports, node
         self._socket: socket.socket | None = None
 
@@ -206,7 +209,7 @@ class HeldPort:
 
     def _chosen(self) -> socket.socket:
         # Chosen without SO_REUSEADDR, so that no other job holds it. That leaves out ports with connections of a job before.
-        for port in [0] if self._ports is None else self._ports.ports_from(secrets.randbelow(HIGHEST)):
+        for port in [0] if self._ports is None else _in_any_order(self._ports):
             holder = socket.socket()
             try:
                 holder.bind(("", port))

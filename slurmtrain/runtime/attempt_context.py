@@ -24,16 +24,16 @@ from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError, Unreada
 from slurmtrain.runs import attempts, reached_step
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.environment_record import record_environment
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
+from slurmtrain.runs.software import record_environment
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
 from slurmtrain.supervise.abandoned import close_abandoned
 from slurmtrain.supervise.evidence import progress_shown
 from slurmtrain.system.modes import make_own_folder
-from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.process import ProcessMark
 
 log = logging.getLogger(__name__)
 

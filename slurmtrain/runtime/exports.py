@@ -26,8 +26,8 @@ from slurmtrain.checkpoint.format.directory import MANIFEST, checkpoint_name, co
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.best_effort import BestEffort
 from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.patience import BestEffort
 
 log = logging.getLogger(__name__)
 

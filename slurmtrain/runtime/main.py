@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from slurmtrain.choices import JobKind, PreflightMode, RequeueMode
 from slurmtrain.config import secrets
-from slurmtrain.config.elastic import on_given_nodes
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import node_shape
-from slurmtrain.config.parallel_dims import parallel_dims_of
+from slurmtrain.config.parallel_dims import on_given_nodes, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
 from slurmtrain.runs.events import Event

@@ -35,8 +35,8 @@ class Checkpointer(checkpointer.Checkpointer):
         mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed
             checkpoints are copied there in the background, and fetched from there if the directory has none.
         local: a folder that each node has for itself, as in /dev/shm; default: checkpoint.local of a submitted script. Every
-            save is copied there, and to the next node, and those of `save_local` go there only. A restart on the same
-            nodes restores from there in seconds. `remove_local` removes the copies.
+            save is copied there, too, and those of `save_local` go there only. A restart on the same nodes restores from
+            there in seconds. `remove_local` removes the copies.
 
     Raises:
         RuntimeError: `slurmtrain.init` has not been called.

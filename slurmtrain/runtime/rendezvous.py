@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from slurmtrain.config.ranges import PortRange
 from slurmtrain.errors import EnvironmentMismatchError, RendezvousError, SlurmtrainError
 from slurmtrain.runtime.addresses import address_of, bind_port, interface_towards, listening_address, machine
 from slurmtrain.runtime.preflight import reachability
@@ -67,7 +66,7 @@ def meet(
     timeout_s: float,
     stop_requested: Callable[[], bool],
     interface: str = "auto",
-    ports: PortRange | None = None,
+    ports: range | None = None,
 ) -> Rendezvous:
     """Bring all ranks together.
 
@@ -117,7 +116,7 @@ class _Connection(NamedTuple):
 
 
 def _publish(
-    environment: Environment, directory: Path, interface: str, ports: PortRange | None, timeout_s: float
+    environment: Environment, directory: Path, interface: str, ports: range | None, timeout_s: float
 ) -> _Connection:
     """Open the store on rank 0, and publish where it is.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from slurmtrain.checkpoint.save.schedule import latest_stop
 from slurmtrain.observe.profile_switch import ProfileSwitch
-from slurmtrain.runs import attempts, batch_claim, requests
+from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import RunAction
@@ -206,8 +206,8 @@ def stated_seconds_left(run_dir: RunDir, number: int) -> float | None:
         limit_s = float(os.environ["SLURM_JOB_END_TIME"]) - float(os.environ["SLURM_JOB_START_TIME"])  # since 23.02
     except (KeyError, ValueError):
         return None
-    claim = batch_claim.claimed_by(run_dir.attempt(number))
-    while batch_claim.claimed_by(run_dir.attempt(number - 1)) == claim != (None, 0):
+    claim = attempts.claimed_by(run_dir.attempt(number))
+    while attempts.claimed_by(run_dir.attempt(number - 1)) == claim != (None, 0):
         number -= 1
-    began = batch_claim.claimed_at(run_dir, number) if claim != (None, 0) else None
+    began = attempts.claimed_at(run_dir, number) if claim != (None, 0) else None
     return None if began is None else limit_s - (time.time() - began)

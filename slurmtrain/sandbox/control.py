@@ -27,7 +27,7 @@ from slurmtrain.sandbox.directory import (
 from slurmtrain.sandbox.files import find_programs, prefix_of, write_files
 from slurmtrain.sandbox.spec import SandboxSpec
 from slurmtrain.slurm.command_environment import clean_environment, path_with, programs_beside
-from slurmtrain.system.process_tree import Process, kill_trees, wait_until
+from slurmtrain.system.process import Process, kill_trees, wait_until
 
 _UP_TIMEOUT_S = 90.0  # usually 2 to 3 s
 

@@ -26,7 +26,7 @@ from slurmtrain.sandbox.directory import PLAN
 from slurmtrain.sandbox.spec import EPILOG, GPU_DEVICES, SandboxSpec, Site, epilog, gres_conf, slurm_conf
 from slurmtrain.slurm.command_environment import PREFIX_FILE, path_with
 from slurmtrain.slurm.versions import CGROUP_PLUGIN_DISABLED, Version, parse_version
-from slurmtrain.system.user import name_of
+from slurmtrain.system.trust import name_of
 
 _CLIENTS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun")
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from slurmtrain.sandbox.directory import PLAN, PROCESSES, SOCKET, is_free
-from slurmtrain.system.process_tree import Process, become_subreaper, descendants, kill_trees, set_name, wait_until
+from slurmtrain.system.process import Process, become_subreaper, below, kill_trees, set_name, wait_until
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Supervisor:
             if served
         ]
         wait_until(lambda: all(p.poll() is not None for p in last_words), timeout_s=2.0)
-        kill_trees(descendants([self._me]))
+        kill_trees(below([self._me]))
         with contextlib.suppress(ChildProcessError):  # an init that is slow to reap would show our dead for minutes
             while os.waitpid(-1, 0):
                 pass

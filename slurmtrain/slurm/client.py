@@ -18,13 +18,20 @@ from pathlib import Path
 from types import MappingProxyType
 
 from slurmtrain.errors import ClusterError, NoAnswerError
-from slurmtrain.slurm.accounting import FORMAT, Allocation, parse_sacct
 from slurmtrain.slurm.answers import is_no_answer
 from slurmtrain.slurm.command_environment import clean_environment
-from slurmtrain.slurm.job_dependencies import met_dependency, moved_dependency
-from slurmtrain.slurm.job_facts import JobFacts, QueuedJob, parse_show_job
+from slurmtrain.slurm.job_facts import (
+    SACCT_FORMAT,
+    Allocation,
+    JobFacts,
+    QueuedJob,
+    met_dependency,
+    moved_dependency,
+    parse_sacct,
+    parse_show_job,
+)
 from slurmtrain.slurm.job_states import GONE, JobState
-from slurmtrain.slurm.node_states import AT_WORK
+from slurmtrain.slurm.nodelist import AT_WORK
 from slurmtrain.slurm.parse_values import parse_show_config, parse_time
 from slurmtrain.slurm.versions import Version, parse_version
 
@@ -189,7 +196,14 @@ class SlurmClient:
         found: list[Allocation] = []
         for begin in range(0, len(job_ids), JOBS_AT_ONCE):
             jobs = ",".join(job_ids[begin : begin + JOBS_AT_ONCE])
-            command = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", f"--format={FORMAT}"]
+            command = [
+                "sacct",
+                "--noheader",
+                "--parsable2",
+                "--allocations",
+                "--duplicates",
+                f"--format={SACCT_FORMAT}",
+            ]
             answer = self._answer([*command, f"--jobs={jobs}"])
             if answer.returncode != 0:
                 raise ClusterError(f"`sacct` failed: {_last_line(answer)}")

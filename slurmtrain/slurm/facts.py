@@ -1,6 +1,6 @@
 """Facts of a cluster: its partitions, nodes, GPUs, limits and settings.
 
-Plain values: `slurm.parse_facts` makes them of the output of SLURM's commands, and `slurm.read_facts` runs those.
+Plain values, which `slurm.read_facts` makes of the output of SLURM's commands, and what follows from them for a job.
 """
 
 from __future__ import annotations
@@ -8,28 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from slurmtrain.slurm.parse_values import parse_duration
 from slurmtrain.slurm.versions import Version, parse_version
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What one job may ask for; None or a missing key: no limit.
-
-    Attributes:
-        wall_min: minutes.
-        tres: amounts of a job by SLURM's name: "cpu", "mem" (MB), "node", "gres/gpu", "gres/gpu:a100".
-        tres_per_node: the same for each of its nodes.
-        group_tres: amounts of all jobs together, and so of one.
-        user_tres: amounts of all jobs of a user together, and so of one.
-        account_tres: amounts of all jobs of an account together, and so of one.
-    """
-
-    wall_min: int | None = None
-    tres: Mapping[str, int] = field(default_factory=dict)
-    tres_per_node: Mapping[str, int] = field(default_factory=dict)
-    group_tres: Mapping[str, int] = field(default_factory=dict)
-    user_tres: Mapping[str, int] = field(default_factory=dict)
-    account_tres: Mapping[str, int] = field(default_factory=dict)
+DEFAULT_QOS = "normal"  # which SLURM's database always has (slurmctld's job_mgr.c)
 
 
 @dataclass(frozen=True)
@@ -40,6 +22,7 @@ class Qos:
         flags: its flags in lower case; "denyonlimit" refuses a job above a limit, "overpartqos" puts its limits before
             those of a partition's QOS, "partitiontimelimit" lets a job exceed the partition's.
         grace_s: seconds that a preempted job of it lives on; None: not known.
+        wall_min: minutes that a job of it may take; None: no limit.
     """
 
     name: str
@@ -47,7 +30,7 @@ class Qos:
     grace_s: float | None = None
     preempt: tuple[str, ...] = ()
     preempt_mode: str = ""
-    limits: Limits = Limits()
+    wall_min: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,13 +40,14 @@ class Association:
     Attributes:
         partition: the only partition that it is for; "": all.
         qos: those that may be used; (): not known.
+        wall_min: minutes that a job under it may take; None: no limit.
     """
 
     account: str
     partition: str = ""
     qos: tuple[str, ...] = ()
     default_qos: str = ""
-    limits: Limits = Limits()
+    wall_min: int | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +119,6 @@ class NodeGroup:
         gpus: GPUs of each node by type; the type is "" where SLURM is not told one.
         names: SLURM's list of their names, of those that sinfo put together first.
         address: address of one of them; "": not asked.
-        version: release of slurmd on one of them.
     """
 
     partition: str
@@ -148,15 +131,10 @@ class NodeGroup:
     features: tuple[str, ...] = ()
     names: str = ""
     address: str = ""
-    version: Version | None = None
 
     @property
     def gpu_count(self) -> int:
         return sum(number for _, number in self.gpus)
-
-    def gpus_of(self, gpu_type: str | None) -> int:
-        """Return the number of GPUs of a type (None: of any) on each node."""
-        return sum(number for name, number in self.gpus if gpu_type is None or name.lower() == gpu_type.lower())
 
 
 @dataclass(frozen=True)
@@ -172,7 +150,6 @@ class ClusterFacts:
         federation: SLURM's words for the federation of which the cluster is a part; "": none; None: not known.
         default_account: this user's; None: not known.
         pyxis: whether srun on this machine takes --container-image; None: not known.
-        silent: commands that gave no answer, as typed.
     """
 
     config: Mapping[str, str] = field(default_factory=dict)
@@ -183,7 +160,6 @@ class ClusterFacts:
     default_account: str | None = None
     federation: str | None = None
     pyxis: bool | None = None
-    silent: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -196,7 +172,7 @@ class ClusterFacts:
     @property
     def keeps_accounts(self) -> bool:
         """Whether there is a database of accounts and limits."""
-        return keeps_accounts(self.config)
+        return self.config.get("AccountingStorageType", "").endswith("slurmdbd")
 
     @property
     def is_alone(self) -> bool:
@@ -230,6 +206,145 @@ class ClusterFacts:
         return next((each for each in self.qos or () if each.name.lower() == name.lower()), None)
 
 
-def keeps_accounts(config: Mapping[str, str]) -> bool:
-    """Return whether slurm.conf names a database of accounts and limits."""
-    return config.get("AccountingStorageType", "").endswith("slurmdbd")
+@dataclass(frozen=True)
+class Limit:
+    """One limit that holds.
+
+    Attributes:
+        most: the largest amount.
+        of: whose it is, in words: "QOS normal", "account ml".
+    """
+
+    most: int
+    of: str
+
+
+def association_of(facts: ClusterFacts, account: str | None, partition: str) -> Association | None:
+    """Return this user's association under an account (None: the default one), for a partition rather than for all."""
+    account = account or facts.default_account
+    fitting = [
+        each
+        for each in facts.associations or ()
+        if each.partition.lower() in ("", partition.lower())  # sacctmgr keeps names in lower case
+        and (account is None or each.account.lower() == account.lower())
+    ]
+    if account is None and len({each.account for each in fitting}) != 1:
+        return None
+    return max(fitting, key=lambda each: each.partition != "", default=None)
+
+
+def qos_of(facts: ClusterFacts, association: Association | None, qos: str | None) -> Qos | None:
+    """Return the QOS that a job gets: the one that it names, its association's default, the only one there, or `normal`.
+
+    The first of these that there is counts. sacctmgr shows a default of the accounts above as the association's own.
+
+    None: there is no such QOS, or it is not known: of a list ("a,b", from 24.11 on) SLURM takes the one with which the job can
+    start.
+    """
+    name = qos or (association.default_qos if association is not None else "")
+    if not name and association is not None and association.qos:
+        name = association.qos[0] if len(association.qos) == 1 else DEFAULT_QOS
+    return facts.qos_named(name) if name else None
+
+
+def wall_limit(facts: ClusterFacts, partition: Partition, account: str | None, qos: str | None) -> Limit | None:
+    """Return the limit on the minutes of a job that accounting sets, besides the partition's own; None if there is none.
+
+    SLURM takes it from the first of these that sets it (slurm.schedmd.com/resource_limits.html, "Hierarchy"): the
+    partition's QOS, the job's QOS, the user's association. The flag OverPartQOS puts the job's QOS first. It is not known
+    where it is not known which QOS the job gets: that one may lift the limit of an account.
+    """
+    association = association_of(facts, account, partition.name)
+    own = qos_of(facts, association, qos)
+    its = facts.qos_named(partition.qos) if partition.qos else None
+    if own is None or not facts.enforces("limits"):
+        return None
+    found = [(own.wall_min, f"QOS {own.name}")]
+    if its is not None:
+        of_partition = (its.wall_min, f"QOS {its.name} of partition {partition.name}")
+        found.insert(1 if "overpartqos" in own.flags else 0, of_partition)
+    if association is not None:
+        found.append((association.wall_min, f"account {association.account}"))
+    return next((Limit(most, of) for most, of in found if most is not None), None)
+
+
+# How a job is preempted here, and how long it lives on then.
+
+
+NOT_AT_ALL = ("", "preempt/none", "(null)")  # of PreemptType
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """How jobs of a partition and a QOS are preempted.
+
+    Attributes:
+        mode: in SLURM's words: "OFF", "REQUEUE", "CANCEL" or "SUSPEND,GANG"; "": not known.
+        grace_s: seconds from the announcement to the end; None: not known.
+        of: whose settings these are: "partition low", "QOS cheap".
+    """
+
+    mode: str
+    grace_s: float | None
+    of: str
+
+    @property
+    def ends_jobs(self) -> bool:
+        """Whether a preempted job ends, rather than being suspended, or left alone."""
+        return self.mode in ("REQUEUE", "CANCEL")
+
+
+@dataclass(frozen=True)
+class PreemptionTimes:
+    """The times for which a job lives on when it is preempted, in seconds; None when it is not, or when they are not known.
+
+    Attributes:
+        kill_wait_s: seconds from SIGTERM at the end to SIGKILL, also at the time limit.
+        grace_s: seconds from the announcement to that SIGTERM.
+        grace_of: origin of that setting: "partition low", "QOS cheap".
+    """
+
+    kill_wait_s: float | None = None
+    grace_s: float | None = None
+    grace_of: str = ""
+
+
+def preemption_of(
+    facts: ClusterFacts, partition: Partition, *, account: str | None = None, qos: str | None = None
+) -> Preemption:
+    """Return how a job of this partition, account and QOS is preempted; None: the default ones."""
+    cluster = facts.config.get("PreemptMode", "").upper()
+    if facts.config.get("PreemptType", "") != "preempt/qos":
+        return Preemption(partition.preempt_mode.upper() or cluster, partition.grace_s, f"partition {partition.name}")
+    its = qos_of(facts, association_of(facts, account, partition.name), qos)
+    if its is None:
+        return Preemption(cluster, None, f"QOS {qos}" if qos else "its QOS")
+    mode = its.preempt_mode.upper()
+    return Preemption(cluster if mode in ("", "CLUSTER") else mode, its.grace_s, f"QOS {its.name}")
+
+
+def preemption_times(
+    facts: ClusterFacts, partition: str | None, *, account: str | None = None, qos: str | None = None
+) -> PreemptionTimes | None:
+    """Return the times of a job in this partition, account and QOS; None when SLURM has said nothing.
+
+    Args:
+        partition: of several names, separated by commas, the first counts: where the job will run is not known yet. None: the
+            default one.
+        account, qos: None: the default ones.
+    """
+    if not facts.config:
+        return None
+    kill_wait_s = parse_duration(facts.config.get("KillWait", ""))
+    its = facts.partition(first_partition(partition))
+    if its is None or facts.config.get("PreemptType", "") in NOT_AT_ALL:
+        return PreemptionTimes(kill_wait_s)
+    found = preemption_of(facts, its, account=account, qos=qos)
+    if not found.ends_jobs or (found.grace_s is None and qos is None):
+        return PreemptionTimes(kill_wait_s)
+    return PreemptionTimes(kill_wait_s, found.grace_s, found.of)
+
+
+def first_partition(names: str | None) -> str | None:
+    """Return the first of several partitions that a job may run in, as a person writes them: "high,low"."""
+    return names.partition(",")[0] if names else None

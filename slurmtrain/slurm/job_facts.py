@@ -1,14 +1,16 @@
-"""What SLURM says of a job: its facts by `scontrol show job`, and its line of squeue."""
+"""What SLURM says of jobs: `scontrol show job`, squeue, sacct. Parsing only: `SlurmClient` asks.
+
+Many clusters keep no accounting, and on others it is slow: whoever asks sacct continues without an answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass
-from typing import Any
 
 from slurmtrain.slurm.job_states import JobState
 from slurmtrain.slurm.parse_values import parse_time
-from slurmtrain.system import records
+from slurmtrain.system.records import Count, Time
 
 
 @dataclass(frozen=True)
@@ -24,22 +26,13 @@ class JobFacts:
 
     state: str
     reason: str = ""
-    restarts: int = 0
-    start_time: float | None = None
-    end_time: float | None = None
-    preempt_time: float | None = None
+    restarts: Count = 0
+    start_time: Time | None = None
+    end_time: Time | None = None
+    preempt_time: Time | None = None
     excluded: str = ""
     nodes: str = ""
-    as_of: float | None = None
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> JobFacts | None:
-        """Return the facts in a record that this or another version has written; None if it does not tell the state.
-
-        Fields that this version does not know, and values of another kind, are left out.
-        """
-        known = {name: value for name, value in values.items() if name in _FACTS and _FACTS[name].holds(value)}
-        return cls(**known) if "state" in known else None
+    as_of: Time | None = None
 
     @property
     def preempted(self) -> bool:
@@ -50,19 +43,6 @@ class JobFacts:
     def seconds_left(self) -> float | None:
         """The seconds that it had left when SLURM said so; None if there is no end, or the time of the answer is not known."""
         return None if self.end_time is None or self.as_of is None else self.end_time - self.as_of
-
-
-_FACTS = {
-    "state": records.TEXT,
-    "reason": records.TEXT,
-    "restarts": records.COUNT,
-    "start_time": records.TIME | records.NOTHING,
-    "end_time": records.TIME | records.NOTHING,
-    "preempt_time": records.TIME | records.NOTHING,
-    "excluded": records.TEXT,
-    "nodes": records.TEXT,
-    "as_of": records.TIME | records.NOTHING,
-}
 
 
 @dataclass(frozen=True)
@@ -103,3 +83,61 @@ def parse_show_job(text: str) -> JobFacts | None:
         excluded=fields.get("ExcNodeList", "").replace("(null)", ""),
         nodes=fields.get("NodeList", "").replace("(null)", ""),
     )
+
+
+def moved_dependency(text: str, job_id: str, successor: str) -> str | None:
+    """Replace the job's success by its successor's in a dependency as squeue prints it; return None if it does not have it.
+
+    As in "afterok:12(unfulfilled),afterany:13(unfulfilled)": SLURM does not accept the parts in brackets as input.
+    """
+    words = [re.sub(r"\(\w+\)", "", word) for word in re.split(r"([,?])", text)]
+    changed = [f"afterok:{successor}" if word == f"afterok:{job_id}" else word for word in words]
+    return "".join(changed) if changed != words else None
+
+
+def met_dependency(text: str, job_id: str) -> str | None:
+    """Remove the job's success, which is certain, from a dependency as squeue prints it; return None if it does not have it.
+
+    The result may be empty: then nothing is waited for.
+    """
+    words = [re.sub(r"\(\w+\)", "", word) for word in re.split("[,?]", text)]
+    left = [word for word in words if word != f"afterok:{job_id}"]
+    if left == words:
+        return None
+    return "" if "?" in text else ",".join(left)  # "?": one of them is enough
+
+
+SACCT_FORMAT = "JobID,ElapsedRaw,Start,AllocTRES"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One start of a job, as accounting has it: a requeued job has several.
+
+    Attributes:
+        seconds: for which it held its nodes.
+        start: when it began, as SLURM writes it; "Unknown" if it has not begun.
+        gpus: GPUs on all its nodes.
+    """
+
+    job_id: str
+    seconds: float
+    start: str
+    gpus: int
+
+    @property
+    def gpu_seconds(self) -> float:
+        """GPUs x seconds."""
+        return self.gpus * self.seconds
+
+
+def parse_sacct(text: str) -> list[Allocation]:
+    """Return the allocations in the output of sacct with SACCT_FORMAT; other lines are left out."""
+    found = []
+    for line in text.splitlines():
+        job_id, seconds, start, tres = [*line.strip().split("|", 3), "", "", "", ""][:4]
+        if not re.fullmatch(r"[0-9]+([_+][0-9]+)?", job_id) or not seconds.isdigit():
+            continue
+        match = re.search(r"(?:^|,)gres/gpu=([0-9]{1,6})(?:,|$)", tres)
+        found.append(Allocation(job_id, float(seconds), start, int(match[1]) if match else 0))
+    return found

@@ -20,17 +20,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.system import records, trust
+from slurmtrain.system.durations import roughly
+from slurmtrain.system.records import Count, Number, Time, typed_or_none
 from slurmtrain.system.redaction import redact
 
 FAST_S = 60.0  # an attempt that crashes sooner, without progress, speaks against its node
 SAID_LENGTH = 200  # characters that are kept of what a rank said
 READ_BYTES = 1 << 20  # read from the end of the ledger: about 4,000 records
 LOCK_S = 5.0  # longest wait for another writer, which takes milliseconds
-AHEAD_S = 600.0  # by which the clocks of two hosts may differ
 ALL = "*"  # stands for all nodes in a record of forgiveness
 NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,254}")
 CLUSTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
@@ -83,13 +86,13 @@ class NodeRecord:
         nodes: nodes of a TRAINED record.
     """
 
-    time: float
-    node: str
+    time: Time
+    node: Annotated[str, msgspec.Meta(pattern=rf"^({NODE_NAME.pattern}|\*|)\Z")]
     event: NodeEvent
     run: str = ""
-    attempt: int = 0
+    attempt: Count = 0
     said: str = ""
-    lasted_s: float | None = None
+    lasted_s: Number | None = None
     proven: bool = False
     nodes: tuple[str, ...] = ()
 
@@ -97,12 +100,6 @@ class NodeRecord:
     def fast(self) -> bool:
         """Whether the attempt was over within seconds."""
         return self.lasted_s is not None and self.lasted_s < FAST_S
-
-    def values(self) -> dict[str, Any]:
-        """Return the record as values for JSON, without fields that have their default."""
-        defaults = {name: each.default for name, each in NodeRecord.__dataclass_fields__.items()}
-        found = {name: value for name, value in asdict(self).items() if value != defaults[name]}
-        return found | ({"nodes": list(self.nodes)} if self.nodes else {})
 
 
 @dataclass(frozen=True)
@@ -119,55 +116,32 @@ class BlamePolicy:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """A node that a job leaves out, as the run has recorded it.
+class Blamed:
+    """A node that is to be left out, or that a job leaves out.
 
     Attributes:
-        why: what counts against it.
-        until: unix seconds at which that is forgotten.
+        why: what counts against it: "crashed 2 attempts in 1 s".
+        until: unix seconds at which so many records will have expired that it is not blamed any more.
+        by_hand: a person has blamed it.
     """
 
     node: str
     why: str
-    until: float
-
-    def values(self) -> dict[str, Any]:
-        """Return it as values for JSON."""
-        return {"node": self.node, "why": self.why, "until": round(self.until)}
+    until: Time
+    by_hand: bool = False
 
     def sentence(self, now: float) -> str:
         """Say which node it is, why, and for how long: "n3 (crashed 2 attempts in 1 s, forgotten in 23 h)"."""
-        when = f"forgotten in {_about(self.until - now)}" if self.until > now else "forgotten by now"
+        when = f"forgotten in {roughly(self.until - now)}" if self.until > now else "forgotten by now"
         return f"{self.node} ({self.why}, {when})"
 
 
-@dataclass(frozen=True)
-class Blamed:
-    """A node that is to be left out.
-
-    Attributes:
-        until: unix seconds at which so many records will have expired that it is not blamed any more.
-        records: the records that count against it, oldest first.
-    """
-
-    node: str
-    until: float
-    records: tuple[NodeRecord, ...] = ()
-
-    @property
-    def by_hand(self) -> bool:
-        return any(record.event is NodeEvent.BY_HAND for record in self.records)
-
-    def why(self) -> str:
-        """Say what counts against it: "crashed 2 attempts in 1 s"."""
-        by_event: dict[NodeEvent, list[NodeRecord]] = defaultdict(list)
-        for record in self.records:
-            by_event[record.event].append(record)
-        return ", ".join(_phrase(event, found) for event, found in by_event.items())
-
-    def left_out(self) -> LeftOut:
-        """Return what a run records when it leaves the node out."""
-        return LeftOut(self.node, self.why(), self.until)
+def why_blamed(against: Iterable[NodeRecord]) -> str:
+    """Say what records count against a node: "crashed 2 attempts in 1 s"."""
+    by_event: dict[NodeEvent, list[NodeRecord]] = defaultdict(list)
+    for record in against:
+        by_event[record.event].append(record)
+    return ", ".join(_phrase(event, found) for event, found in by_event.items())
 
 
 def _phrase(event: NodeEvent, found: Sequence[NodeRecord]) -> str:
@@ -189,14 +163,6 @@ def _phrase(event: NodeEvent, found: Sequence[NodeRecord]) -> str:
     return f"blamed by hand: {said[:80]}" if said else "blamed by hand"
 
 
-def _about(seconds: float) -> str:
-    """Return a duration in the unit that a person would choose."""
-    for size, unit in ((3600.0, "h"), (60.0, "min")):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
 def blamed_nodes(
     found: Iterable[NodeRecord], policy: BlamePolicy, *, now: float, run: str | None = None
 ) -> list[Blamed]:
@@ -204,19 +170,14 @@ def blamed_nodes(
 
     Evidence counts 1, broken hardware 2, and a node is blamed when its count within the expiry has reached the threshold. A
     node that a person has blamed, or on which this run could not start though it has trained before, is blamed at once.
-    What another run has recorded on a host whose clock is ahead does not count: it would not expire, and nobody could forgive
-    it.
 
     Args:
         found: records of the ledger and of the run's own attempts, in any order; the same one may be there twice.
         run: id of the run that is to start: what has happened to it counts even if nothing else shows that the node is at
             fault. None: what counts for a run that has not begun.
     """
-    live = _without_twins(
-        each
-        for each in sorted(found, key=lambda each: each.time)
-        if now - each.time < policy.expiry_s and not (_is_of_the_future(each, now) and each.run != run)
-    )
+    recent = (each for each in sorted(found, key=lambda each: each.time) if now - each.time < policy.expiry_s)
+    live = _without_twins(recent)
     weights = _RecordWeights(live, policy, run)
     by_node: dict[str, list[NodeRecord]] = defaultdict(list)
     for each in live:
@@ -228,14 +189,10 @@ def blamed_nodes(
         for each in reversed(against):
             total += weights.weight(each)
             if total >= max(1, policy.threshold):
-                result.append(Blamed(node, each.time + policy.expiry_s, tuple(against)))
+                by_hand = any(record.event is NodeEvent.BY_HAND for record in against)
+                result.append(Blamed(node, why_blamed(against), each.time + policy.expiry_s, by_hand))
                 break
     return result
-
-
-def _is_of_the_future(each: NodeRecord, now: float) -> bool:
-    """Return whether a fault was recorded by a clock that is ahead. What a person has typed counts whatever the time."""
-    return each.time > now + AHEAD_S and each.event in FAULTS and each.event is not NodeEvent.BY_HAND
 
 
 def _without_twins(found: Iterable[NodeRecord]) -> list[NodeRecord]:
@@ -359,39 +316,8 @@ def read_ledger(path: Path) -> list[NodeRecord]:
         lines = records.read_tail(path, READ_BYTES).splitlines()
     except UnreadableRecordError:
         return []
-    found = (record_of(records.parse(line)) for line in lines if line.endswith(b"}"))
+    found = (typed_or_none(NodeRecord, records.parse(line)) for line in lines if line.endswith(b"}"))
     return [each for each in found if each is not None]
-
-
-def record_of(values: object) -> NodeRecord | None:
-    """Return the record that these values of JSON are; None if they are none."""
-    if not isinstance(values, dict) or values.get("event") not in tuple(NodeEvent):
-        return None
-    node, nodes, event = values.get("node", ""), values.get("nodes", []), NodeEvent(values["event"])
-    run, attempt, said = values.get("run", ""), values.get("attempt", 0), values.get("said", "")
-    known = (
-        records.is_time(values.get("time"))
-        and isinstance(node, str)
-        and (NODE_NAME.fullmatch(node) or (node == ALL and event is NodeEvent.FORGIVEN) or event is NodeEvent.TRAINED)
-        and isinstance(nodes, list)
-        and all(isinstance(each, str) for each in nodes)
-        and isinstance(run, str)
-        and isinstance(said, str)
-        and records.is_count(attempt)
-    )
-    if not known:
-        return None
-    return NodeRecord(
-        time=float(values["time"]),
-        node=node,
-        event=event,
-        run=run,
-        attempt=attempt,
-        said=said[:SAID_LENGTH],
-        lasted_s=records.finite(values.get("lasted_s")),
-        proven=values.get("proven") is True,
-        nodes=tuple(nodes),
-    )
 
 
 def append_to_ledger(path: Path, new: Iterable[NodeRecord]) -> None:
@@ -403,23 +329,4 @@ def append_to_ledger(path: Path, new: Iterable[NodeRecord]) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with records.locked(path, at_most_s=LOCK_S):
         for each in new:
-            records.append_line(path, json.dumps(each.values()) + "\n")
-        if path.stat().st_size > 2 * READ_BYTES:
-            _shorten(path)
-
-
-def _shorten(path: Path) -> None:
-    """Keep only what is read of a ledger that has grown long. The file stays the same one, since others lock it.
-
-    What is kept is written over the beginning before the rest is cut off: whoever is killed in between, or reads meanwhile,
-    finds all of it at the end, or at the beginning.
-    """
-    kept = records.read_tail(path, READ_BYTES).partition(b"\n")[2]
-    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        written = 0
-        while written < len(kept):
-            written += os.pwrite(descriptor, kept[written:], written)
-        os.ftruncate(descriptor, written)
-    finally:
-        os.close(descriptor)
+            records.append_line(path, json.dumps(asdict(each)) + "\n")

@@ -1,10 +1,15 @@
-"""SLURM's node lists: `rack[1-2]-node[01-04],gpu7` -> host names. Containers often have no `scontrol` to ask."""
+"""SLURM's words on nodes: lists of their names, `rack[1-2]-node[01-04],gpu7`, and their states.
+
+Lists are expanded here, since containers often have no `scontrol` to ask.
+"""
 
 from __future__ import annotations
 
 import re
 
 from slurmtrain.errors import EnvironmentMismatchError
+
+AT_WORK = ("idle", "mixed", "allocated", "completing", "planned")  # states of nodes on which jobs can run now or soon
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -76,3 +81,28 @@ def expand_counts(text: str) -> list[int]:
 
 def _unreadable(text: str) -> EnvironmentMismatchError:
     return EnvironmentMismatchError(f"cannot read the node list {text!r}", hint="expected e.g. node[01-04,7],gpu3")
+
+
+# States, in the words of sinfo.
+
+
+def is_dead(state: str) -> bool:
+    """Return whether a node that a job has is dead, by sinfo's word for its state (`man sinfo`, NODE STATE CODES).
+
+    A star says that it does not answer.
+    """
+    return "*" in state or state.startswith(("down", "error", "unknown", "no_respond", "power"))
+
+
+def is_silent(state: str) -> bool:
+    """Return whether a node only does not answer, as when its slurmd restarts: SLURM has not taken it out of service."""
+    return state.endswith("*") and not is_dead(state.rstrip("*"))
+
+
+def is_usable(state: str) -> bool:
+    """Return whether ranks should be started on a node that a job has: it is not dead, and nobody wants it to be left alone.
+
+    A node that has registered with less than slurm.conf says, as without one of its GPUs, is drained; but its state is then
+    "inval", which hides that.
+    """
+    return not is_dead(state) and not state.startswith(("drain", "fail", "inval"))

@@ -1,6 +1,6 @@
-"""Differences between versions of SLURM that this package has to know: one row each, with the release that began it.
+"""Differences between versions of SLURM that this package has to know: each with the release that began it.
 
-Nothing else compares versions. Each row was seen on the releases that it names, or read in SLURM's source.
+Nothing else compares versions. Each was seen on the releases that its comment names, or read in SLURM's source.
 """
 
 from __future__ import annotations
@@ -13,17 +13,9 @@ Version = tuple[int, int]  # (24, 5) is 24.05
 
 @dataclass(frozen=True)
 class Difference:
-    """A behaviour of SLURM since a release.
-
-    Attributes:
-        since: the first release with it.
-        what: description of the behaviour.
-        seen: releases on which it was seen, and older ones on which it was seen to be absent.
-    """
+    """A behaviour of SLURM since a release."""
 
     since: Version
-    what: str
-    seen: str
 
     def applies_to(self, version: Version | None) -> bool:
         """Return whether a cluster of this version has the behaviour.
@@ -33,40 +25,28 @@ class Difference:
         return version is None or version >= self.since
 
 
-PREEMPT_PARAMETERS = Difference(
-    (23, 2),
-    "documents PreemptParameters=send_user_signal for SlurmctldParameters=preempt_send_user_signal, which it still takes",
-    "22.05.8 knows the old one alone; 23.11.11, 24.11.7, 25.05.9 the new; 23.02 to 25.11 both by their source",
-)
-SLURMD_NEEDS_CGROUP = Difference(
-    (23, 11),
-    "slurmd initialises its cgroup plugin even where nothing uses cgroups, and fails where it may not write to cgroup v2",
-    "22.05.8 not; 23.11.11, 25.05.9",
-)
-CGROUP_PLUGIN_DISABLED = Difference(
-    (24, 5),
-    "takes CgroupPlugin=disabled in cgroup.conf",
-    "23.11.11 refuses it; 24.11.7, 25.05.9 take it; 24.05 by its source",
-)
-STARTS_PREEMPTED_JOBS_ONCE_MORE = Difference(
-    (24, 5),
-    "marks a job when the grace time of a preemption begins, and takes the job's next end for that preemption. Neither "
-    "`scontrol requeue` nor an exit code takes the mark off, only a requeue that slurmctld makes of such an end. So a job that "
-    "was requeued in its grace time is started once more after its end (PreemptMode=REQUEUE), or ends as PREEMPTED (CANCEL), "
-    "as does one with Requeue=0, whatever its exit code",
-    "22.05.8, 23.11.11 not; 24.11.7, 25.05.9; 24.05 by its source (commit a689104d15)",
-)
-TOPOLOGIES_IN_YAML = Difference(
-    (25, 5),
-    "topology.yaml gives partitions topologies of their own, and goes before TopologyPlugin, which then says nothing",
-    "not run here; 25.05 and 25.11 by their manual page and source (interfaces/topology.c)",
-)
-PERCENT_SIGNS_READ_TWICE = Difference(
-    (25, 11),
-    "srun replaces patterns in the name of an output file, and slurmstepd does so once more: %% becomes % and then begins a "
-    "pattern, so that a % in a folder has to be written four times. sbatch's own files are read once, as ever",
-    "22.05.8 not; 25.11.8; 26.05 by its source (srun/fname.c)",
-)
+# It documents PreemptParameters=send_user_signal for SlurmctldParameters=preempt_send_user_signal, which it still takes.
+# 22.05.8 knows the old one alone; 23.11.11, 24.11.7, 25.05.9 the new; 23.02 to 25.11 both by their source.
+PREEMPT_PARAMETERS = Difference((23, 2))
+
+# slurmd initialises its cgroup plugin even where nothing uses cgroups, and fails where it may not write to cgroup v2.
+# 22.05.8 not; 23.11.11, 25.05.9.
+SLURMD_NEEDS_CGROUP = Difference((23, 11))
+
+# It takes CgroupPlugin=disabled in cgroup.conf. 23.11.11 refuses it; 24.11.7, 25.05.9 take it; 24.05 by its source.
+CGROUP_PLUGIN_DISABLED = Difference((24, 5))
+
+# It marks a job when the grace time of a preemption begins, and takes the job's next end for that preemption. Neither
+# `scontrol requeue` nor an exit code takes the mark off, only a requeue that slurmctld makes of such an end. So a job that was
+# requeued in its grace time is started once more after its end (PreemptMode=REQUEUE), or ends as PREEMPTED (CANCEL), as does
+# one with Requeue=0, whatever its exit code.
+# 22.05.8, 23.11.11 not; 24.11.7, 25.05.9; 24.05 by its source (commit a689104d15).
+STARTS_PREEMPTED_JOBS_ONCE_MORE = Difference((24, 5))
+
+# srun replaces patterns in the name of an output file, and slurmstepd does so once more: %% becomes % and then begins a
+# pattern, so that a % in a folder has to be written four times. sbatch's own files are read once, as ever.
+# 22.05.8 not; 25.11.8; 26.05 by its source (srun/fname.c).
+PERCENT_SIGNS_READ_TWICE = Difference((25, 11))
 
 
 def parse_version(text: str) -> Version | None:

@@ -6,7 +6,7 @@ import logging
 
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
-from slurmtrain.runs import attempts, batch_claim
+from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.outcome import decide_abandoned_outcome
@@ -54,7 +54,7 @@ def may_live(attempt: Attempt, attempt_dir: AttemptDir, client: SlurmClient | No
     """
     job_id, restart_count = attempt.job_id, attempt.restart_count
     if not attempt.started:
-        job_id, restart_count = batch_claim.claimed_by(attempt_dir)
+        job_id, restart_count = attempts.claimed_by(attempt_dir)
     if job_id is None:
         return bool(attempt.started) and attempt.rank_0_lives is not False
     own = job_id == own_job_id()

@@ -13,10 +13,8 @@ import logging
 
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.changes import apply_next_change
-from slurmtrain.runs import attempts, chain, requests
-from slurmtrain.runs.attempt_history import came_to_an_end
-from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.batch_claim import claimed_by
+from slurmtrain.runs import attempts, jobs, requests
+from slurmtrain.runs.attempts import Attempt, came_to_an_end, claimed_by
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
@@ -40,7 +38,7 @@ def look(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) -> V
     over = patiently(lambda: _ended(run_dir, config, job_id, client), RESTORE)
     if over is not None:
         log.info("run %s has ended before this start of job %s: %s", run_dir.id, job_id, over)
-        chain.cancel_rest(run_dir, job_id, client)
+        jobs.cancel_rest(run_dir, job_id, client)
         return over
     if own_restart_count() and run_dir.next_change_file.exists() and run_dir.attempt_numbers():
         apply_next_change(run_dir, in_this_job=True)
@@ -56,7 +54,7 @@ def _ended(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) ->
     again = run_dir.evaluated_run is not None and not run_dir.result_file.exists()
     if last is not None and last.verdict == Verdict.DONE and not again:
         return Verdict.DONE
-    latest = chain.links(info) or info["job_ids"][-1:]
+    latest = jobs.links(info) or info["job_ids"][-1:]
     if (job_id in info["job_ids"] and job_id not in latest) or requests.ended_after(run_dir, last) is not None:
         return Verdict.END
     if last is None:
@@ -83,7 +81,7 @@ def _ended(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) ->
 def _is_ours(run_dir: RunDir, last: Attempt, job_id: str) -> bool:
     """Return whether an attempt is of this job, or of its chain; if not, a person may have resumed the run since."""
     info = run_dir.info()
-    if chain.links(info):
+    if jobs.links(info):
         return last.number > int(info.get("chain_after") or 0)
     job = last.job_id or claimed_by(run_dir.attempt(last.number))[0]
     return own_restart_count() > 0 and job in (job_id, None)
@@ -93,7 +91,7 @@ def _continues(run_dir: RunDir, last: Attempt, job_id: str) -> bool:
     """Return whether a job was submitted to continue after this attempt of another one: by that job or in its chain."""
     if last.job_id == job_id:
         return False
-    if chain.links(run_dir.info()):
+    if jobs.links(run_dir.info()):
         return last.verdict == Verdict.NEXT and _is_ours(run_dir, last, job_id)
     submitted = [each for each in run_dir.events() if each["event"] == Event.SUBMITTED and each.get("job_id") == job_id]
     return bool(submitted) and submitted[-1].get("after_attempt") == last.number

@@ -9,18 +9,26 @@ import contextlib
 from pathlib import Path
 
 from slurmtrain.choices import Backend, JobKind, RequeueMode
-from slurmtrain.config.elastic import usable_sizes
+from slurmtrain.config.parallel_dims import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.data.prepare.units_done import count_done
 from slurmtrain.launch.node_exclusion import blame_policy
-from slurmtrain.runs import attempt_history, attempts, batch_claim, node_blame, reached_step, requests
+from slurmtrain.runs import attempts, node_blame, reached_step, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.evidence import Evidence, Policy
-from slurmtrain.runs.failures import Failure, Failures, RankFailure, found_hang
+from slurmtrain.runs.failures import (
+    Failure,
+    Failures,
+    RankFailure,
+    SrunLog,
+    found_hang,
+    in_its_words,
+    node_of_killed_tasks,
+    with_last_words,
+)
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
 from slurmtrain.runs.reasons import Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.srun_log import SrunLog, in_its_words, node_of_killed_tasks, with_last_words
 from slurmtrain.slurm.environment import own_node_name, own_restart_count
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.signals import StopCause
@@ -100,16 +108,15 @@ def evidence_of(
     first = failures.first()
     if first is None and killed is None:  # nobody saw the cause, only its effect on the other ranks
         first = failures.first(because_of_peer=True)
-    failure = first.failure if first is not None else None
-    set_up = batch_claim.failed_set_up(attempt_dir)
-    counted = attempt_history.stalled_numbers(tries, attempt.number)
+    set_up = attempts.failed_set_up(attempt_dir)
+    counted = attempts.stalled_numbers(tries, attempt.number)
     unfit = failures.unfit_nodes(attempt.nodes)
     node_records = node_blame.records_of(run_dir.id, tries) if by_slurm else []
     if by_slurm:
         node_records += node_blame.ledger_of(node_blame.cluster_of_this_job(), blame_policy(config))
     hang = found_hang(attempt_dir)
     sentence, attempt.failed_with = in_its_words(first, attempt_dir, program=config.job.kind == JobKind.COMMAND)
-    if unfit or (failure is not None and failure.bad_nodes):
+    if unfit or (first is not None and first.bad_nodes):
         # Rank 0 speaks for them. Whoever speaks for most nodes is not at fault, nor is a single one of them.
         failed_on = unfit[0] if unfit else None
     elif hang is not None:  # ranks of torchrun do not know SLURM's names of nodes
@@ -121,18 +128,18 @@ def evidence_of(
         said=attempt.said,
         cause=attempt.cause,
         seconds_left=attempt.seconds_left,
-        failure=(first.failure.exit_code, sentence) if first is not None else None,
+        failure=(first.exit_code, sentence) if first is not None else None,
         set_up=set_up,
-        on_any_node=failure is not None and failure.on_any_node,
-        diverged=failure is not None and failure.diverged,
+        on_any_node=first is not None and first.on_any_node,
+        diverged=first is not None and first.diverged,
         failed_on=failed_on,
         failed_nodes=failures.nodes,
         unfit_nodes=unfit,
-        only_victims=failure is not None and failure.because_of_peer,
+        only_victims=first is not None and first.because_of_peer,
         lost_node=srun_log.lost_node,
-        failed_before=attempt_history.failed_before(tries, attempt),
+        failed_before=attempts.failed_before(tries, attempt),
         seconds_to_limit=facts.seconds_left if facts is not None else None,
-        superseded=_superseded_by(tries, attempt, failure),
+        superseded=_superseded_by(tries, attempt, first),
         trained=attempt.stepping is not None,
         trained_before=any(
             each.has_trained for each in tries if each.number < attempt.number and each.started > run_dir.changed_at()
@@ -145,14 +152,14 @@ def evidence_of(
         request=request,
         facts=facts,
         told=attempt.facts_when_told,
-        preempted_when_told=attempt_history.was_preempted(run_dir, attempt),
+        preempted_when_told=attempts.was_preempted(run_dir, attempt),
         restart_count=own_restart_count(),
         progressed=attempt.progressed,
         progress_visible=_progress_is_visible(attempt, config),
         lasted_s=ended - attempt.started if attempt.started else 0.0,
         stalled_before=len(counted),
-        alike_before=attempt_history.failed_alike(tries, attempt),
-        unseen_before=attempt_history.unseen_before(tries, attempt.number),
+        alike_before=attempts.failed_alike(tries, attempt),
+        unseen_before=attempts.unseen_before(tries, attempt.number),
         run=run_dir.id if by_slurm else "",
         number=attempt.number,
         now=ended,
@@ -177,7 +184,7 @@ def _node_at_fault(
     """
     if srun_log.lost_node is not None and srun_log.lost_node in attempt.nodes:
         return srun_log.lost_node
-    if first is not None and first.failure.because_of_peer:  # which says nothing against its own node
+    if first is not None and first.because_of_peer:  # which says nothing against its own node
         return srun_log.node_without_tasks or (attempt.nodes[0] if len(attempt.nodes) == 1 else None)
     if first is not None and first.node is not None:
         return first.node

@@ -13,7 +13,7 @@ from slurmtrain.checkpoint.format.directory import step_of
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config.schema import Config
-from slurmtrain.runs import attempts, chain, node_blame
+from slurmtrain.runs import attempts, jobs, node_blame
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.outcome import AttemptOutcome, decide_outcome
 from slurmtrain.runs.reasons import FAILURES, Verdict
@@ -52,7 +52,7 @@ def finish_attempt(
     if client is not None:  # only a start in the same job needs to know how much time is left
         facts = (client.job_and_clock if can_start_again else client.job)(job_id or "")
         if config.requeue.mode == RequeueMode.CHAIN:
-            links_left = len(chain.waiting_after(run_dir, job_id, client))
+            links_left = len(jobs.waiting_after(run_dir, job_id, client))
     # A change for the next attempt needs a new job: this one was submitted with the script of before.
     can_start_again = can_start_again and not run_dir.next_change_file.exists()
     decides = policy(config, links_left, can_start_again=can_start_again)

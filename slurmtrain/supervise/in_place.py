@@ -22,8 +22,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name
 from slurmtrain.slurm.job_states import JobState
-from slurmtrain.slurm.node_states import is_dead, is_silent, is_usable
-from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.slurm.nodelist import expand_nodelist, is_dead, is_silent, is_usable
 from slurmtrain.system.signals import STOP_SIGNALS
 
 log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -176,7 +177,7 @@ class Runs:
             if not found:
                 time.sleep(self._watch.pause_s)
             return found
-        run_dir = self._over.pop() if self._over else self._here.ended(LOOK_EVERY_S if soon else None)
+        run_dir = self._over.pop() if self._over else self._here.ended(LOOK_EVERY_S if soon else math.inf)
         if run_dir is None:
             return []
         self._started.remove(run_dir)  # another trial may have the same config

@@ -32,10 +32,9 @@ from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.program_check import check_in_snapshot
 from slurmtrain.launch.snapshot import find_source, take_snapshot
 from slurmtrain.launch.submit import run_info
-from slurmtrain.runs import lookup, staging_dir
+from slurmtrain.runs import create, lookup
 from slurmtrain.runs.create import make_folder, new_run_id
-from slurmtrain.runs.origin import made_at
-from slurmtrain.runs.run_dir import PREPARING, RunDir
+from slurmtrain.runs.run_dir import PREPARING, RunDir, made_at
 from slurmtrain.runs.sweep_dir import Point, Sweep
 from slurmtrain.sweep.plan import SweepPlan, identity_of
 from slurmtrain.system.files import write_json
@@ -114,8 +113,7 @@ def create_sweep(
     name = sweep_plan.id
     try:
         make_folder(runs, PREPARING)
-        staging_dir.remove_left_over(runs)
-        temporary = Sweep(staging_dir.folder(runs, name))
+        temporary = Sweep(create.staging_folder(runs, name))
         temporary.path.mkdir(mode=folder_mode(temporary.path.parent))
     except OSError as error:
         raise ConfigError(

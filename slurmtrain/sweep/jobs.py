@@ -32,22 +32,21 @@ from slurmtrain.launch.submit_once import NotSubmittedError, SubmitLimitError, e
 from slurmtrain.report.status.look import is_over, states
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import attempts, requests
-from slurmtrain.runs.attempt_history import failed_quickly
+from slurmtrain.runs.attempts import failed_quickly
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.job_tokens import TOKEN_PREFIX
-from slurmtrain.runs.origin import copied_from
+from slurmtrain.runs.jobs import TOKEN_PREFIX
 from slurmtrain.runs.reasons import Reason
-from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.run_dir import RunDir, copied_from
 from slurmtrain.runs.sweep_dir import Sweep, tasks_of
-from slurmtrain.slurm import trusted_conf
+from slurmtrain.slurm import command_environment
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.sweep.arrays import plan_arrays
-from slurmtrain.system import files, user
+from slurmtrain.sweep.arrays import plan_arrays, tasks_at_once
+from slurmtrain.system import files
 from slurmtrain.system.file_claims import claimed
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.modes import folder_mode
-from slurmtrain.system.process_mark import ProcessMark
-from slurmtrain.system.trust import is_mine
+from slurmtrain.system.process import ProcessMark
+from slurmtrain.system.trust import is_mine, user_in_words
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +122,7 @@ def _submit(sweep: Sweep, client: SlurmClient, choose: Callable[[], list[str]], 
     An array above a limit on jobs is halved until a part fits; the next command goes on from there.
 
     Args:
-        behind: with a limit on the runs at the same time, they wait until the arrays before them have ended.
+        behind: with a limit on the runs at the same time, they wait until the arrays of earlier calls have ended, too.
     """
     submitted: list[str] = []
     runs: list[str] = []
@@ -150,29 +149,23 @@ def _submit(sweep: Sweep, client: SlurmClient, choose: Callable[[], list[str]], 
         shapes = {point.run_id: point.shape for point in sweep.points()} if run_ids else {}
         limit, pack = sweep.info()["parallelism"], sweep.pack
         size = client.max_array_size() if run_ids else None
-        left = [
-            (
-                [run_ids[member] for member in each.members],
-                each.parallelism,
-                limit is not None and (each.after is not None or (behind and bool(before))),
-            )
-            for each in plan_arrays([shapes[each] for each in run_ids], max_size=size, parallelism=limit, pack=pack)
-        ]
-        number = len(sweep.array_numbers())
+        arrays = plan_arrays([shapes[each] for each in run_ids], max_size=size, pack=pack)
+        left = [[run_ids[member] for member in members] for members in arrays]
+        first = number = len(sweep.array_numbers())
         while left:
-            members, at_once, waits = left.pop(0)
-            _make_array(sweep.array(number), {"members": members, "parallelism": at_once, "waits": waits})
+            members = left.pop(0)
+            waits = limit is not None and (number > first or (behind and bool(before)))
+            _make_array(sweep.array(number), {"members": members, "waits": waits})
             try:
                 hand_over(number)
                 number += 1
             except SubmitLimitError as error:
                 tasks = tasks_of(len(members), pack)
                 if tasks < 2:
-                    waiting = len(members) + sum(len(others) for others, _, _ in left)
-                    return Submission(submitted, runs, waiting, error)
+                    return Submission(submitted, runs, len(members) + sum(map(len, left)), error)
                 middle = (tasks + 1) // 2 * pack
                 log.info("%s; trying with %d of its runs", error.message, middle)
-                left[:0] = [(members[:middle], at_once, waits), (members[middle:], at_once, limit is not None)]
+                left[:0] = [members[:middle], members[middle:]]
     return Submission(submitted, runs)
 
 
@@ -233,8 +226,8 @@ def _script(sweep: Sweep, number: int) -> str:
         others = [each for each in sweep.array_numbers() if each < number and not _is_over(sweep, each)]
         if others:
             config = with_dependency(config, [f"afterany:{':'.join(str(sweep.job_id(each)) for each in others)}"])
-    paths = job_paths([run_dir.path for run_dir in run_dirs], info)
-    return render_script(config, dataclasses.replace(paths, parallelism=plan["parallelism"], pack=info["pack"]))
+    paths, at_once = job_paths([each.path for each in run_dirs], info), tasks_at_once(info["parallelism"], info["pack"])
+    return render_script(config, dataclasses.replace(paths, parallelism=at_once, pack=info["pack"]))
 
 
 def _is_over(sweep: Sweep, number: int) -> bool:
@@ -350,7 +343,7 @@ def require_own(sweep: Sweep) -> None:
         )
     for path in (sweep.path, sweep.info_file, sweep.points_file, sweep.arrays):
         if os.path.lexists(path) and not is_mine(path):
-            whose = user.in_words(os.lstat(path).st_uid)
+            whose = user_in_words(os.lstat(path).st_uid)
             raise UsageError(
                 f"{path} belongs to {whose}: only the user who submitted a sweep may change or continue it",
                 hint="`sweep status` and `sweep collect` show it",
@@ -359,4 +352,4 @@ def require_own(sweep: Sweep) -> None:
 
 def trusted_client(sweep: Sweep) -> SlurmClient:
     """Return a client of the cluster that a sweep is on."""
-    return SlurmClient(trusted_conf.trusted_slurm_conf(sweep.info()["slurm_conf"], named_by=sweep.info_file))
+    return SlurmClient(command_environment.trusted_slurm_conf(sweep.info()["slurm_conf"], named_by=sweep.info_file))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
+import math
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from slurmtrain.errors import ClusterError
@@ -20,10 +20,11 @@ from slurmtrain.report.status.look import states
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system.file_claims import claimed
-from slurmtrain.system.parent_death import end_with_parent
-from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.process import ProcessMark, end_with_parent
 
 log = logging.getLogger(__name__)
+
+POLL_S = 0.05
 
 
 @contextlib.contextmanager
@@ -73,16 +74,15 @@ class LocalRuns:
     """
 
     def __init__(self, sweep: Sweep, *, show: bool, at_once: int):
-        self._show, self._at_once = show, at_once
+        self._sweep, self._show, self._at_once = sweep, show, at_once
         self._waiting: list[RunDir] = []
         self._running: dict[RunDir, subprocess.Popen[bytes]] = {}
-        # A signal's number, or the run whose process has left. SimpleQueue.put may be called from a signal handler.
-        self._events = queue.SimpleQueue[int | RunDir]()
-        self._sweep, self._names = sweep, dict[str, str]()
+        self._signals: list[int] = []  # that this process has got and not passed on yet
+        self._names: dict[str, str] = {}
 
     def __enter__(self) -> LocalRuns:
         self._handlers = {
-            number: signal.signal(number, lambda number, frame: self._events.put(number))
+            number: signal.signal(number, lambda number, frame: self._signals.append(number))
             for number in (signal.SIGINT, signal.SIGTERM)
         }
         return self
@@ -100,56 +100,55 @@ class LocalRuns:
         self._waiting.append(run_dir)
         self._fill()
 
-    def ended(self, timeout_s: float | None = None) -> RunDir | None:
+    def ended(self, timeout_s: float = math.inf) -> RunDir | None:
         """Wait until a process has left and return its run; None if there is none within so many seconds.
 
         Raises:
             KeyboardInterrupt: a person has stopped this process, and all runs have been stopped, too.
         """
-        try:
-            event = self._events.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        if isinstance(event, int):
-            self._stop(event)
-            raise KeyboardInterrupt
-        self._take(event)
-        self._fill()
-        return event
+        until = time.monotonic() + timeout_s
+        while True:
+            if self._signals:
+                self._stop(self._signals.pop(0))
+                raise KeyboardInterrupt
+            if (left := self._take()) is not None:
+                self._fill()
+                return left
+            if time.monotonic() >= until:
+                return None
+            time.sleep(POLL_S)
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._at_once:
             run_dir = self._waiting.pop(0)
             log.info("%s: run %s begins", self._name(run_dir), run_dir.id)
-            self._running[run_dir] = process = subprocess.Popen(
+            self._running[run_dir] = subprocess.Popen(
                 [sys.executable, "-m", "slurmtrain", "resume", str(run_dir.path)],
                 stdin=subprocess.DEVNULL,
                 stdout=None if self._show else subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
                 preexec_fn=lambda: end_with_parent(signal.SIGTERM),
             )
-            threading.Thread(target=self._wait, args=(run_dir, process), daemon=True).start()
-
-    def _wait(self, run_dir: RunDir, process: subprocess.Popen[bytes]) -> None:
-        process.wait()
-        self._events.put(run_dir)
 
     def _stop(self, number: int) -> None:
         """Send a signal to all processes, and wait until they have left."""
-        for process in self._running.values():
-            process.send_signal(number)
+        self._signals.append(number)
         while self._running:
-            event = self._events.get()
-            if isinstance(event, int):
+            while self._signals:
+                number = self._signals.pop(0)
                 for process in self._running.values():
-                    process.send_signal(event)
-            else:
-                self._take(event)
+                    process.send_signal(number)
+            if self._take() is None:
+                time.sleep(POLL_S)
 
-    def _take(self, run_dir: RunDir) -> None:
-        del self._running[run_dir]
-        if run_dir.info_file.exists():
-            log.info("%s: %s", self._name(run_dir), states([run_dir])[run_dir.id].explanation)
+    def _take(self) -> RunDir | None:
+        """Return a run whose process has left, if there is one, and say how it has ended."""
+        left = next((run_dir for run_dir, process in self._running.items() if process.poll() is not None), None)
+        if left is not None:
+            del self._running[left]
+            if left.info_file.exists():
+                log.info("%s: %s", self._name(left), states([left])[left.id].explanation)
+        return left
 
     def _name(self, run_dir: RunDir) -> str:
         if run_dir.id not in self._names:

@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.choices import Backend, RequeueMode
-from slurmtrain.config.compose import composed_by_hydra, initialized
 from slurmtrain.config.folders import Primary
 from slurmtrain.config.frozen import freeze, to_values
-from slurmtrain.config.overrides import parse
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
@@ -33,7 +31,7 @@ from slurmtrain.launch.script import render_script
 from slurmtrain.launch.snapshot import find_source
 from slurmtrain.launch.submit import PLACEHOLDER_ID, slurm_conf_of, steps_of
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.sweep.arrays import plan_arrays
+from slurmtrain.sweep.arrays import plan_arrays, tasks_at_once
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,11 @@ class Composer:
     """
 
     def __init__(self, primary: Primary, loader: Any):
-        from slurmtrain.config import composition
+        from slurmtrain.config import compose
 
         self.primary = primary
-        self._configs = composition.Composer(primary)
-        self._parsed = functools.lru_cache(maxsize=4096)(functools.partial(parse, config_loader=loader))
+        self._configs = compose.Composer(primary)
+        self._parsed = functools.lru_cache(maxsize=4096)(functools.partial(compose.parse, config_loader=loader))
         self._with_hydra = functools.lru_cache(maxsize=1)(self._compose_with_hydra)
 
     def expand(self, overrides: Sequence[str]) -> Grid:
@@ -140,6 +138,8 @@ class Composer:
         return self._configs.compose(overrides)
 
     def _compose_with_hydra(self, overrides: tuple[str, ...]) -> Any:
+        from slurmtrain.config.compose import composed_by_hydra
+
         self._configs.values(overrides)  # which says better than Hydra what is wrong with them
         return composed_by_hydra(self.primary, [self._for_hydra(word) for word in overrides])
 
@@ -154,6 +154,8 @@ class Composer:
 def composing(primary: Primary) -> Iterator[Composer]:
     """Set Hydra up and give a composer of points."""
     from hydra.core.global_hydra import GlobalHydra
+
+    from slurmtrain.config.compose import initialized
 
     with initialized(primary):
         yield Composer(primary, GlobalHydra.instance().config_loader())
@@ -351,20 +353,19 @@ def preview(
     shapes = [sweep_plan.shapes[identity] for identity in sweep_plan.run_ids("")]
     if sweep_plan.first.cluster.backend == Backend.LOCAL:
         return []
-    scripts = []
-    for array in plan_arrays(shapes, parallelism=parallelism, pack=sweep_plan.first.sweep.pack):
-        config = sweep_plan.asking[shapes[array.members[0]]]
+    scripts, pack = [], sweep_plan.first.sweep.pack
+    for members in plan_arrays(shapes, pack=pack):
+        config = sweep_plan.asking[shapes[members[0]]]
         if after:
             from slurmtrain.launch.dependencies import waiting_for_runs
 
             config = waiting_for_runs(config, after, slurm_conf_of(config))
-        members = [runs[member] for member in array.members]
         paths = JobPaths(
-            members,
+            [runs[member] for member in members],
             source.workdir,
             sys.executable,
-            parallelism=array.parallelism,
-            pack=sweep_plan.first.sweep.pack,
+            parallelism=tasks_at_once(parallelism, pack),
+            pack=pack,
             roots=source.roots,
             submit_dir=cwd,
         )

@@ -17,7 +17,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, RunFailedError, SlurmtrainError, UnreadableRecordError
 from slurmtrain.observe import read_metrics
 from slurmtrain.report import collect
-from slurmtrain.report.status.look import state, states
+from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import requests
 from slurmtrain.runs.events import Event
@@ -28,14 +28,12 @@ from slurmtrain.sweep.adaptive import OpenSweep, Runs
 from slurmtrain.sweep.plan import Composer
 from slurmtrain.sweep.study import Study, Trial, TrialState
 from slurmtrain.system import records
-from slurmtrain.system.files import write_text
 
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 10.0  # a run that is to be stopped, and has not ended
 EVERY_STEP_UP_TO = 100  # from then on reported values are at least 1 % of the steps apart, so that long logs stay cheap
 STEPS_APART = 1.01
-RESULTS = "optimization_results.yaml"  # in the sweep's folder
 
 
 class Search:
@@ -78,23 +76,15 @@ class Search:
                         self._end(run_dir, now)
                     if self._prunes:
                         self._prune()
-            self._write_results()
+            self._say_best()
 
     def _take_up(self) -> None:
-        """Go on with the trials that another process has left, and with failed ones whose run was tried again.
+        """Go on with the trials that another process has left.
 
         Those that were started keep their run, whatever has become of their config's checks: its job may be running.
         """
-        sweep, trials = self._opened.sweep, self._study.trials
-        failed = [(each, sweep.run_dir(each.run)) for each in trials if each.state == TrialState.FAIL and each.run]
-        now = states(list({run_dir for _, run_dir in failed if run_dir.info_file.exists()}))
-        for trial, run_dir in failed:
-            its = now.get(run_dir.id)
-            if its is not None and (its.status == RunStatus.FINISHED or (its.alive and self._opened.client)):
-                log.info("trial %d failed, and run %s was tried again: its result counts", trial.number, run_dir.id)
-                self._study.repeat(trial)
-        left = [trial for trial in trials if trial.state == TrialState.RUNNING]
-        self._running = {trial.number: sweep.run_dir(trial.run) for trial in left if trial.run}
+        left = [trial for trial in self._study.trials if trial.state == TrialState.RUNNING]
+        self._running = {trial.number: self._opened.sweep.run_dir(trial.run) for trial in left if trial.run}
         self._begin([trial for trial in left if not trial.run])
 
     def _refill(self) -> bool:
@@ -214,20 +204,11 @@ class Search:
                 f"{self._failed_in_a_row} trials in a row have failed (search.max_failures_in_a_row), the last one: {why}"
             )
 
-    def _write_results(self) -> None:
-        """Write the best trial into the folder of the sweep.
-
-        Raises:
-            RunFailedError: no trial has a result.
-        """
-        import yaml
-
+    def _say_best(self) -> None:
+        """Log which trial is the best. Raise RunFailedError if no trial has a result."""
         best, count = self._study.best(), len(self._study.trials)
         if best is None:
             raise RunFailedError(f"none of {count} trials has a result")
-        params = {key: collect.value_of(value) for key, value in best.chosen.items()}
-        facts = {"name": "optuna", "best_params": params, "best_value": best.value}
-        write_text(self._opened.sweep.path / RESULTS, yaml.safe_dump(facts, sort_keys=False))
         log.info("the best of %d trials: %s: %.6g", count, " ".join(_chosen(best)), best.value)
 
 

@@ -52,7 +52,6 @@ class Trial:
         run: the ID of its run; None if it was refused, or has not been started yet.
         pruned_at: the step at which it was decided to prune it.
         why: why it has failed.
-        again: the number of the failed trial whose run was tried again, and whose result this one is.
         steps: the last step that it has logged.
     """
 
@@ -64,7 +63,6 @@ class Trial:
     run: str | None = None
     pruned_at: int | None = None
     why: str = ""
-    again: int | None = None
     steps: int | None = None
 
 
@@ -152,8 +150,7 @@ class Study:
     @property
     def left(self) -> int:
         """Number of trials that are still to be asked for."""
-        repeated = sum(frozen.state.name == "WAITING" for frozen in self._frozen())
-        return max(0, self.n_trials - sum(trial.again is None for trial in self.trials)) + repeated
+        return max(0, self.n_trials - len(self.trials))
 
     def ask(self) -> Trial:
         """Choose the values of the next trial."""
@@ -164,11 +161,6 @@ class Study:
                 return self.trial(self._study.ask(self._space).number)
             finally:
                 self._study.sampler = usual
-
-    def repeat(self, trial: Trial) -> None:
-        """Ask for the values of a failed trial once more, since its run was tried again."""
-        if trial.number not in [frozen.user_attrs.get("again") for frozen in self._frozen()]:
-            self._study.enqueue_trial(self._frozen()[trial.number].params, user_attrs={"again": trial.number})
 
     def note(self, number: int, **facts: Any) -> None:
         """Record facts of a trial: fields of `Trial`."""

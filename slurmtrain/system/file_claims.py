@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slurmtrain.system.files import give_name, read_json, temporary_beside, write_json
-from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.process import ProcessMark
 
 HEARTBEAT_S = 10.0
 CLAIM_LASTS_S = 60.0  # without a heartbeat, of a shell whose life cannot be seen from here

@@ -1,13 +1,15 @@
-"""How often a storage that fails is asked again: the errors that may pass, and two policies for those who wait.
+"""What is done when a storage fails: it is asked again, or what it cannot take is left out.
 
 Which of the two is right depends on what is lost by giving up: `RESTORE` where the work of hours would be, `STEP` where a
 step of training waits, and a run goes on from its last checkpoint. Polls, which look again anyway, need neither: they
-take an error that `may_pass` for "not there yet".
+take an error that `may_pass` for "not there yet". What the work does not depend on (numbers, curves and events of a run) is
+written by `BestEffort`.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,6 +18,10 @@ from dataclasses import dataclass
 from itertools import chain, repeat, takewhile
 from pathlib import Path
 from typing import TypeVar
+
+from slurmtrain.errors import UnreadableRecordError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -101,3 +107,30 @@ def refresh(directory: Path) -> None:
     probe = directory / f".probe-{uuid.uuid4().hex}"
     probe.touch(mode=0o600)
     probe.unlink()
+
+
+class BestEffort:
+    """Writing of one kind: an error of the storage is told once, the work goes on, and it is told when writing works again.
+
+    Args:
+        what: what is written, for a person: "events of this run".
+        meanwhile: what becomes of what cannot be written: "are left out".
+    """
+
+    def __init__(self, what: str, meanwhile: str = "are left out"):
+        self._what, self._meanwhile = what, meanwhile
+        self._failures = 0
+
+    def attempt(self, write: Callable[[], object]) -> bool:
+        """Call `write`, and return whether the storage has let it through. Errors other than of the storage are raised."""
+        try:
+            write()
+        except (OSError, UnreadableRecordError) as error:
+            if not self._failures:
+                log.warning("%s cannot be written now, and %s: %s", self._what, self._meanwhile, error)
+            self._failures += 1
+            return False
+        if self._failures:
+            log.warning("%s can be written again; that had failed %d times", self._what, self._failures)
+            self._failures = 0
+        return True

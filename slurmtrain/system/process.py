@@ -1,13 +1,32 @@
-"""Facts about the processes of this host, from the kernel."""
+"""The processes of this host, by the kernel's own words: who lives, who is below whom, and how they are ended.
+
+A pid alone proves nothing: after a reboot, or some million processes, it belongs to another one. So a process is told from
+others by its start time as well (`Process`), and for readers on other hosts and in other containers by more (`ProcessMark`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from slurmtrain.system.records import Count, typed_or_none
 from slurmtrain.system.redaction import redact
+
+_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec nothing may be, since a thread may have held the lock
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
+POLL_S = 0.02
+COLLECT_EVERY_S = 30.0
+FIRST_LOOK_S, LATER_LOOKS_S = 0.1, 1.0  # the kernel has no event for the end of a grandchild
+KILL_AFTER_S = 5.0  # from TERM to KILL of what is left behind
 
 
 @dataclass(frozen=True)
@@ -98,3 +117,220 @@ def born(pid: int) -> str | None:
     """Return the start time of a process, which with its pid is never used twice; None: the process does not exist."""
     found = stat(pid)
     return None if found is None or found.ended else str(found.start)
+
+
+@dataclass(frozen=True)
+class ProcessMark:
+    """The mark that a process leaves in a file, so that others, on this host or another, can tell whether it still lives.
+
+    Who cannot see the process decides by what the file shows besides: heartbeats, or its age.
+
+    Attributes:
+        host: name of its host.
+        born: its start time, see `born`; None: not on record.
+        namespace: that of its pid, as in "pid:[4026531836]"; None: not on record, so it is taken for this process's own.
+    """
+
+    host: str
+    pid: Count
+    born: str | None = None
+    namespace: str | None = None
+
+    @classmethod
+    def own(cls) -> ProcessMark:
+        """Return the mark of this process."""
+        return cls(socket.gethostname(), os.getpid(), born(os.getpid()), pid_namespace())
+
+    @classmethod
+    def from_json(cls, values: object) -> ProcessMark | None:
+        """Return the mark in a record; None if it names no process, as a torn one."""
+        return typed_or_none(cls, values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the mark as values of a record."""
+        return asdict(self)
+
+    @property
+    def can_be_seen(self) -> bool:
+        """Whether its process would be seen from here, if it lives."""
+        return self.host == socket.gethostname() and self.namespace in (None, pid_namespace())
+
+    def lives(self) -> bool | None:
+        """Return whether its process lives; None: that cannot be seen from here.
+
+        A machine may hide the processes of other users (hidepid): one that is there and hidden counts as alive.
+        """
+        if not self.can_be_seen:
+            return None
+        if not lives(self.pid):
+            return False
+        start = born(self.pid)
+        return start is None or self.born is None or start == self.born
+
+
+def pid_namespace() -> str | None:
+    """Return the namespace of the pids that this process sees; None if the kernel does not tell."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True)
+class Process:
+    """A pid with the kernel's start time of its process, in clock ticks since boot."""
+
+    pid: int
+    start: int
+
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        its = stat(pid)
+        return cls(pid, its.start) if its else None
+
+    @classmethod
+    def mine(cls) -> Process:
+        this = cls.of(os.getpid())
+        assert this is not None, "/proc is not mounted"
+        return this
+
+    def alive(self) -> bool:
+        """Return whether the process still runs; a zombie does not."""
+        its = stat(self.pid)
+        return its is not None and its.start == self.start and not its.ended
+
+    def signal(self, signum: int) -> None:
+        if self.alive():
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # a job may run a set-uid program
+                os.kill(self.pid, signum)
+
+
+def below(roots: Iterable[Process]) -> set[Process]:
+    """Return all processes below `roots`, without them, including zombies."""
+    return {Process(pid, its.start) for pid, its in descendants(each.pid for each in roots).items()}
+
+
+def kill_trees(roots: Iterable[Process]) -> None:
+    """Kill `roots` and all processes below them, at one instant as seen from outside.
+
+    All are stopped first, again and again until there are no new ones: a child forked between the look and the kill
+    would lose its parent and with it the only trace to it. Then children are killed before their parents: a process group
+    that is stopped and loses its last parent gets SIGHUP and SIGCONT from the kernel, and would run for a moment more.
+    """
+    doomed = {p for p in roots if p.alive()}
+    for one in doomed:
+        one.signal(signal.SIGSTOP)
+    while newcomers := below(doomed) - doomed:
+        for one in newcomers:
+            one.signal(signal.SIGSTOP)
+        doomed |= newcomers
+    parents = {pid: its.parent for pid, its in stats().items()}
+    for one in sorted(doomed, key=lambda one: _ancestors(one.pid, parents), reverse=True):
+        one.signal(signal.SIGKILL)
+    wait_until(lambda: not any(p.alive() for p in doomed), timeout_s=5.0)
+
+
+def _ancestors(pid: int, parents: Mapping[int, int]) -> int:
+    number = 0
+    while pid in parents and number < len(parents):  # numbers used again during the look could make a circle
+        pid, number = parents[pid], number + 1
+    return number
+
+
+def wait_until(done: Callable[[], bool], *, timeout_s: float) -> bool:
+    """Poll `done`, and return False when the time is up before it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+# What the kernel does when a process ends.
+
+
+def set_name(name: str) -> None:
+    """Set the name that `ps -o comm` and `top` show for this process, instead of `python`."""
+    _LIBC.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this signal to the calling process when its parent is killed. For a new process, before exec."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+
+
+def be_killed_with(parent: int) -> None:
+    """Have the kernel kill the calling process when the process `parent`, which has started it, ends for whatever reason."""
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it was faster
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Adopt every descendant whose parent ends, so that it stays visible, and within reach of signals.
+
+    If the kernel refuses, orphans are not seen, and so not waited for; nothing else changes.
+    """
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+# A program that this process runs, and what it leaves behind: a wrapper (`bash wrap.sh`, torchrun) may die of a stop signal
+# while its child still saves.
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every orphan below this process, and reap those that have ended."""
+    become_subreaper()
+    threading.Thread(target=_collect, name="collect-orphans", daemon=True).start()
+
+
+def living_below() -> dict[int, str]:
+    """Return the processes below this one that have not ended: pid -> command line."""
+    return {pid: command_line(pid) for pid in living_descendants(os.getpid())}
+
+
+def send(number: int, pids: Collection[int]) -> None:
+    """Send a signal to each of these processes that still exists."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def wait_until_gone(until: Callable[[], float]) -> list[str]:
+    """Block until no process is left below this one; end those that stay longer than allowed.
+
+    Args:
+        until: returns until when they may stay, by the monotonic clock; called repeatedly, since a stop may come meanwhile.
+
+    Returns:
+        The processes that were left and have been ended, as "pid command line"; none when all ended by themselves.
+    """
+    began = time.monotonic()
+    while left := living_below():
+        if time.monotonic() < until():
+            time.sleep(min(LATER_LOOKS_S, FIRST_LOOK_S + (time.monotonic() - began) / 10))
+            continue
+        send(signal.SIGTERM, left)
+        deadline = time.monotonic() + KILL_AFTER_S
+        while (still := living_below()) and time.monotonic() < deadline:
+            time.sleep(FIRST_LOOK_S)
+        send(signal.SIGKILL, still)
+        return [f"{pid} {words}" for pid, words in left.items()]
+    return []
+
+
+def _collect() -> None:
+    """Reap adopted orphans that have ended.
+
+    One that is a zombie in two looks has no other waiter: children that this process has started itself are waited for
+    by the code that started them.
+    """
+    before: set[int] = set()
+    while True:
+        time.sleep(COLLECT_EVERY_S)
+        zombies = {pid for pid, its in stats().items() if its.parent == os.getpid() and its.ended}
+        for pid in zombies & before:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        before = zombies - before

@@ -19,28 +19,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+
+from slurmtrain.system.records import typed_or_none
 from slurmtrain.system.redaction import SECRET_NAME
 
 # Variables that change what is computed, how fast, or what is loaded: by their beginnings, and by name.
-PREFIXES = (
-    *(
-        "NCCL_",
-        "RCCL_",
-        "TORCH",
-        "PYTORCH_",
-        "CUDA_",
-        "CUBLAS_",
-        "CUDNN_",
-        "NVIDIA_",
-        "HIP_",
-        "HSA_",
-        "ROCR_",
-        "MIOPEN_",
-    ),
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "UCX_", "FI_", "GLOO_", "IB_", "MALLOC_", "XLA_", "TRITON_"),
-    *("HF_", "TRANSFORMERS_", "ACCELERATE_", "DS_", "DEEPSPEED_", "TOKENIZERS_", "PYTHON"),
+PREFIXES = tuple(
+    """NCCL_ RCCL_ TORCH PYTORCH_ CUDA_ CUBLAS_ CUDNN_ NVIDIA_ HIP_ HSA_ ROCR_ MIOPEN_ OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ UCX_ FI_
+    GLOO_ IB_ MALLOC_ XLA_ TRITON_ HF_ TRANSFORMERS_ ACCELERATE_ DS_ DEEPSPEED_ TOKENIZERS_ PYTHON""".split()
 )
 NAMES = frozenset(
     """LD_LIBRARY_PATH LD_PRELOAD VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV LOADEDMODULES TZ LC_ALL LANG
@@ -61,6 +50,11 @@ _NAME_OR_VERSION = re.compile(r"^(Name|Version):[ \t]*(.+?)\s*$", re.MULTILINE)
 _TORCH_FACTS = {"cuda": "cuda", "hip": "hip", "git_version": "torch_revision"}
 
 
+# As read back from a record, which anybody may have written.
+Text = Annotated[str, msgspec.Meta(max_length=LONGEST)]
+Facts = Annotated[Mapping[Text, Text], msgspec.Meta(max_length=MOST)]
+
+
 @dataclass(frozen=True)
 class ProcessFacts:
     """Facts of a process and its node; each group is text by name.
@@ -68,20 +62,18 @@ class ProcessFacts:
     Attributes:
         system: host, os, kernel, machine, libc, python, interpreter.
         packages: version of each installed distribution, by its name in lower case with dashes.
-        origins: where those come from that an index has not: a URL with revision or digest; `editable` folders, too.
+        origins: where those come from that an index has not: a URL, with a revision where there is one.
         gpu: driver, models of the GPUs, the CUDA or HIP that torch is built for, and the versions of NCCL and cuDNN.
-        network: firmware of each InfiniBand or RoCE adapter, and the version of its driver.
-        container: kind and image of the container that the process is in, as far as it can tell.
+        container: the image that the process is in, as far as apptainer tells.
         variables: environment variables that matter, without secrets.
     """
 
-    system: Mapping[str, str] = field(default_factory=dict)
-    packages: Mapping[str, str] = field(default_factory=dict)
-    origins: Mapping[str, str] = field(default_factory=dict)
-    gpu: Mapping[str, str] = field(default_factory=dict)
-    network: Mapping[str, str] = field(default_factory=dict)
-    container: Mapping[str, str] = field(default_factory=dict)
-    variables: Mapping[str, str] = field(default_factory=dict)
+    system: Facts = field(default_factory=dict)
+    packages: Facts = field(default_factory=dict)
+    origins: Facts = field(default_factory=dict)
+    gpu: Facts = field(default_factory=dict)
+    container: Facts = field(default_factory=dict)
+    variables: Facts = field(default_factory=dict)
 
     def groups(self) -> dict[str, Mapping[str, str]]:
         """Return all groups by name, in the order in which they are shown."""
@@ -93,15 +85,8 @@ class ProcessFacts:
 
     @classmethod
     def from_json(cls, values: object) -> ProcessFacts:
-        """Read facts back from a record, which anybody may have written: what is no text, or too much, is left out."""
-        values = values if isinstance(values, dict) else {}
-        return cls(**{each.name: _texts(values.get(each.name)) for each in fields(cls)})
-
-
-def _texts(group: object) -> dict[str, str]:
-    pairs = group.items() if isinstance(group, dict) else ()
-    found = {name: value[:LONGEST] for name, value in pairs if isinstance(name, str) and isinstance(value, str)}
-    return dict(list(found.items())[:MOST])
+        """Read facts back from a record; there are none if it is no such record."""
+        return typed_or_none(cls, values) or cls()
 
 
 @dataclass(frozen=True)
@@ -138,13 +123,13 @@ def gather_facts(variables: Mapping[str, str] = os.environ, root: Path = Path("/
         root: folder of `proc`, `sys` and `etc`.
     """
     packages, origins = _packages()
+    image = variables.get("APPTAINER_CONTAINER") or variables.get("SINGULARITY_CONTAINER")
     return ProcessFacts(
         system=_system(root),
         packages=packages,
         origins=origins,
         gpu=_gpu(root, packages, variables),
-        network=_network(root),
-        container=_container(variables, root),
+        container={"kind": "apptainer", "image": image} if image else {},
         variables=variables_that_matter(variables),
     )
 
@@ -250,23 +235,15 @@ def _origin(direct_url: str | None) -> str | None:
     if direct_url is None:
         return None
     found: Any = json.loads(direct_url)
-    url = without_user(str(found["url"]))
-    if isinstance(found.get("vcs_info"), dict):
-        return f"{found['vcs_info'].get('vcs', 'git')}+{url}@{found['vcs_info'].get('commit_id', '')}"
-    if isinstance(found.get("archive_info"), dict):
-        hashes = found["archive_info"].get("hashes") or {}
-        sha256 = hashes.get("sha256") or str(found["archive_info"].get("hash", "")).removeprefix("sha256=")
-        return f"{url}#sha256={sha256}" if sha256 else url
-    editable = isinstance(found.get("dir_info"), dict) and found["dir_info"].get("editable")
-    return f"editable {url}" if editable else url
+    revision = (found.get("vcs_info") or {}).get("commit_id")
+    return without_user(str(found["url"])) + (f"@{revision}" if revision else "")
 
 
 def _gpu(root: Path, packages: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
-    if driver := _read(root / "sys/module/nvidia/version").strip() or _nvidia_driver(root):
-        found["driver"] = driver
-    if amd := _read(root / "sys/module/amdgpu/version").strip():
-        found["amdgpu"] = amd
+    for name, module in (("driver", "nvidia"), ("amdgpu", "amdgpu")):
+        if version := _read(root / "sys/module" / module / "version").strip():
+            found[name] = version
     models = Counter(_gpu_models(root))
     if models:
         found["models"] = ", ".join(f"{count} x {model}" for model, count in sorted(models.items()))
@@ -277,11 +254,6 @@ def _gpu(root: Path, packages: Mapping[str, str], variables: Mapping[str, str]) 
         if versions or stated:
             found[name] = ", ".join(sorted(versions)) or str(stated)
     return found
-
-
-def _nvidia_driver(root: Path) -> str:
-    match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", _read(root / "proc/driver/nvidia/version"))
-    return match.group(1) if match else ""
 
 
 def _gpu_models(root: Path) -> Iterator[str]:
@@ -299,26 +271,6 @@ def _torch_build() -> dict[str, str]:
         if text:
             pairs = re.findall(r"^(\w+)(?:\s*:[^=\n]+)?\s*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
             return {_TORCH_FACTS[name]: value for name, value in pairs if name in _TORCH_FACTS}
-    return {}
-
-
-def _network(root: Path) -> dict[str, str]:
-    found = {}
-    for path in sorted((root / "sys/class/infiniband").glob("*/fw_ver")):
-        if firmware := _read(path).strip():
-            found[path.parent.name] = f"firmware {firmware}"
-    if driver := _read(root / "sys/module/mlx5_core/version").strip():
-        found["mlx5_core"] = driver
-    return found
-
-
-def _container(variables: Mapping[str, str], root: Path) -> dict[str, str]:
-    image = variables.get("APPTAINER_CONTAINER") or variables.get("SINGULARITY_CONTAINER")
-    if image:
-        return {"kind": "apptainer", "image": image}
-    for kind, mark in (("podman", "run/.containerenv"), ("docker", ".dockerenv")):
-        if (root / mark).exists():
-            return {"kind": kind}
     return {}
 
 

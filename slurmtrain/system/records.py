@@ -11,33 +11,41 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import json
 import os
+import random
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeGuard, TypeVar
+
+import msgspec
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
-from slurmtrain.system.file_locks import lock
 from slurmtrain.system.modes import file_mode
 
 RECORD_BYTES = 4 << 20  # limit for run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
 EVENTS_BYTES = 64 << 20
 METRICS_BYTES = 512 << 20  # half a million logged steps
 _READ_AT_ONCE = 1 << 20
-LOCK_AGAIN_S = 0.1  # a wait for a lock that has been waited for in vain
+LOCK_PAUSE_S = 0.02  # between looks whether a lock is free
 _TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 STALE_TRIES = 3  # of a file that is replaced again and again while it is read
 LATEST = 253402300800.0  # the year 10000 in unix seconds: no calendar goes further
 _LARGEST = 2**53  # limit for a count: beyond it a float, and so many readers of JSON, round it
+_JOB_ID = r"[0-9]{1,18}([_+][0-9]{1,18})?"
 
+T = TypeVar("T")
 
-# Device and inode of files whose lock somebody else has kept for as long as a line waits.
-_kept = set[tuple[int, int]]()
+# The types of values in records, for `typed`.
+Number = Annotated[float, msgspec.Meta(gt=-LATEST, lt=LATEST)]  # many are times; NaN is none
+Count = Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+Time = Annotated[float, msgspec.Meta(ge=0, lt=LATEST)]  # in unix seconds
+JobId = Annotated[str, msgspec.Meta(pattern=rf"^{_JOB_ID}\Z")]
 
 
 def open_regular(path: Path) -> int:
@@ -47,22 +55,16 @@ def open_regular(path: Path) -> int:
         FileNotFoundError, NotADirectoryError: there is none.
         UnreadableRecordError: it is a link, a pipe, a device or a folder, or this user may not read it.
     """
-    return open_with_size(path)[0]
-
-
-def open_with_size(path: Path) -> tuple[int, int]:
-    """Open as `open_regular`; return the descriptor and the size in bytes."""
     try:
         descriptor = os.open(path, _TO_READ)
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
         raise _unreadable(path, error) from None
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise UnreadableRecordError(f"{path} is not a regular file")
-    return descriptor, found.st_size
+    return descriptor
 
 
 def _unreadable(path: Path, error: OSError) -> UnreadableRecordError:
@@ -100,9 +102,9 @@ def _read_part(path: Path, part: Callable[[int], tuple[int, int]]) -> bytes:
     Raises: as `open_regular`, or what `part` raises.
     """
     for tries_left in reversed(range(STALE_TRIES)):
-        descriptor, size = open_with_size(path)
+        descriptor = open_regular(path)
         try:
-            begin, length = part(size)
+            begin, length = part(os.fstat(descriptor).st_size)
             return _read(descriptor, begin, length)
         except OSError as error:
             if error.errno != errno.ESTALE or not tries_left:
@@ -245,18 +247,14 @@ def append_line(path: Path, line: str, *, lock_s: float = 0.0) -> None:
 
     Args:
         lock_s: seconds to wait for the lock on the file, as in `locked`, before the line is appended without it; 0: none
-            is taken, as by a caller that holds it. Once that was in vain, as with a lock that a dead host has left,
-            further lines of this process wait for `LOCK_AGAIN_S` at most, until it is free.
+            is taken, as by a caller that holds it.
 
     Raises:
         OSError: as `open_to_append`; or not all of it could be written, and the next line begins after what was.
     """
     descriptor = open_to_append(path)
     try:
-        found = os.fstat(descriptor)
-        file = found.st_dev, found.st_ino
-        kept = lock(descriptor, min(lock_s, LOCK_AGAIN_S) if file in _kept else lock_s)
-        (_kept.add if kept else _kept.discard)(file)
+        _lock(descriptor, lock_s)
         size = os.fstat(descriptor).st_size  # by now others may have added to it
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         rest = ("\n" if torn else "").encode() + line.encode()
@@ -270,39 +268,29 @@ def append_line(path: Path, line: str, *, lock_s: float = 0.0) -> None:
 def locked(path: Path, *, at_most_s: float) -> Iterator[None]:
     """Hold a lock on a file of this user, which is created if need be; other hosts see it, since NFS has flock(2), too.
 
-    The lock ends with the process that holds it. The caller goes on without it if the file system has none, or, after
-    `at_most_s` seconds, if another writer still holds it, such as a process that was suspended, or if its server does not
-    answer.
+    The lock ends with the process that holds it. The caller continues without it if the file system has none, or if another
+    writer, such as a process that was suspended, still holds it after `at_most_s` seconds.
 
     Raises:
         OSError: as `open_to_append`.
     """
     descriptor = open_to_append(path)
     try:
-        lock(descriptor, at_most_s)
+        _lock(descriptor, at_most_s)
         yield
     finally:
         os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The kind of values that a field of a record may have: a phrase for a person, and a test.
-
-    Attributes:
-        types: types all of whose values pass the test, for which it need not be made.
-    """
-
-    phrase: str
-    holds: Callable[[Any], bool]
-    types: frozenset[type] = frozenset()
-
-    def __or__(self, other: Kind) -> Kind:
-        return Kind(
-            f"{self.phrase} or {other.phrase}",
-            lambda value: self.holds(value) or other.holds(value),
-            self.types | other.types,
-        )
+def _lock(descriptor: int, at_most_s: float) -> None:
+    """Take the lock on an open file, or continue without it after `at_most_s` seconds, or where there are no locks."""
+    give_up = time.monotonic() + at_most_s
+    with contextlib.suppress(OSError):
+        while time.monotonic() < give_up:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(random.uniform(0.5, 1.5) * LOCK_PAUSE_S)  # writers on many hosts do not ask at the same moment
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -329,43 +317,31 @@ def is_time(value: object) -> TypeGuard[float]:
     return is_number(value) and 0 <= value < LATEST
 
 
-NOTHING = Kind("null", lambda value: value is None, frozenset({type(None)}))
-TEXT = Kind("text", lambda value: isinstance(value, str), frozenset({str}))
-FLAG = Kind("true or false", lambda value: isinstance(value, bool), frozenset({bool}))
-NUMBER = Kind("a number", is_number)
-COUNT = Kind("a whole number", is_count)
-TIME = Kind("a time in unix seconds", is_time)
-OBJECT = Kind("an object", lambda value: isinstance(value, dict), frozenset({dict}))
-TEXTS = Kind("a list of text", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
-NUMBERS = Kind("an object of numbers", lambda value: isinstance(value, dict) and all(map(is_number, value.values())))
-JOB_IDS = Kind(
-    "a list of job ids",
-    lambda value: isinstance(value, list) and all(isinstance(each, str) and is_job_id(each) for each in value),
-)
-
-
 def is_job_id(text: str) -> bool:
     """Return whether a text can be the id of a job, or of a task of an array."""
-    return re.fullmatch(r"[0-9]{1,18}([_+][0-9]{1,18})?", text) is not None
+    return re.fullmatch(_JOB_ID, text) is not None
 
 
-def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Kind], path: Path) -> None:
-    """Check the fields of a record that are there.
+def typed(kind: type[T], values: object, path: Path) -> T:
+    """Return values of JSON as a record of this kind; fields that it does not have are left out.
 
     Raises:
-        UnreadableRecordError: one is of another kind.
+        UnreadableRecordError: a value is of another type or out of range, or a field that has no default is missing.
     """
-    for name, value in values.items():
-        kind = kinds.get(name)
-        if kind is not None and type(value) not in kind.types and not kind.holds(value):
-            raise UnreadableRecordError(f"{path}: {name} is {_shown(value)}, not {kind.phrase}")
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$")
+        words = (str(path), place.strip(".`"), what[:1].lower() + what[1:])
+        raise UnreadableRecordError(": ".join(filter(None, words))) from None
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, dict | list):  # the value may be deep, or large
-        return "an object" if isinstance(value, dict) else "a list"
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+def typed_or_none(kind: type[T], values: object) -> T | None:
+    """Return values of JSON as a record of this kind; None if they are none."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError:
+        return None
 
 
 def finite(value: object) -> float | None:

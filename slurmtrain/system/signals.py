@@ -9,15 +9,12 @@ Call `install_signal_handlers` before torch is imported: threads that exist alre
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from dataclasses import dataclass
 from enum import StrEnum
-from multiprocessing import forkserver
 
 # USR2 is the early warning (USR1 is taken by NCCL). TERM is what a preemption sends where the site did not set
 # send_user_signal, and what scancel and requeue send.
@@ -82,6 +79,10 @@ class StopFlag:
         return self._event.wait(timeout_s)
 
     def _install(self) -> None:
+        import multiprocessing  # here: a verb of the command line needs none of these
+        import socket
+        from multiprocessing import forkserver
+
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         # A new process group or daemon must not be told of signals through our pipe.
@@ -143,3 +144,24 @@ def _disarm_child() -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Ctrl-C where no code of a verb could handle it: while Python loads the verb, and after its end.
+
+INTERRUPTED = 130  # what shells show for it
+
+
+def leave_silently() -> None:
+    """Let Ctrl-C end this process at once, unless it is ignored or has another handler."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def raise_again() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, for the verb to handle."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(number: int, frame: object) -> None:
+    os._exit(INTERRUPTED)

@@ -1,12 +1,12 @@
-"""Whose a file is, and who else may have written it."""
+"""Whose a file is, and who else may have written it; who this process is."""
 
 from __future__ import annotations
 
+import functools
 import os
+import pwd
 import stat
 from pathlib import Path
-
-from slurmtrain.system import user
 
 
 def is_mine(path: Path) -> bool:
@@ -42,7 +42,7 @@ def _why_distrusted_itself(real: str) -> str | None:
     except OSError as error:
         return f"{real} cannot be looked at ({error.strerror})"
     if found.st_uid not in (os.geteuid(), 0):
-        return f"{real} belongs to {user.in_words(found.st_uid)}"
+        return f"{real} belongs to {user_in_words(found.st_uid)}"
     sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     if others_may_write(found) and not sticky:
         return f"{real} can be changed by others (mode {stat.S_IMODE(found.st_mode):04o})"
@@ -83,3 +83,25 @@ def others_may_write(found: os.stat_result) -> bool:
     """
     own_group = found.st_gid == os.geteuid()
     return bool(found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not own_group))
+
+
+@functools.cache
+def name_of(uid: int) -> str | None:
+    """Return the name of a user; None where there is none, as in a container."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return None
+
+
+def user_in_words(uid: int) -> str:
+    """Return a user as a message names them: "user jane", or "user 1004" where there is no name."""
+    return f"user {name_of(uid) or uid}"
+
+
+def own_user() -> str:
+    """Return the name of this process's user, or its number where it has no name: SLURM's commands take both.
+
+    By the user id: LOGNAME and USER of a shell may name another (`sudo -u`, `su`).
+    """
+    return name_of(os.getuid()) or str(os.getuid())

@@ -377,7 +377,7 @@ def save_at_my_own_step(distributed: DistributedContext, directory: Path) -> lis
 
 def test_ranks_at_different_steps_do_not_make_one_checkpoint(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
     for error, there in gloo_ranks(2, save_at_my_own_step, tmp_path / "checkpoints"):
-        assert "rank00001.safetensors is of step 101, but rank 0 saves step 100" in error
+        assert "rank 1 saves step 101, but rank 0 saves step 100" in error
         assert there == ["checkpoint_0000001"]
 
 
@@ -399,6 +399,21 @@ def children_end_while_saving(distributed: DistributedContext, directory: Path) 
 def test_forked_children_end_without_harm_to_themselves_or_to_the_save(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
     answers = gloo_ranks(2, children_end_while_saving, tmp_path / "checkpoints")
     assert answers == [[[0, 0, 0], 1, "checkpoint_0000002"]] * 2
+
+
+def save_and_restore_in_one_life(distributed: DistributedContext, directory: Path) -> tuple[int | None, bool]:
+    """By one Checkpointer after another, on two nodes with two ranks each."""
+    node = "ab"[distributed.environment.rank // 2]
+    first = Rank(distributed, directory, node=node)
+    first.steps(1)
+    first.save(1)
+    first.checkpointer.close()
+    second = Rank(distributed, directory, 2, seed=5, node=node)
+    return second.restore(), second.weights() == first.weights()
+
+
+def test_a_process_may_make_one_checkpointer_after_another(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    assert gloo_ranks(4, save_and_restore_in_one_life, tmp_path) == [(1, True)] * 4
 
 
 def test_a_step_back_on_purpose_is_not_removed_behind_ones_back(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Copies on the nodes: a restart takes them, one node may be lost, and neither damaged ones nor those from before a step back.
+"""The copy on the nodes: a restart in place takes it, unless it is damaged, not whole, or from before a step back.
 
 Each rank is a node of its own, with a folder of its own. Of every promise the state that is restored is compared with the
 one that was saved, to the last bit."""
@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from slurmtrain.checkpoint import node_folder
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.checkpoint.store.mirror import Mirror
-from slurmtrain.checkpoint.store.retention import Keep
-from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.distributed.test_checkpoint import Rank, die_in
 from tests.support.gloo import GlooRanks
@@ -99,20 +97,21 @@ def take_away_the_checkpoint(world: World) -> None:
 
 CASES: dict[str, tuple[Callable[[World], None], int | None, str]] = {
     "as they are": (lambda world: None, 2, "resuming at step 2 from checkpoint_0000002, the newest, from the copies"),
-    "one node is another one": (lose("b"), 2, "b had none: the parts came from the other nodes"),
-    "a node and the next one are lost": (lose("b", "c"), 1, "no node has rank00001.safetensors as it was written"),
-    "one copy of a file is damaged": (flip("rank00001.safetensors", "b"), 2, "its digest differs"),
-    "the other copy of it is damaged": (flip("rank00001.safetensors", "c"), 2, "resuming at step 2"),
-    "both copies of a file are damaged": (flip("rank00001.safetensors", "b", "c"), 1, "its digest differs"),
-    "a manifest is damaged": (flip("manifest.json", "a"), 2, "a had none"),
-    "an index is damaged": (flip("index.bin", "a"), 2, "resuming at step 2"),
-    "a mark is damaged": (flip("lineage.json", "a"), 2, "resuming at step 2"),
-    "all marks are damaged": (flip("lineage.json", "a", "b", "c"), 1, "resuming at step 1"),
+    "one node is another one": (lose("b"), 1, "the nodes of this job do not all have the same one"),
+    "a file is lost": (
+        lambda world: (world.copies("b")[-1] / "rank00001.safetensors").unlink(),
+        1,
+        "no node has rank00001",
+    ),
+    "a file is damaged": (flip("rank00001.safetensors", "b"), 1, "its digest differs"),
+    "a manifest is damaged": (flip("manifest.json", "a"), 1, "do not all have the same one"),
+    "an index is damaged": (flip("index.bin", "a"), 1, "do not all have the same one"),
+    "a mark is damaged": (flip("copy.json", "a"), 1, "not of what this run goes on from"),
     "the checkpoint under them is taken away": (take_away_the_checkpoint, None, "not of what this run goes on from"),
 }
 
 
-def go_through(distributed: DistributedContext, path: Path) -> dict[str, tuple[int | None, bool, list[str], str]]:
+def go_through(distributed: DistributedContext, path: Path) -> dict[str, tuple[int | None, bool, list[str]]]:
     """Save once, then change the folders in every way, restore each time, and put everything back."""
     first, found = distributed.environment.rank == 0, {}
     world = World(path)
@@ -130,7 +129,7 @@ def go_through(distributed: DistributedContext, path: Path) -> dict[str, tuple[i
         step = rank.restore()
         same = step is None or rank.weights() == world.noted(step)
         rank.checkpointer.close()
-        found[name] = (step, same, rank.said, world.files("b")[0] if step == 2 and world.copies("b") else "")
+        found[name] = (step, same, rank.said)
         dist.barrier(group=distributed.control_group)
     return found
 
@@ -143,12 +142,12 @@ def went_through(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_newest_state_that_is_whole_and_sound_on_the_nodes_is_restored_else_the_checkpoint(
+def test_a_restart_in_place_restores_the_copy_that_is_whole_and_sound_else_the_checkpoint(
     went_through: list[dict[str, Any]], case: str
 ) -> None:
     _, expected, words = CASES[case]
     for answers in went_through:
-        step, same, _, _ = answers[case]
+        step, same, _ = answers[case]
         assert step == expected
         assert same, "restored other weights than were saved"
     assert words in "\n".join(went_through[0][case][2])
@@ -172,34 +171,33 @@ def hold(distributed: DistributedContext, path: Path) -> dict[str, Any]:
     return {"held": held, "steps": steps, "modes": modes, "left": left, "durable": durable}
 
 
-def test_each_node_holds_its_part_and_that_of_the_node_before_it_of_the_newest_save_only(
+def test_each_node_holds_its_part_of_the_newest_save_only_in_a_folder_for_nobody_else(
     gloo_ranks: GlooRanks, tmp_path: Path
 ) -> None:
     answer = gloo_ranks(3, hold, tmp_path / "world")[0]
     files = [f"rank{number:05d}.safetensors" for number in range(3)]
-    assert answer["held"] == {"a": [files[0], files[2]], "b": [files[0], files[1]], "c": [files[1], files[2]]}
+    assert answer["held"] == {"a": [files[0]], "b": [files[1]], "c": [files[2]]}
     assert answer["steps"] == [[[3]] * 3, [[4]] * 3]
     assert answer["modes"] == {"0o700"}
     assert answer["left"] == []  # nothing stays in the memory of nodes that others get next
     assert answer["durable"] == ["checkpoint_0000001"]
 
 
-def go_on_elsewhere(distributed: DistributedContext, path: Path) -> tuple[int | None, bool]:
-    """As two ranks on two of the nodes, in another order."""
+def change_places(distributed: DistributedContext, path: Path) -> tuple[int | None, bool, list[list[str]]]:
+    """Restore on the same nodes in another order."""
     world = World(path)
-    rank = world.rank(distributed, 2, nodes="ca", seed=5)
+    save_both(world, distributed)
+    rank = world.rank(distributed, 2, nodes="cab", seed=5)
     step = rank.restore()
-    return step, rank.weights() == world.noted(step or 0)
+    dist.barrier(group=distributed.control_group)
+    return step, rank.weights() == world.noted(step or 0), [world.files(node) for node in NODES]
 
 
-def just_save_both(distributed: DistributedContext, path: Path) -> None:
-    save_both(World(path), distributed)
-
-
-def test_other_nodes_in_another_order_restore_what_is_whole_on_them(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
-    path = tmp_path / "world"
-    gloo_ranks(3, just_save_both, path)
-    assert gloo_ranks(2, go_on_elsewhere, path) == [(2, True)] * 2
+def test_the_nodes_may_be_in_another_order_and_keep_no_more_than_their_own_part(
+    gloo_ranks: GlooRanks, tmp_path: Path
+) -> None:
+    held = [[f"rank{number:05d}.safetensors"] for number in range(3)]
+    assert gloo_ranks(3, change_places, tmp_path / "world") == [(2, True, held)] * 3
 
 
 def step_back(distributed: DistributedContext, path: Path, request: str) -> list[Any]:
@@ -292,18 +290,14 @@ def die_in_second_copy(
         rank.checkpointer.save_local(step, **rank.objects).result()
 
 
-FOLDER = "node_copies.folder"
+FOLDER = "node_folder"
 STAGES = {
     "before the folder": ((FOLDER, "NodeFolder.begin", 1, 1), 2),
     "while a rank writes": (("format.blocks", "write_all", 1, 1), 2),
-    "before a rank hands in": (("save.job", "fsync_directory", 1, 1), 2),
     "before the index": (("format.coverage", "merged_schemas", 1, 0), 2),
-    "before the exchange": (("node_copies.save", "exchange", 1, 1), 2),
-    "while a neighbour writes": (("format.blocks", "write_all", 2, 1), 2),
     "before the manifest": (("format.manifest", "write_synced", 1, 1), 2),
     "before COMPLETE": (("format.manifest", "write_synced", 2, 0), 2),
-    # The other node has published it by then, and holds everything.
-    "before one rename": ((FOLDER, "NodeFolder.publish", 1, 1), 3),
+    "before one rename": ((FOLDER, "NodeFolder.publish", 1, 1), 2),
     "before the old one goes": ((FOLDER, "NodeFolder.keep_only", 1, 0), 3),
     "while the old one goes": ((FOLDER, "remove", 1, 1), 3),
 }
@@ -343,85 +337,12 @@ def test_a_kill_at_any_stage_of_a_copy_leaves_a_state_that_is_restored(gloo_rank
 def test_a_copy_that_fails_is_reported_and_is_no_failure_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slurmtrain.checkpoint.node_copies.folder import NodeFolder
-
     rank = Rank(None, tmp_path / "checkpoints", local=World(tmp_path).disk("a"), node="a", max_failures=1)
     rank.steps(1)
     rank.restore()
-    monkeypatch.setattr(NodeFolder, "free_bytes", lambda self: 0)
+    monkeypatch.setattr(node_folder, "SPARE_BYTES", 1 << 60)
     for step in (1, 2):
         assert rank.checkpointer.save_local(step, **rank.objects).wait(60)
     rank.save(3)
     assert len([line for line in rank.said if "was not copied to the nodes" in line]) == 1
     assert World(tmp_path).copies("a") == []
-
-
-# Copies in an object store: they come back when the run's own directory is gone.
-
-
-def mirrored(distributed: DistributedContext | None, folder: Path, incarnation: int = 1, **options: Any) -> Rank:
-    options |= {"mirror": f"file://{folder}/store", "keep": Keep(last=2)}
-    return Rank(distributed, folder / "checkpoints", incarnation, seed=incarnation, **options)
-
-
-def save_wipe_and_restore(distributed: DistributedContext, folder: Path) -> tuple[Any, ...]:
-    first = mirrored(distributed, folder)
-    for step in (1, 2, 3):
-        first.steps(1)
-        first.save(step)
-    first.checkpointer.close()
-    if distributed.environment.rank == 0:
-        shutil.rmtree(folder / "checkpoints")
-    distributed.leave_together()
-    second = mirrored(distributed, folder, 2)
-    restored, there = second.restore(), [path.name for path in committed(folder / "checkpoints")]
-    return restored, second.weights() == first.weights(), there, second.said
-
-
-def test_two_ranks_fetch_what_was_wiped(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
-    answers = gloo_ranks(2, save_wipe_and_restore, tmp_path)
-    assert [answer[:3] for answer in answers] == [(3, True, ["checkpoint_0000003"])] * 2
-    assert "was fetched from file://" in answers[0][3][0]
-    # As many copies stay as checkpoints do; the one that came while another was being copied may have been left out.
-    assert 1 <= len(list((tmp_path / "store").glob("*/COMPLETE"))) <= 2
-
-
-def save_two_and_wipe(folder: Path, run_id: str = "") -> None:
-    for number in (1, 2):  # of two lives, since the end of each waits for its copy
-        rank = mirrored(None, folder, number, run_id=run_id)
-        rank.restore()
-        rank.save(number)
-        rank.checkpointer.close()
-    shutil.rmtree(folder / "checkpoints")
-
-
-def test_a_copy_that_is_damaged_is_set_aside_and_the_older_is_fetched(tmp_path: Path) -> None:
-    save_two_and_wipe(tmp_path)
-    (newest,) = (tmp_path / "store").glob("checkpoint_0000002*")
-    content = bytearray((newest / "rank00000.safetensors").read_bytes())
-    content[len(content) // 2] ^= 1
-    (newest / "rank00000.safetensors").write_bytes(content)
-    rank = mirrored(None, tmp_path, 3)
-    assert rank.restore() == 1
-    assert any("checkpoint_0000002 is damaged and was set aside" in line for line in rank.said)
-    assert not (newest / "COMPLETE").exists()
-
-
-def test_copies_of_another_run_are_refused(tmp_path: Path) -> None:
-    save_two_and_wipe(tmp_path, run_id="one")
-    with pytest.raises(CheckpointMismatchError, match="belongs to run one, this is run two"):
-        mirrored(None, tmp_path, 3, run_id="two").restore()
-
-
-def test_a_store_that_fails_is_told_and_the_checkpoint_is_committed_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        raise CheckpointError("the store says no")
-
-    monkeypatch.setattr(Mirror, "upload", refuse)
-    rank = mirrored(None, tmp_path)
-    rank.save(1)
-    rank.checkpointer.close()
-    assert [path.name for path in committed(tmp_path / "checkpoints")] == ["checkpoint_0000001"]
-    assert any("was not copied to" in line and "the store says no" in line for line in rank.said)

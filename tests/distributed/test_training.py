@@ -364,7 +364,7 @@ def test_a_killed_rank_restarts_from_the_copies_on_the_nodes_with_the_same_bits(
     second = run.attempts()[1]
     assert second.first_step
     assert second.first_step % 3 == 0
-    assert "the copy on" in run.events("restored")[0]["origin"]
+    assert "the copies on the nodes" in run.events("restored")[0]["origin"]
     assert [path.name for path in committed(run.run_dir.checkpoints)] == ["checkpoint_0000030"]
     assert_same_bits(run, undisturbed)
     assert list(node.iterdir()) == []

@@ -438,23 +438,21 @@ def test_replicas_that_differ_are_refused_by_name_and_ranks(answers: list[dict[s
     for each in answers:
         assert each["same"] == each["per rank"] == "saved"
         for what, name in (("small", "model.weight"), ("order", "sampler.value")):
-            assert each[what] == f"{name} is another one on rank 0 than on rank 1, and should be the same"
+            assert each[what] == f"{name} differs between rank 0 and rank 1, and should be the same on all of them"
 
 
 def test_a_replica_that_has_drifted_in_one_element_is_found_within_a_few_saves(answers: list[dict[str, Any]]) -> None:
     for each in answers:
         found = [each[f"large {number}"] for number in range(8)]
         assert found.count("saved") == 7
-        assert "model.weight is another one on rank 0 than on rank 1, and should be the same" in found
+        assert "model.weight differs between rank 0 and rank 1, and should be the same on all of them" in found
 
 
 def test_buffers_that_differ_are_told_once_and_those_of_ddp_are_not(answers: list[dict[str, Any]]) -> None:
     first = answers[0]
     assert first["buffers"] == first["buffers again"] == first["buffers of DDP"] == "saved"
     (sentence,) = first["of buffers"]
-    assert sentence.startswith(
-        "norm.running_mean is another one on rank 0 than on rank 1 (and 1 more): that of the lowest"
-    )
+    assert sentence.startswith("norm.running_mean differs between rank 0 and rank 1 (and 1 more): that of the lowest")
     assert first["of DDP"] == []
 
 
@@ -464,14 +462,12 @@ def test_replicas_that_have_drifted_are_saved_as_rank_0_has_them_when_that_is_as
     for each in answers:
         assert each["warned"]["rank 0's"]
     (sentence,) = answers[0]["warned"]["said"]
-    assert "is another one on rank 0 than on rank 1 (and 1 more): that of the lowest rank is saved" in sentence
+    assert "differs between rank 0 and rank 1 (and 1 more): that of the lowest rank is saved" in sentence
 
 
 def test_plain_values_that_differ_are_told(answers: list[dict[str, Any]]) -> None:
     assert answers[0]["plain"] == "saved"
-    assert any(
-        "the state of counter is another one on rank 1 than on rank 0" in line for line in answers[0]["of plain"]
-    )
+    assert any("the state of counter differs between rank 0 and rank 1" in line for line in answers[0]["of plain"])
 
 
 def test_what_keeps_its_state_on_other_ranks_is_refused_when_it_is_saved(answers: list[dict[str, Any]]) -> None:

@@ -43,8 +43,6 @@ VERBS = (
     ["usage"],
     ["usage", "--json", "--by", "node", "--since", "4w"],
     ["usage", RUN, "--by", "run"],
-    ["status", "--size"],
-    ["status", "--json", "--size"],
     ["runs", "prune", "--dry-run"],
     ["runs", "compare", RUN, OTHER],
     ["runs", "compare", RUN, OTHER, "--json"],

@@ -17,7 +17,7 @@ import pytest
 
 from slurmtrain.cli import main as command_line
 from slurmtrain.config.folders import config_groups
-from slurmtrain.config.keys import all_keys
+from slurmtrain.config.overrides import all_keys
 from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE
 
 LONGEST_LINE = 1500  # characters of a line that a person is asked to read

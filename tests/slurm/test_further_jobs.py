@@ -12,7 +12,7 @@ import pytest
 
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.preemption import PreemptionTimes, preemption_times
+from slurmtrain.slurm.facts import PreemptionTimes, preemption_times
 from slurmtrain.slurm.read_facts import read_preemption
 from tests.slurm.project import Project, Run, assert_counted_once, counting, events, make_project
 from tests.support.slurm_cluster import Cluster

@@ -12,7 +12,7 @@ import sys
 import time
 import venv
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +22,9 @@ import slurmtrain
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.runs import attempts
 from slurmtrain.runs.lookup import all_runs
-from slurmtrain.slurm.node_ledger import NodeRecord, ledger_file, read_ledger, record_of
+from slurmtrain.slurm.node_ledger import NodeRecord, ledger_file, read_ledger
 from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.system.records import typed
 from tests.slurm.project import Project, Run, counting, events, make_project
 from tests.support.slurm_cluster import Cluster
 
@@ -438,9 +439,9 @@ def test_a_node_that_crashes_every_attempt_in_its_first_second_is_left_out_until
 
     # A day later.
     ledger = ledger_file("sandbox")
-    ledger.write_text("".join(json.dumps(each.values()) + "\n" for each in aged(read_ledger(ledger))))
+    ledger.write_text("".join(json.dumps(asdict(each)) + "\n" for each in aged(read_ledger(ledger))))
     for attempt in run.attempts()[:2]:
-        attempt.fault = aged([found for found in [record_of(attempt.fault)] if found])[0].values()
+        attempt.fault = asdict(aged([typed(NodeRecord, attempt.fault, ledger)])[0])
         attempts.write_attempt(run.run_dir, attempt)
     (tmp_path / "go").touch()
     assert run.wait_for_end().number == 4, run.logs()

@@ -21,7 +21,7 @@ from slurmtrain.sandbox import Sandbox, SandboxSpec, default_directory, find, up
 from slurmtrain.sandbox.directory import claim_directory
 from slurmtrain.sandbox.files import find_programs
 from slurmtrain.system import process
-from slurmtrain.system.process_tree import Process, descendants, wait_until
+from slurmtrain.system.process import Process, below, wait_until
 from tests.support.slurm_cluster import Cluster
 from tests.support.stranger import Stranger
 
@@ -38,7 +38,7 @@ wait; wait; wait
 def everybody_in(sandbox: Sandbox) -> set[Process]:
     """Supervisor, daemons, steps and tasks."""
     supervisor = Process(**json.loads((sandbox.directory / "processes.json").read_text())["supervisor"])
-    return {supervisor} | descendants([supervisor])
+    return {supervisor} | below([supervisor])
 
 
 def test_a_step_runs_on_two_nodes(sandbox: Cluster) -> None:

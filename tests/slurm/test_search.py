@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from slurmtrain.observe import read_metrics
 from slurmtrain.runs import attempts
@@ -84,9 +83,7 @@ def test_a_search_whose_shell_is_killed_goes_on_where_it_was(sandbox: Cluster, p
         assert [attempt.reason for attempt in attempts.all_attempts(run_dir)] == [Reason.FINISHED]
         losses[float(point.varied["optim.lr"])] = read_metrics(run_dir.metrics_file)[-1]["valid_loss"]
     assert len(losses) == TRIALS == len(sweep.points())
-    found_best = yaml.safe_load((sweep.path / "optimization_results.yaml").read_text())
-    assert found_best["best_value"] == min(losses.values())
-    assert abs(found_best["best_params"]["optim.lr"] - BEST) < 0.05
+    assert abs(min(losses, key=lambda lr: losses[lr]) - BEST) < 0.05
     table = json.loads(sandbox.run([*command[:3], "sweep", "collect", sweep.id, "--json"], cwd=project).stdout)
     assert len(table) == TRIALS
 

@@ -366,7 +366,7 @@ def test_a_point_of_an_array_whose_job_is_not_known_yet_is_submitted_with_its_sw
     assert sweep.job_id(0) == job_id and list(sweeper.queue().values()) == [3]
 
 
-def test_each_array_of_a_sweep_has_its_nodes_its_share_of_the_limit_and_waits_for_what_has_to_finish_first(
+def test_each_array_of_a_sweep_has_its_nodes_and_the_limit_and_waits_for_what_has_to_finish_first(
     sweeper: Sweeper,
 ) -> None:
     first = Project(sweeper.path, sweeper.cluster).submit(LATER)
@@ -379,8 +379,11 @@ def test_each_array_of_a_sweep_has_its_nodes_its_share_of_the_limit_and_waits_fo
         return [sweeper.cluster.job(f"{sweep.job_id(number)}_1") for number in sweep.array_numbers()]
 
     assert [job["NumNodes"].partition("-")[0] for job in jobs()] == ["1", "2"]
-    assert [job["Dependency"] for job in jobs()] == [f"afterok:{first.job_id}(unfulfilled)"] * 2
-    assert [job["ArrayTaskThrottle"] for job in jobs()] == ["3", "3"]  # there is no half of a pack
+    waits, limited = (job["Dependency"] for job in jobs())
+    assert waits == f"afterok:{first.job_id}(unfulfilled)"
+    # With a limit, one array begins when the one before has ended.
+    assert waits in limited and f"afterany:{sweep.job_id(0)}_*(unfulfilled)" in limited
+    assert [job["ArrayTaskThrottle"] for job in jobs()] == ["6", "6"]  # there is no half of a pack
     first.cli("cancel", first.run_dir.id)
     said = sweeper.cli(*words, "--again", check=False)
     assert f"run {first.run_dir.id} will not finish: stopped" in said
@@ -392,7 +395,7 @@ def test_each_array_of_a_sweep_has_its_nodes_its_share_of_the_limit_and_waits_fo
     [
         (
             ["optim.lr=0.1,0.2", "train.steps=60,5", "optim.warmup_steps=30"],
-            "point 1 (optim.lr=0.1 train.steps=5): optim.warmup_steps=30 is more than train.steps=5",
+            "point 1 (optim.lr=0.1 train.steps=5): optim.warmup_steps=30 needs as many train.steps",
         ),
         (["train.seed=1,2", "sweep.pack=2", "requeue.mode=resubmit"], "sweep.pack=2 with requeue.mode=resubmit"),
         (["train.seed=1,2", "sweep.pack=1,2"], "must have the same sweep.pack, but these differ: 1, 2"),

@@ -19,8 +19,7 @@ from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.runtime.distributed_context import init_distributed
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment
 from slurmtrain.system import signals
-from slurmtrain.system.parent_death import be_killed_with
-from slurmtrain.system.process import stat
+from slurmtrain.system.process import be_killed_with, stat
 
 Result = TypeVar("Result")
 

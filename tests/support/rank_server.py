@@ -7,7 +7,7 @@ import os
 import signal
 
 from slurmtrain.config.compose import compose
-from slurmtrain.system.parent_death import end_with_parent
+from slurmtrain.system.process import end_with_parent
 
 MODULES = ["slurmtrain.runtime.jobs.train", "slurmtrain.runtime.main"]
 # What DDP, FSDP and pipelines load when they are first used, seconds for each rank.

@@ -130,11 +130,6 @@ def digest_at(digests: bytes, number: int) -> bytes:
     return digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
 
 
-def is_intact(data: memoryview, digests: bytes, number: int) -> bool:
-    """Return whether `data` is what was written as block `number` of the file with these digests."""
-    return hashlib.sha256(data).digest() == digest_at(digests, number)
-
-
 def write(
     path: Path, image: memoryview, pool: ThreadPoolExecutor, *, check: Callable[[], None] = lambda: None
 ) -> tuple[FileRecord, bytes]:

@@ -1,4 +1,4 @@
-"""The checkpoints of a directory: their names and order, which are complete, and taking one away."""
+"""The checkpoints of a directory: names and order, which are complete, taking one away, and the names of what is in one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from slurmtrain.system.files import fsync_directory
 
 MANIFEST, COMPLETE, INDEX = "manifest.json", "COMPLETE", "index.bin"
+OWN = "own/"  # begins the names of what each rank has for itself
+OWN_STATE = "own.json"
 FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
 TEMPORARY_NAME = re.compile(r"checkpoint_\d{7,}(?:\.\d+)?\.(?:tmp|removed)-(\d+)")
 
@@ -18,6 +20,11 @@ TEMPORARY_NAME = re.compile(r"checkpoint_\d{7,}(?:\.\d+)?\.(?:tmp|removed)-(\d+)
 def checkpoint_name(step: int, revision: int = 1) -> str:
     """Return the final name of a checkpoint; a second one of the same step has revision 2."""
     return f"checkpoint_{step:07d}" + (f".{revision}" if revision > 1 else "")
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a rank's file in a checkpoint."""
+    return f"rank{rank:05d}.safetensors"
 
 
 def _step_and_revision(path: Path) -> tuple[int, int]:

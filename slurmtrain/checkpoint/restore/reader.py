@@ -24,10 +24,10 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
+from slurmtrain.checkpoint.format.directory import file_name
 from slurmtrain.checkpoint.format.dtypes import check_types, dtype_of
 from slurmtrain.checkpoint.format.index_file import read_index
-from slurmtrain.checkpoint.format.manifest import read_manifest
-from slurmtrain.checkpoint.format.rank_files import file_name
+from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
 from slurmtrain.checkpoint.format.tensor_index import Box, BoxLocation, Index
 from slurmtrain.checkpoint.local_tensors import box_of, local
 from slurmtrain.checkpoint.plain_values import parse
@@ -121,16 +121,6 @@ def need_of(ranges: Sequence[tuple[str, int, int]]) -> Need:
             numbers[number] = numbers.get(number, 0) + stop - begin
             begin = stop
     return need
-
-
-def need_to_json(need: Need) -> dict[str, list[list[int]]]:
-    """Return `need` as ranks tell it to each other: by file, the numbers of its blocks, and the bytes of each."""
-    return {file: [list(numbers), list(numbers.values())] for file, numbers in need.items()}
-
-
-def need_from_json(values: Mapping[str, Sequence[Sequence[int]]]) -> Need:
-    """Return the need that another rank has told by `need_to_json`."""
-    return {file: dict(zip(numbers, counts, strict=True)) for file, (numbers, counts) in values.items()}
 
 
 def share_out(needs: Sequence[Need], rank: int) -> Blocks:
@@ -304,7 +294,7 @@ class Files:
             self.read(span.file, span.begin, span.end, target, in_place=in_place)
             return
         rows = torch.empty(span.rows, dtype=span.dtype, device="cpu")
-        self.read(span.file, span.begin, span.end, _bytes_of(rows))
+        self.read(span.file, span.begin, span.end, bytes_of(rows))
         _copy(rows[span.out], tensor[span.into], span.name)
 
     def read(self, file: str, begin: int, end: int, target: memoryview, *, in_place: bool = False) -> None:
@@ -354,7 +344,7 @@ def memory_of(span: Span, tensor: Tensor) -> memoryview | None:
     if target.shape != span.rows or target.dtype != span.dtype or target.device.type != "cpu":
         return None
     as_it_is = target.is_contiguous() and not target.is_conj() and not target.is_neg()
-    return _bytes_of(target) if as_it_is else None
+    return bytes_of(target) if as_it_is else None
 
 
 def _copy(values: Tensor, target: Tensor, name: str) -> None:
@@ -379,7 +369,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -405,7 +396,7 @@ def read_tensors(
     on_this_host: RankGroup,
     mode: str,
     buffer: Callable[[int], memoryview],
-    fetch: Callable[[Need], list[str]] | None = None,
+    fetch: Callable[[Collection[str]], list[str]] | None = None,
 ) -> tuple[list[str], Any]:
     """Verify what all ranks need, and if it is sound, fill `targets`. All ranks call it together.
 
@@ -415,8 +406,8 @@ def read_tensors(
         own_file: the file that holds this rank's own tensors and state, if there is one.
         mode: "full", "sampled" or "off": which of the needed blocks are compared with their digest.
         buffer: returns memory of a size, to hold this rank's share.
-        fetch: puts what this rank needs into the files, of which this host may not have all, and returns what is wrong
-            with it; called by all ranks together.
+        fetch: brings the files that this rank needs, of which this host may not have all, and returns why it cannot; called
+            by all ranks together.
 
     Returns:
         All damage found by any rank, one sentence each, and this rank's own plain state. If there is damage, no live
@@ -438,13 +429,15 @@ def read_tensors(
     if own_file is not None:
         ranges.append((own_file, own_begin, own_begin + own_bytes))
 
-    damage = fetch(need_of(ranges)) if fetch is not None else []
+    damage = fetch({file for file, _, _ in ranges}) if fetch is not None else []
     if damage:
         return damage, None
     share: Blocks = {}
     if mode != Verify.OFF:
-        needs = on_this_host.gather(lambda: need_to_json(need_of(ranges)))
-        share = share_out([need_from_json(values) for values in needs], on_this_host.rank)
+        # As pairs, since JSON has no numbers as keys.
+        needs = on_this_host.gather(lambda: {file: [*numbers.items()] for file, numbers in need_of(ranges).items()})
+        of_ranks = [{file: dict(pairs) for file, pairs in need.items()} for need in needs]
+        share = share_out(of_ranks, on_this_host.rank)
     straight = []
     for span in spans if mode == Verify.FULL else ():
         if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:
@@ -477,21 +470,19 @@ def read_tensors(
     return [], own_state
 
 
-def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by name, whole, in the memory of one process: to look at, or to compute with.
+def read_whole(
+    path: Path, index: Index, manifest: Manifest, names: Iterable[str], own_file: str | None = None
+) -> dict[str, Tensor]:
+    """Return tensors of a checkpoint, whole, in the memory of one process.
 
     Args:
-        own_of: a rank whose own tensors to return instead of those that all ranks share.
+        own_file: the file of a rank whose own tensors to return instead of those that all ranks share.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    manifest = read_manifest(path)
-    index = read_index(path, manifest)
-    check_types(index.schemas)
-    own_file = file_name(own_of) if own_of is not None else None
     facts = index.facts if own_file is None else index.own_facts(own_file)
-    tensors = {name: torch.empty(fact.shape, dtype=dtype_of(fact.dtype), device="cpu") for name, fact in facts.items()}
+    tensors = {name: torch.empty(facts[name].shape, dtype=dtype_of(facts[name].dtype), device="cpu") for name in names}
     alone = RankGroup(None)
     damage, _ = read_tensors(
         path,
@@ -508,3 +499,19 @@ def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
     if damage:
         raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
     return tensors
+
+
+def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint by name, whole, in the memory of one process: to look at, or to compute with.
+
+    Args:
+        own_of: a rank whose own tensors to return instead of those that all ranks share.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    manifest = read_manifest(path)
+    index = read_index(path, manifest)
+    check_types(index.schemas)
+    own_file = file_name(own_of) if own_of is not None else None
+    return read_whole(path, index, manifest, index.facts if own_file is None else index.own_facts(own_file), own_file)

@@ -1,15 +1,15 @@
 """The restore of a training state: rank 0 chooses the newest complete checkpoint, all ranks check it and load it.
 
 A checkpoint that is damaged is set aside, and the next older one is chosen. Where the directory has none, the newest
-copy is fetched from the mirror. Copies on the nodes come first, unless the directory has a newer one
-(`node_copies.restore`). Differences between checkpoint and training are refused (`compatibility`); contents are verified
+copy is fetched from the mirror. The copy on the nodes comes first, unless the directory has a newer one
+(`node_copies`). Differences between checkpoint and training are refused (`compatibility`); contents are verified
 before the first tensor is touched (`reader`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,16 +20,22 @@ from torch import Tensor
 
 from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.directory import INDEX, committed, damaged, newer_without_complete, set_aside, step_of
+from slurmtrain.checkpoint.format.directory import (
+    INDEX,
+    committed,
+    damaged,
+    file_name,
+    newer_without_complete,
+    set_aside,
+    step_of,
+)
 from slurmtrain.checkpoint.format.dtypes import check_types
 from slurmtrain.checkpoint.format.index_file import damage_of, read_index, read_whole_index
-from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes
-from slurmtrain.checkpoint.format.rank_files import file_name
+from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest, read_manifest_bytes
 from slurmtrain.checkpoint.format.tensor_index import Index
-from slurmtrain.checkpoint.node_copies.restore import NodeRestore
 from slurmtrain.checkpoint.ranks import RankGroups
 from slurmtrain.checkpoint.restore import compatibility
-from slurmtrain.checkpoint.restore.reader import Need, read_tensors
+from slurmtrain.checkpoint.restore.reader import read_tensors
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.fencing import wait_until_visible
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
@@ -37,8 +43,8 @@ from slurmtrain.errors import CheckpointError, CheckpointMismatchError, Unreadab
 from slurmtrain.system.patience import refresh
 
 if TYPE_CHECKING:
-    from slurmtrain.checkpoint.node_copies.copies import NodeCopies
-    from slurmtrain.checkpoint.store.mirror_upload import MirrorUploader
+    from slurmtrain.checkpoint.node_copies import NodeCopies
+    from slurmtrain.checkpoint.store.mirror import MirrorUploader
 
 log = logging.getLogger(__name__)
 
@@ -102,32 +108,6 @@ class RestoreRequest:
     at_most: int | None = None
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The checkpoint that rank 0 has chosen, so that all ranks see the same.
-
-    Attributes:
-        manifest_text: bytes of its manifest.json.
-        manifest_digest: their digest by COMPLETE.
-        damage: what is wrong with its manifest, its index or the sizes of its files, one sentence each.
-    """
-
-    path: Path
-    manifest_text: bytes
-    manifest_digest: str
-    damage: list[str]
-
-    def to_json(self) -> list[Any]:
-        """Return it as it is sent to the other ranks."""
-        return [str(self.path), self.manifest_text, self.manifest_digest, self.damage]
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> Choice:
-        """Return the choice that rank 0 has sent by `to_json`."""
-        path, text, digest, damage = values
-        return cls(Path(path), text, digest, damage)
-
-
 class Restorer:
     """Restores checkpoints of one directory. All ranks call `restore` together.
 
@@ -156,43 +136,33 @@ class Restorer:
         """Load the newest sound checkpoint, or the one that was asked for; None: there is no checkpoint."""
         if self._node_copies is None:
             return self._restore_from_directory(request)
-        found = self._restore_from_nodes(self._node_copies, request) if request.path is None else None
-        restored, base = found or (self._restore_from_directory(request), None)
-        self._node_copies.begin(self._ranks, base)
+        on_nodes = self._restore_from_nodes(self._node_copies, request) if request.path is None else None
+        restored = on_nodes or self._restore_from_directory(request)
+        self._node_copies.begin(on_nodes.path if on_nodes is not None else None)
         return restored
 
-    def _restore_from_nodes(self, copies: NodeCopies, request: RestoreRequest) -> tuple[Restored, str] | None:
-        """Load the newest copy on the nodes, and return its digest, too; None: there is none, or none that is newer."""
-        restore = NodeRestore(copies, self._ranks, request.at_most)
-        while (chosen := restore.choose()) is not None:
-            manifest = chosen.manifest
-            try:
-                path = restore.assemble(chosen)
-                damage = self._load(path, manifest, request, fetch=partial(restore.fetch, chosen, path))
-            finally:
-                restore.end()
-            if not damage:
-                left_out = sorted(state.object_names(manifest.tensors, manifest.state) - request.objects.keys())
-                restored = Restored(
-                    path,
-                    manifest.step,
-                    manifest.incarnation_label,
-                    manifest.size,
-                    left_out=tuple(left_out),
-                    origin=restore.origin(chosen),
-                )
-                return restored, chosen.digest
-            restore.leave_out_damaged(chosen, damage)
-        if restore.reasons and self._ranks.rank == 0:
-            log.info("not from the copies on the nodes: %s", "; ".join(restore.reasons))
-        return None
+    def _restore_from_nodes(self, copies: NodeCopies, request: RestoreRequest) -> Restored | None:
+        """Load the newest copy on the nodes; None: there is none, or none that is newer, or it is damaged."""
+        path = copies.newest(request.at_most)
+        if path is None:
+            return None
+        manifest = self._ranks.all_do(lambda: read_manifest(path))
+        try:
+            damage = self._load(path, manifest, request, fetch=partial(copies.fetch, path))
+        finally:
+            copies.end_restoring()
+        if damage:
+            if self._ranks.rank == 0:
+                log.warning("not from the copies on the nodes: %s: %s", path.name, "; ".join(damage))
+            return None
+        return _restored(path, manifest, request, origin="the copies on the nodes")
 
     def _restore_from_directory(self, request: RestoreRequest) -> Restored | None:
         """Load the newest sound checkpoint of the directory, or the one that was asked for."""
         set_aside: list[str] = []
         fetched: dict[Path, str] = {}  # names in the mirror of the copies that were fetched
         while True:
-            choice = self._agree_on_choice(request.path, request.at_most)
+            choice = self._ranks.on_rank_0(partial(self._choose, request.path, request.at_most))
             if choice is None:
                 copy = None
                 if self._mirror_uploader is not None:
@@ -203,9 +173,9 @@ class Restorer:
                 if request.at_most is None:
                     self._check_never_damaged(set_aside)
                 return None
-            damage, path = choice.damage, choice.path
+            path, damage = Path(choice[0]), choice[1]
             if not damage:
-                manifest = parse_manifest(path, choice.manifest_text, choice.manifest_digest)
+                manifest = parse_manifest(path, *choice[2:])
                 with retention.reading(path):
                     damage = self._load(path, manifest, request)
             if not damage:
@@ -216,28 +186,15 @@ class Restorer:
                 )
             self._ranks.on_rank_0(partial(self._set_aside, path, fetched.get(path), damage))
             set_aside.append(f"{path.name}: {damage[0]}")
-        left_out = sorted(state.object_names(manifest.tensors, manifest.state) - request.objects.keys())
-        return Restored(
-            path,
-            manifest.step,
-            manifest.incarnation_label,
-            manifest.size,
-            tuple(set_aside),
-            asked_for=request.path is not None,
-            left_out=tuple(left_out),
-            as_start=request.as_start,
-        )
+        return _restored(path, manifest, request, set_aside=tuple(set_aside))
 
-    def _agree_on_choice(self, asked_for: Path | None, at_most: int | None) -> Choice | None:
-        def choose() -> list[Any] | None:
-            choice = self._choose(asked_for, at_most)
-            return choice.to_json() if choice is not None else None
+    def _choose(self, asked_for: Path | None, at_most: int | None) -> list[Any] | None:
+        """Choose, on rank 0, the checkpoint to read, and look at everything but its contents.
 
-        values = self._ranks.on_rank_0(choose)
-        return Choice.from_json(values) if values is not None else None
-
-    def _choose(self, asked_for: Path | None, at_most: int | None) -> Choice | None:
-        """Choose, on rank 0, the checkpoint to read, and look at everything but its contents."""
+        Returns:
+            Its path; what is wrong with its manifest, its index or the sizes of its files, one sentence each; the bytes of
+                its manifest.json, and their digest by COMPLETE. None: there is none.
+        """
         if asked_for is not None:
             path = asked_for
             if not path.is_dir():
@@ -265,13 +222,13 @@ class Restorer:
             raise
         except CheckpointError as error:
             damage = [damage_of(path, error)]
-        return Choice(path, *texts, damage)
+        return [str(path), damage, *texts]
 
     def _set_aside(self, path: Path, copy: str | None, damage: list[str]) -> None:
         """Set a damaged checkpoint aside, on rank 0, and the copy in the mirror that it was fetched from."""
         set_aside(path)
         if copy is not None and self._mirror_uploader is not None:  # it would be fetched again
-            self._mirror_uploader.set_aside(copy, "; ".join(damage))
+            self._mirror_uploader.mirror.set_aside(copy, "; ".join(damage))
         log.warning("%s is damaged and was set aside: %s", path.name, "; ".join(damage))
 
     def _check_never_damaged(self, set_aside: list[str]) -> None:
@@ -281,7 +238,7 @@ class Restorer:
         """
 
         def find() -> list[str]:
-            copies = self._mirror_uploader.damaged() if self._mirror_uploader is not None else []
+            copies = self._mirror_uploader.mirror.damaged() if self._mirror_uploader is not None else []
             return damaged(self._identity.directory) + copies
 
         set_aside = set_aside or self._ranks.on_rank_0(find)
@@ -297,7 +254,7 @@ class Restorer:
         manifest: Manifest,
         request: RestoreRequest,
         *,
-        fetch: Callable[[Need], list[str]] | None = None,
+        fetch: Callable[[Collection[str]], list[str]] | None = None,
     ) -> list[str]:
         """Fill the objects, unless the checkpoint is damaged: then return what is wrong, and touch nothing.
 
@@ -384,3 +341,20 @@ class Restorer:
             own_templates = state.templates(own_objects, own_facts)
             targets.update(compatibility.check_tensors(path, own_objects, own_templates, own_facts, allow))
         return targets
+
+
+def _restored(
+    path: Path, manifest: Manifest, request: RestoreRequest, *, set_aside: tuple[str, ...] = (), origin: str = ""
+) -> Restored:
+    left_out = sorted(state.object_names(manifest.tensors, manifest.state) - request.objects.keys())
+    return Restored(
+        path,
+        manifest.step,
+        manifest.incarnation_label,
+        manifest.size,
+        set_aside,
+        asked_for=request.path is not None,
+        left_out=tuple(left_out),
+        as_start=request.as_start,
+        origin=origin,
+    )

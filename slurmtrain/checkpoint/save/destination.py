@@ -1,13 +1,12 @@
-"""Where a save is written to: the directory that all ranks share, or a folder of each node (`node_copies.save`)."""
+"""Where a save is written to: the directory that all ranks share, or a folder of each node (`node_copies`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
@@ -18,23 +17,29 @@ from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 
 
-@dataclass(frozen=True)
-class CommitResult:
+class CommitResult(NamedTuple):
     """What rank 0 has committed, or has prepared for all ranks to commit.
 
     Attributes:
-        index: record of index.bin.
+        index_record: record of index.bin.
         size: bytes of the checkpoint.
         answer: what the other ranks are told, and `finish` gets: values that ranks can send.
     """
 
-    index: FileRecord
+    index_record: FileRecord
     size: int
     answer: Any
 
 
-class Destination(Protocol):
-    """The steps of a commit that depend on where a save is written to, in this order. All ranks call them together."""
+class Destination:
+    """The directory that all ranks share: rank 0 makes the folder, and its rename is the commit (`store.commit`).
+
+    The methods are the steps of a commit that depend on where a save is written to, in this order. All ranks call them
+    together.
+    """
+
+    def __init__(self, identity: CheckpointIdentity):
+        self._identity = identity
 
     def begin(self, ranks: RankGroup, step: int, size: int) -> Path:
         """Make the folder that this rank writes its file into, and return it.
@@ -45,9 +50,12 @@ class Destination(Protocol):
         Raises:
             CheckpointError: on every rank: there is no room, or a newer incarnation has started.
         """
+        begin = partial(commit.begin, self._identity.directory, step, self._identity.incarnation, size=size)
+        return Path(ranks.on_rank_0(lambda: str(begin())))
 
     def removed_on_failure(self, ranks: RankGroup, temporary: Path) -> AbstractContextManager[None]:
         """Remove what was written if it is not committed."""
+        return commit.removed_on_failure(temporary, on_this_rank=ranks.rank == 0)
 
     def commit_on_rank_0(
         self,
@@ -64,37 +72,6 @@ class Destination(Protocol):
             manifest_with: returns the manifest, given the record of index.bin.
             check: called before the commit; an error that it raises ends the save.
         """
-
-    def finish(self, ranks: RankGroup, temporary: Path, answer: Any, image: memoryview) -> Path:
-        """Do what is left for all ranks, and return the final path.
-
-        Args:
-            answer: that of `commit_on_rank_0`.
-            image: this rank's file in memory.
-        """
-
-
-class SharedDestination:
-    """The directory that all ranks share: rank 0 makes the folder, and its rename is the commit (`store.commit`)."""
-
-    def __init__(self, identity: CheckpointIdentity):
-        self._identity = identity
-
-    def begin(self, ranks: RankGroup, step: int, size: int) -> Path:
-        begin = partial(commit.begin, self._identity.directory, step, self._identity.incarnation, size=size)
-        return Path(ranks.on_rank_0(lambda: str(begin())))
-
-    def removed_on_failure(self, ranks: RankGroup, temporary: Path) -> AbstractContextManager[None]:
-        return commit.removed_on_failure(temporary, on_this_rank=ranks.rank == 0)
-
-    def commit_on_rank_0(
-        self,
-        temporary: Path,
-        index: bytes,
-        manifest_with: Callable[[FileRecord], Manifest],
-        *,
-        check: Callable[[], None],
-    ) -> CommitResult:
         with blocks.threads(background=True) as pool:
             record, _ = blocks.write(temporary / INDEX, memoryview(index), pool)
         manifest = manifest_with(record)
@@ -102,5 +79,6 @@ class SharedDestination:
         final = commit.commit(temporary, manifest, self._identity.incarnation)
         return CommitResult(record, manifest.size, str(final))
 
-    def finish(self, ranks: RankGroup, temporary: Path, answer: Any, image: memoryview) -> Path:
+    def finish(self, ranks: RankGroup, temporary: Path, answer: Any) -> Path:
+        """Do what is left for all ranks, after `commit_on_rank_0` has given this `answer`, and return the final path."""
         return Path(answer)

@@ -12,15 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from slurmtrain.checkpoint.format.directory import OWN, OWN_STATE
 from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, dtype_name
-from slurmtrain.checkpoint.format.rank_files import OWN, OWN_STATE
 from slurmtrain.checkpoint.format.tensor_index import (
     Box,
     FileTable,
@@ -32,7 +32,7 @@ from slurmtrain.checkpoint.format.tensor_index import (
 )
 from slurmtrain.checkpoint.local_tensors import box_of, is_dtensor
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save.fingerprints import Replica, group_number
+from slurmtrain.checkpoint.save.fingerprints import BUFFERS, TENSORS, group_key
 from slurmtrain.errors import CheckpointError
 
 PAGE_BYTES = 4096
@@ -93,7 +93,7 @@ class SavePlan:
         total_bytes: bytes of all ranks' tensors.
         group_leaders: the lowest rank of each group of ranks that have the same schema; it alone hands in their state
             that is no tensor.
-        replicas: tensors that other ranks hold, too, and that this rank compares with theirs.
+        compared: tensors that other ranks hold, too, and that are compared with theirs: by name, key and size of the group.
     """
 
     signature: tuple[Any, ...]
@@ -104,7 +104,7 @@ class SavePlan:
     data_end: int
     total_bytes: int
     group_leaders: frozenset[int]
-    replicas: Sequence[Replica] = ()
+    compared: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def table(self, own_bytes: int) -> FileTable:
         return table_of(
@@ -269,7 +269,7 @@ def _make(
         return groups[known]
 
     written: list[tuple[str, Box, Box]] = []
-    replicated: list[Replica] = []
+    compared: dict[str, tuple[str, int]] = {}
     for name, tensor in tensors.items():
         box = box_of(name, tensor)
         if name.startswith(OWN):
@@ -280,10 +280,7 @@ def _make(
             group = sorted(holders[name])
         index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
         if len(group) > 1 and box.numel and name not in not_compared:
-            number_of = group_number(group)
-            replicated.append(
-                Replica(name, group[0], number_of, index, len(group), box, tensor.itemsize, buffer=name in of_first)
-            )
+            compared[name] = group_key(BUFFERS if name in of_first else TENSORS, group), len(group)
         part: Box | None = box
         if name not in of_first and not lowest_writes:
             part = share(box, tensor.itemsize, name, index, len(group))
@@ -303,7 +300,7 @@ def _make(
             end = position + part.numel * dtype.itemsize
             pieces.append(TensorPiece(name, part, part.within(box), dtype, position, end))
             position = end
-        return SavePlan(signature, schemas, number, pieces, data_start, position, total, group_leaders, replicated)
+        return SavePlan(signature, schemas, number, pieces, data_start, position, total, group_leaders, compared)
 
     facts = {name: fact for schema in schemas for name, fact in schema.items()}
     total = sum(fact.nbytes * (ranks.size if fact.own else 1) for fact in facts.values())

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.host_memory import allocate_pages, available_memory, give_back
 from slurmtrain.checkpoint.local_tensors import local
-from slurmtrain.checkpoint.save.fingerprints import TURNS_ON_CPU, Key, fingerprint
+from slurmtrain.checkpoint.save.fingerprints import Fingerprints, compared_part, fingerprint
 from slurmtrain.checkpoint.save.plan import SavePlan
 from slurmtrain.errors import CheckpointError
 
@@ -36,17 +36,17 @@ class Image:
     Attributes:
         data: the bytes of the file.
         own_bytes: length of the JSON at its end.
-        fingerprints: fingerprints of tensors that other ranks hold, too; complete when the image is.
+        fingerprints: those of tensors that other ranks hold, too; complete when the image is.
         waited_s: seconds for which `wait` held training up.
     """
 
     def __init__(self, data: memoryview, plan: SavePlan, own: bytes):
         self.data, self.own_bytes = data, len(own)
-        self.fingerprints: dict[Key, int] = {}
+        self.fingerprints: Fingerprints = {key: {} for key, _ in plan.compared.values()}
         self.waited_s = 0.0
         self._plan, self._own = plan, own
         self._copies: list[tuple[str, Tensor]] = []
-        self._keys: list[Key] = []
+        self._names: list[str] = []
         self._expected = torch.empty(0, dtype=torch.int64, device="cpu")
         self._event: torch.cuda.Event | None = None
         self._finished = False
@@ -54,7 +54,7 @@ class Image:
     def later(
         self,
         copies: list[tuple[str, Tensor]],
-        keys: list[Key],
+        names: list[str],
         expected: Tensor,
         event: torch.cuda.Event | None,
     ) -> None:
@@ -62,11 +62,11 @@ class Image:
 
         Args:
             copies: name and copy in the buffer of each tensor, whose fingerprints are the first of `expected`.
-            keys: keys of the fingerprints that follow.
-            expected: int64 [copies + keys] in host memory.
+            names: names of the tensors whose fingerprints follow.
+            expected: int64 [copies + names] in host memory.
             event: recorded when the GPU is done with all of it.
         """
-        self._copies, self._keys, self._expected, self._event = copies, keys, expected, event
+        self._copies, self._names, self._expected, self._event = copies, names, expected, event
 
     def finish(self) -> None:
         """Wait for the copies and complete the file, once. Called by the writer's thread.
@@ -87,7 +87,8 @@ class Image:
                     f"{name} was changed while it was copied",
                     hint="call checkpointer.wait_staged() before changing parameters by hand",
                 )
-        self.fingerprints.update(zip(self._keys, values[len(self._copies) :], strict=True))
+        for name, value in zip(self._names, values[len(self._copies) :], strict=True):
+            self.fingerprints[self._plan.compared[name][0]][name] = value
         header = self._plan.header(self.own_bytes)
         self.data[: len(header)] = header
         self.data[self._plan.data_end :] = self._own
@@ -156,13 +157,13 @@ class Staging:
         *,
         guarded: Collection[str],
         optimizers: Iterable[Optimizer],
-        turn: int = 0,
+        number: int = 0,
     ) -> Image:
         """Begin to copy the plan's pieces and `own` into the buffer.
 
         Args:
             guarded: names of the tensors that only the step of one of `optimizers` changes.
-            turn: number of saves before; see `Replica.compared`.
+            number: that of the save; see `fingerprints.compared_part`.
         """
         size = plan.data_end + len(own)
         if self._buffer.numel() < size:
@@ -185,20 +186,18 @@ class Staging:
             on_gpu[piece.name in guarded].append((target, source))
             if piece.name in guarded:
                 copies.append((piece.name, target))
-        keys: list[Key] = []
+        names: list[str] = []
         compared: list[Tensor] = []
-        for replica in plan.replicas:
-            held = local(tensors[replica.name]).detach()
-            for part, within in replica.compared(turn, 1 if held.is_cuda else TURNS_ON_CPU):
-                key = (replica.name, replica.first, part)
-                if held.is_cuda:
-                    keys.append(key)
-                    compared.append(held[within])
-                else:
-                    image.fingerprints[key] = int(fingerprint(held[within]))
+        for name, (key, holders) in plan.compared.items():
+            part = compared_part(local(tensors[name]).detach(), number, holders)
+            if part.is_cuda:
+                names.append(name)
+                compared.append(part)
+            else:
+                image.fingerprints[key][name] = int(fingerprint(part))
         if on_gpu[False] or on_gpu[True] or compared:
             looked_at = [source for _, source in on_gpu[True]] + compared
-            image.later(copies, keys, *self._copy_from_gpu(on_gpu[False], on_gpu[True], looked_at))
+            image.later(copies, names, *self._copy_from_gpu(on_gpu[False], on_gpu[True], looked_at))
         for optimizer in optimizers:
             if optimizer not in self._hooked:
                 self._hooks.append(optimizer.register_step_pre_hook(self._before_step))

@@ -97,7 +97,12 @@ def commit(temporary: Path, manifest: Manifest, incarnation: Incarnation) -> Pat
 
     Raises and returns as `publish` does.
     """
-    return publish(temporary, json.dumps(asdict(manifest), indent=1).encode(), manifest.step, incarnation)
+    return publish(temporary, manifest_bytes(manifest), manifest.step, incarnation)
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """Return the contents of manifest.json."""
+    return json.dumps(asdict(manifest), indent=1).encode()
 
 
 def publish(temporary: Path, manifest: bytes, step: int, incarnation: Incarnation) -> Path:

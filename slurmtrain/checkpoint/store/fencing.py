@@ -112,9 +112,18 @@ def _check_not_superseded(directory: Path, incarnation: Incarnation) -> None:
 
 def newest_claim(directory: Path) -> int:
     """Return the order of the newest incarnation that has claimed `directory`; 0: none has."""
+    return max(_claims(directory), default=0)
+
+
+def previous_claim(directory: Path, order: int) -> int:
+    """Return the order of the newest incarnation before `order` that has claimed `directory`; 0: none has."""
+    return max((claimed for claimed in _claims(directory) if claimed < order), default=0)
+
+
+def _claims(directory: Path) -> list[int]:
     claims = directory / CLAIMS
     names = [path.name for path in claims.iterdir()] if claims.is_dir() else []
-    return max((int(name) for name in names if name.isdecimal() and name.isascii()), default=0)
+    return [int(name) for name in names if name.isdecimal() and name.isascii()]
 
 
 def wait_until_visible(path: Path) -> None:

@@ -32,7 +32,7 @@ from slurmtrain.choices import BestMode
 from slurmtrain.errors import CheckpointError, UnreadableRecordError
 from slurmtrain.system.modes import file_mode, folder_mode
 from slurmtrain.system.patience import refresh
-from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.process import ProcessMark
 from slurmtrain.system.records import parse, read_bytes
 from slurmtrain.system.trust import is_mine
 

@@ -9,10 +9,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.checkpoint.tensor_difference import TensorDifference
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import CheckpointError, UnreadableRecordError
 from slurmtrain.observe.metrics import is_detail, is_measured, read_metrics
@@ -20,8 +19,11 @@ from slurmtrain.report.compare import by_step, compare_data, divergences
 from slurmtrain.runs.program_checkpoints import find_checkpoints
 from slurmtrain.runs.run_dir import RunDir
 
+if TYPE_CHECKING:
+    from slurmtrain.checkpoint.difference import TensorDifference  # with numpy
+
 Log = Mapping[int, Mapping[str, float]]  # values by step and name
-Differences = Callable[[Path, Path], tuple[list[TensorDifference], list[str]]]
+Differences = Callable[[Path, Path], tuple[list["TensorDifference"], list[str]]]
 HASH = "data_hash"  # a digest of the samples so far
 TELLING = {HASH: 0, "lr": 1, "loss": 2}  # the nearest to the cause first: samples and learning rate decide the loss
 SEEDS = (
@@ -51,7 +53,6 @@ class Comparison:
         checkpoint: step of the checkpoint that was compared; None if there is none.
         tensors: the tensors that differ in it, in the order of their names.
         state: names of what else differs in it: counters, the state of a schedule.
-        random: names of random states that differ in it. That alone is no difference: nothing has drawn from them yet.
         left: why no checkpoint was compared; None if one was.
     """
 
@@ -62,7 +63,6 @@ class Comparison:
     checkpoint: int | None = None
     tensors: Sequence[TensorDifference] = ()
     state: Sequence[str] = ()
-    random: Sequence[str] = ()
     left: str | None = None
 
     @property
@@ -117,9 +117,9 @@ def with_checkpoint(
     return dataclasses.replace(
         found,
         checkpoint=step,
+        # Random states that differ are no difference as long as nothing has drawn from them: then the others differ, too.
         tensors=tuple(each for each in tensors if not _is_random(each.name)),
         state=tuple(name for name in state if not _is_random(name)),
-        random=tuple(name for name in [*(each.name for each in tensors), *state] if _is_random(name)),
     )
 
 
@@ -140,19 +140,17 @@ def compare_runs(undisturbed: RunDir, other: RunDir, job: JobConfig, tolerance: 
     except UnreadableRecordError as error:
         return Comparison(left=error.message)
     if job.checkpoints is not None:
-        from slurmtrain.checkpoint import program_tensors  # with torch
-
         saved = []
         for run in runs:
             theirs = find_checkpoints(run.program_folders, job.checkpoints, job.checkpoint_complete)
             saved.append({each.step: each.path for each in theirs if each.problem is None and each.step is not None})
-        return with_checkpoint(found, saved[0], saved[1], program_tensors.differences)
-    own = [{step_of(path): path for path in committed(run.checkpoints)} for run in runs]
-    if not own[0].keys() & own[1].keys():
-        return found
+    else:
+        saved = [{step_of(path): path for path in committed(run.checkpoints)} for run in runs]
+        if not saved[0].keys() & saved[1].keys():
+            return found
     from slurmtrain.checkpoint.difference import differences  # with numpy
 
-    return with_checkpoint(found, own[0], own[1], differences)
+    return with_checkpoint(found, saved[0], saved[1], differences)
 
 
 def describe(found: Comparison) -> str:
@@ -162,8 +160,6 @@ def describe(found: Comparison) -> str:
     at = f"the checkpoint of step {found.checkpoint}"
     what = [f"{len(found.steps)} logged steps"] if found.steps else []
     what += [f"every tensor of {at}"] if found.checkpoint is not None else [found.left] if found.left else []
-    if found.random:
-        what.append(f"the random state in it differs, but nothing has drawn from it ({', '.join(found.random[:3])})")
     if found.same_bits:
         return f"the same bits ({', '.join(what)})"
     if found.equal:
@@ -192,16 +188,10 @@ def likely_causes(found: Comparison, resumed_at: int | None) -> list[str]:
     """Return what was probably not restored in a run that differs, the likeliest first."""
     first = found.divergence
     if first is None:
-        optimizer = any("optim" in each.name.lower() for each in found.tensors)
-        return [
-            *(
-                ["random state is not restored, and something has drawn from it (dropout, shuffling)"]
-                if found.random
-                else []
-            ),
-            *(["the optimiser's state is not restored, or the schedule of its learning rate"] if optimizer else []),
-            *(["counters or schedules are not restored"] if found.state else []),
-        ]
+        causes = ["random state is not restored, and something has drawn from it (dropout, shuffling)"]
+        if any("optim" in each.name.lower() for each in found.tensors):
+            causes.insert(0, "the optimiser's state is not restored, or the schedule of its learning rate")
+        return causes if found.tensors else ["counters or schedules are not restored"]
     if first.name == HASH:
         return ["the order of the data is not restored: the resumed part begins with other samples"]
     if first.name == "lr":

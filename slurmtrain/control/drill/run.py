@@ -55,9 +55,8 @@ from slurmtrain.runs.reached_step import last_logged_step
 from slurmtrain.runs.reasons import Verdict as Next
 from slurmtrain.runs.run_dir import DRILLS, RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.facts import ClusterFacts
+from slurmtrain.slurm.facts import ClusterFacts, PreemptionTimes, preemption_times
 from slurmtrain.slurm.job_states import GONE
-from slurmtrain.slurm.preemption import PreemptionTimes, preemption_times
 from slurmtrain.system.files import write_text
 
 log = logging.getLogger(__name__)

@@ -13,10 +13,16 @@ from typing import Any
 from slurmtrain.choices import Backend, EvalMode, JobKind, PreflightMode, RequeueMode
 from slurmtrain.config.schema import Config, HooksConfig, ObserveConfig
 from slurmtrain.errors import EnvironmentMismatchError, UsageError, nearest
-from slurmtrain.slurm.facts import ClusterFacts, Partition
-from slurmtrain.slurm.job_limits import association_of, qos_of
+from slurmtrain.slurm.facts import (
+    NOT_AT_ALL,
+    ClusterFacts,
+    Partition,
+    association_of,
+    first_partition,
+    preemption_of,
+    qos_of,
+)
 from slurmtrain.slurm.nodelist import expand_nodelist
-from slurmtrain.slurm.preemption import NOT_AT_ALL, first_partition, preemption_of
 
 INTERRUPTION = "slurmtrain.training.hooks.interruption.Interruption"
 # If a command line has only these words, the site is drilled.

@@ -23,7 +23,7 @@ from slurmtrain.data.prepare.file_errors import file_errors_reported
 from slurmtrain.data.prepare.unit import Task, UnitProgress, UnitRecord, describe, prepare_unit, read_records
 from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError, how_it_ended
-from slurmtrain.system.parent_death import be_killed_with
+from slurmtrain.system.process import be_killed_with
 from slurmtrain.system.signals import STOP_SIGNALS
 
 MAX_LEADING_BAD_RECORDS = 100  # bad records before the first good one

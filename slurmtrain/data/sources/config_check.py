@@ -10,15 +10,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmtrain.config.known_models import HUGGING_FACE
 from slurmtrain.config.schema import Config
-from slurmtrain.data.format.manifest import FILE_NAME, Manifest, TokenizerFacts, read_manifest
 from slurmtrain.data.sources.shares import shares_of
 from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.system.paths import absolute
 from slurmtrain.system.sight import OF_EACH_NODE
+
+if TYPE_CHECKING:  # most configs name no prepared data, and `submit` is to answer at once
+    from slurmtrain.data.format.manifest import Manifest, TokenizerFacts
 
 PREPARED = "slurmtrain.data.PreparedText"
 TEXT_FILES = "slurmtrain.data.TextFiles"
@@ -51,6 +53,8 @@ def check_prepared(config: Config, *, later: bool = False) -> None:
         folder = Path(values["path"]).expanduser()
         if not later and config.cluster.container.kind is None:  # whose paths are its own
             _check_is_there(folder)
+        from slurmtrain.data.format.manifest import FILE_NAME
+
         if (folder / FILE_NAME).exists():
             manifest = _manifest(folder, (folder / FILE_NAME).stat().st_mtime_ns)
             check_tokenizer(manifest, folder, values.get("tokenizer_sha256"))
@@ -67,6 +71,8 @@ def prepared_folders(values: Mapping[str, Any]) -> Iterator[Path]:
 
 def _check_is_there(folder: Path) -> None:
     """Raise ConfigError if `folder` certainly holds no prepared data set; a folder that only compute nodes can see passes."""
+    from slurmtrain.data.format.manifest import FILE_NAME, read_manifest
+
     if folder.parent in OF_EACH_NODE:
         return
     if folder.is_file():
@@ -89,6 +95,8 @@ def _check_is_there(folder: Path) -> None:
 @functools.lru_cache(maxsize=16)
 def _manifest(folder: Path, changed_ns: int) -> Manifest:
     """Read a manifest once for all points of a sweep, since that of a large data set is long."""
+    from slurmtrain.data.format.manifest import read_manifest
+
     return read_manifest(folder)
 
 

@@ -18,11 +18,11 @@ from slurmtrain.report.page.series import Series, series_of
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import RunState
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.environment_record import newest_environment
 from slurmtrain.runs.gpu_use import NodeGpus, read_gpu_use
 from slurmtrain.runs.node_blame import left_out_of
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.node_ledger import LeftOut
+from slurmtrain.runs.software import newest_environment
+from slurmtrain.slurm.node_ledger import Blamed
 
 MOST_EVENTS = 20_000  # of the newest ones
 
@@ -56,7 +56,7 @@ class RunFacts:
     now: float
     metrics_left_out: int = 0
     goodput: Goodput | None = None
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[Blamed, ...] = ()
     hang_pages: Mapping[int, str] = field(default_factory=dict)
     gpu_use: tuple[NodeGpus, ...] = ()
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

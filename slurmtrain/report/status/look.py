@@ -15,7 +15,7 @@ from slurmtrain.report.status.record import Owner, Record, read_record
 from slurmtrain.report.status.sentences import state_of
 from slurmtrain.report.status.state import RunState, RunStatus, unreadable
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.user import name_of
+from slurmtrain.system.trust import name_of
 
 
 def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:

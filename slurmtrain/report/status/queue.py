@@ -13,7 +13,7 @@ from pathlib import Path
 from slurmtrain.errors import ClusterError, UnreadableRecordError
 from slurmtrain.report.status.record import Owner, Record
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.job_tokens import is_anothers, names_of
+from slurmtrain.runs.jobs import is_anothers, names_of
 from slurmtrain.runs.ownership import is_own
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.job_facts import QueuedJob

@@ -13,13 +13,13 @@ from slurmtrain.choices import Backend
 from slurmtrain.errors import ClusterError, UnavailableRecordError
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.chain import links
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.jobs import links
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.reasons import RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.command_environment import trusted_slurm_conf
 from slurmtrain.slurm.job_states import JobState
-from slurmtrain.slurm.trusted_conf import trusted_slurm_conf
 from slurmtrain.system.records import is_job_id
 
 USER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
@@ -133,7 +133,7 @@ class Record:
 
     def cancelled(self, queued: str) -> bool:
         """Return whether the job was cancelled, by scancel or by `cancel RUN` after the last attempt could notice."""
-        return queued == JobState.CANCELLED or requests.cancelled_after(self.run_dir, self.last)
+        return queued == JobState.CANCELLED or requests.ended_after(self.run_dir, self.last) is not None
 
     @property
     def pruned(self) -> bool:

@@ -38,7 +38,7 @@ from slurmtrain.runtime.shared_file_wait import Published
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.runtime.watchdog.program import RANK, ProgramWatch
 from slurmtrain.slurm.environment import Environment, check_gpu_files
-from slurmtrain.system import descendants
+from slurmtrain.system import process
 from slurmtrain.system.signals import StopFlag
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def run_command(
     if environment.rank == 0:
         look_before_start(config, context, lambda: stop_flag.requested)
     start = start_of(config, environment, context, lambda: stop_flag.requested)
-    descendants.adopt_orphans()
+    process.adopt_orphans()
     program = _start_process(start)
     stopper = ProgramStopper(config.job, environment.source, context, stop_flag, start.folder, environment.rank)
     watch = _watch(config, environment, context, program.pid, stop_flag)
@@ -199,7 +199,7 @@ def _wait_for_descendants(
             return max(ended, _end_of_grace(context, stop_flag, config.job.stop_grace_s))
         return ended + (config.cluster.srun_wait_s if code in (0, EXIT_REQUEUE) else 0)
 
-    left = descendants.wait_until_gone(until)
+    left = process.wait_until_gone(until)
     if left:
         shown = "; ".join(left[:5]) + ("; ..." if len(left) > 5 else "")
         log.warning("left behind by the program, and ended: %s", shown)

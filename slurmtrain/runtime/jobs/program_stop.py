@@ -25,8 +25,9 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.job_states import JobState
-from slurmtrain.system import descendants
+from slurmtrain.system import process
 from slurmtrain.system.files import read_json
+from slurmtrain.system.records import typed_or_none
 from slurmtrain.system.signals import StopCause, StopFlag
 
 log = logging.getLogger(__name__)
@@ -87,10 +88,10 @@ class ProgramStopper:
         if self._folder is not None and just_started and not any(self._folder.glob("*.pid")):
             # The launcher has started nothing yet that could hear it, and hears no stop signal itself. (Much later, a cleaner
             # of /tmp may have removed the files.)
-            descendants.send(signal.SIGKILL, descendants.alive())
+            process.send(signal.SIGKILL, process.living_below())
         processes, missed = self._processes(), first.moment < self._began
         pids = to_tell(processes, stop_signal, first.cause, source=self._source, own_group=os.getpgrp(), missed=missed)
-        descendants.send(stop_signal, pids)
+        process.send(stop_signal, pids)
         facts = None
         while not self._closed.wait(LOOK_EVERY_S):
             facts = told_facts(self._context.attempt_dir) or facts
@@ -101,7 +102,7 @@ class ProgramStopper:
     def _processes(self) -> list[ProgramProcess]:
         between = {path.stem for path in self._folder.glob("*.pid")} if self._folder is not None else set()
         found = []
-        for pid in descendants.alive():
+        for pid in process.living_below():
             if process_name(pid) in HELPERS:
                 continue
             with contextlib.suppress(ProcessLookupError):
@@ -109,7 +110,7 @@ class ProgramStopper:
         return found
 
     def _end(self, took_s: float) -> None:
-        left = descendants.alive()
+        left = process.living_below()
         if not left or self._closed.is_set():
             return
         rule = (
@@ -121,8 +122,8 @@ class ProgramStopper:
                 Event.KILLED_AFTER_GRACE, attempt=self._context.number, rank=self._rank, seconds=round(took_s, 1)
             )
         while left and not self._closed.wait(KILL_EVERY_S):
-            descendants.send(signal.SIGKILL, left)
-            left = descendants.alive()
+            process.send(signal.SIGKILL, left)
+            left = process.living_below()
 
 
 def to_tell(
@@ -172,7 +173,7 @@ def told_facts(attempt_dir: AttemptDir) -> JobFacts | None:
     except (OSError, UnreadableRecordError) as error:
         log.debug("what SLURM has said of this job cannot be read now: %s", error)
         return None
-    return JobFacts.from_json(facts) if isinstance(facts, dict) else None
+    return typed_or_none(JobFacts, facts)
 
 
 def end_of_grace(told: float, grace_s: float | None, facts: JobFacts | None) -> float:

@@ -17,7 +17,7 @@ from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.runtime.exports import Exports
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.node_ledger import NODE_NAME, NodeEvent, NodeRecord, append_to_ledger, ledger_file
-from slurmtrain.system.best_effort import BestEffort
+from slurmtrain.system.patience import BestEffort
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState
 

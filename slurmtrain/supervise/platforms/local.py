@@ -25,16 +25,16 @@ from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import node_shape
 from slurmtrain.launch.changes import apply_next_change
 from slurmtrain.report.status.sentences import how_to_continue
+from slurmtrain.runs.failures import record_killed_task
 from slurmtrain.runs.outcome import AttemptOutcome
 from slurmtrain.runs.reasons import Verdict, exit_code_of_run
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.srun_log import record_killed_task
 from slurmtrain.slurm.command_environment import is_of_ranks
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, own_node_name
 from slurmtrain.supervise.loop import supervise
 from slurmtrain.supervise.platforms import rank_environment
 from slurmtrain.system import process as processes
-from slurmtrain.system.parent_death import end_with_parent
+from slurmtrain.system.process import end_with_parent
 from slurmtrain.system.signals import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class ThisMachine:
         own_is_done = outcome.verdict is Verdict.DONE and self.config.job.kind == JobKind.COMMAND
         if (ended or own_is_done) and self.config.checkpoint.local is not None:
             # It loads numpy, for which `submit` has no time.
-            from slurmtrain.checkpoint.node_copies.folder import remove_run
+            from slurmtrain.checkpoint.node_folder import remove_run
 
             remove_run(Path(self.config.checkpoint.local), self._run_dir.checkpoints, self._run_dir.id)
         if outcome.verdict is not Verdict.REQUEUE:

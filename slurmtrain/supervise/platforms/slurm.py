@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurmtrain.choices import JobKind, RequeueMode
-from slurmtrain.config.elastic import usable_sizes
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import as_started, node_shape
+from slurmtrain.config.parallel_dims import usable_sizes
 from slurmtrain.errors import EXIT_REQUEUE, ClusterError, ConfigError, SlurmtrainError
 from slurmtrain.launch.srun import explained_srun, srun_node_options
-from slurmtrain.runs import chain
+from slurmtrain.runs import jobs
 from slurmtrain.runs.attempts import Attempt, read_attempt
 from slurmtrain.runs.outcome import AttemptOutcome
 from slurmtrain.runs.reasons import Reason, Verdict
@@ -188,11 +188,11 @@ class SlurmJob:
         if outcome.verdict is Verdict.DONE:
             free_dependents(self._run_dir, read_attempt(self._run_dir, number), self.client)
         if outcome.verdict is Verdict.NEXT:
-            for link in chain.waiting_after(self._run_dir, self.job_id, self.client)[:1]:
+            for link in jobs.waiting_after(self._run_dir, self.job_id, self.client)[:1]:
                 leave_out([self._run_dir], link, self.client)
         over = outcome.verdict in (Verdict.DONE, Verdict.END) and outcome.reason is not Reason.SUPERSEDED
         if self.config.requeue.mode == RequeueMode.CHAIN and over:
-            chain.cancel_rest(self._run_dir, self.job_id, self.client)
+            jobs.cancel_rest(self._run_dir, self.job_id, self.client)
 
     def _srun(self, attempt_dir: Path, nodes: Sequence[str], *, standby: bool = False) -> list[str]:
         """Return the command that starts the ranks; on the largest number of nodes that can divide the global batch.

@@ -16,7 +16,6 @@ from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.save.pending_save import DRAIN_S, PendingSave, SaveResult
 from slurmtrain.checkpoint.save.schedule import Interval, SaveSchedule, choose_last_save
-from slurmtrain.checkpoint.store.retention import Soundness
 from slurmtrain.choices import RestoreOnly
 from slurmtrain.config.schema import CheckpointConfig
 from slurmtrain.errors import CheckpointError, ConfigError
@@ -100,7 +99,7 @@ class Checkpointing(TrainingHook):
     def _say_what_is_sound(self, state: TrainingState) -> None:
         health = state.counters.health
         unchecked_step = health.checked_step if state.hooks.has_handler("numbers_known") else None
-        self._checkpointer.set_soundness(Soundness(health.sound_step, unchecked_step))
+        self._checkpointer.sound_step, self._checkpointer.unchecked_step = health.sound_step, unchecked_step
 
     def _go_back_to_beginning(self, state: TrainingState, at_most: int) -> bool:
         """Load what the run has begun from: another run's checkpoint, of at most step `at_most`, or weights of a folder."""

@@ -72,7 +72,7 @@ def test_a_whole_comparison_tells_by_how_much_each_tensor_of_every_object_differ
     tensors, state = differences(a, save(tmp_path / "c", model=model, optimizer=optimizer))
     assert [each.name.endswith("weight.exp_avg") for each in tensors] == [True]
     assert tensors[0].relative == pytest.approx(1 / 3)
-    assert state == ["optimizer.param_groups"]
+    assert state == ["optimizer.param_groups.0.lr"]
     tensors, _ = differences(a, save(tmp_path / "d", model=model.double(), optimizer=optimizer))
     assert {each.why for each in tensors if each.name.startswith("model.")} == {"another shape or type"}
 

@@ -24,7 +24,7 @@ from slurmtrain.checkpoint.format import directory as checkpoint_directory
 from slurmtrain.checkpoint.format.directory import remove
 from slurmtrain.checkpoint.store.retention import Keep, Kept, Soundness, in_use, leftovers, reading, surplus
 from slurmtrain.errors import CheckpointError
-from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.process import ProcessMark
 
 HOUR = 3600.0
 

@@ -285,13 +285,7 @@ def test_a_discarded_save_is_neither_there_nor_a_failure(
     run = training(max_failures=2)
     saving = run.save(1)
     assert writing.reached.wait(PATIENCE_S)
-    told = run.checkpointer._saves._discard
-
-    def open_when_told() -> None:
-        assert told.wait(PATIENCE_S)
-        writing.open()
-
-    threading.Thread(target=open_when_told).start()
+    writing.open(after_s=0.2)
     run.checkpointer.discard()
     assert saving.done() and run.steps == [] and run.checkpointer.in_flight is None
     with pytest.raises(CheckpointError, match="given up"):

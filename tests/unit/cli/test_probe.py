@@ -18,8 +18,6 @@ from tests.support.recorded_slurm import answers_of, play
 def alpha(project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """A cluster with accounting, as it was recorded, for the user `me`; the current folder is an empty project."""
     monkeypatch.setattr("slurmtrain.slurm.read_facts.own_user", lambda: "me")
-    for name in ("HOME", "SCRATCH", "WORK", "MODULEPATH", "LMOD_CMD", "MODULES_CMD"):
-        monkeypatch.delenv(name, raising=False)
     play(slurm, answers_of("alpha_22_05"))
     return slurm
 
@@ -34,7 +32,7 @@ def test_probe_writes_a_file_that_cluster_finds_in_this_folder(
     assert "python -m slurmtrain +cluster=alpha submit --dry-run" in said
     assert "with the partitions gpu (default), " in said
     assert "storage_gb_per_s: What do all nodes" in said
-    assert os.listdir(project) == ["conf"]  # the file by which the speed was measured is gone
+    assert os.listdir(project) == ["conf"]
     config = compose(["cluster=alpha"])
     assert (config.cluster.partition, config.cluster.gpus_per_node) == ("gpu", 4)
     assert main(["+cluster=alpha", "submit", "--dry-run"]) == 0
@@ -142,7 +140,7 @@ def test_check_looks_at_a_file_with_what_its_defaults_list_adds(
         "sbatch --test-only", "Batch job submission failed: Invalid qos specification"
     )  # SLURM has the last word
     assert main(["probe", "--check", "mine/cluster/own.yaml"]) == 78
-    assert "cannot run: sbatch refused the job: Invalid qos specification" in capsys.readouterr().out
+    assert "cannot run: sbatch refused the job: Batch job submission failed: Invalid qos" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

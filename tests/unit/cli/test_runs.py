@@ -21,10 +21,10 @@ from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.observe import MetricsLog
 from slurmtrain.report import prune
 from slurmtrain.report.compare import divergences
-from slurmtrain.runs.code_record import CodeRecord, write_code_record
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.software import CodeRecord, write_code_record
 from slurmtrain.system.files import disk_usage, write_json
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm

@@ -140,7 +140,7 @@ def test_a_launcher_that_every_rank_would_start_is_named(words: list[str], comma
 
 
 def test_a_launcher_is_for_programs_only() -> None:
-    with pytest.raises(ConfigError, match=r"job\.launcher works only with a job\.command"):
+    with pytest.raises(ConfigError, match=r"job\.launcher=torchrun needs job=command"):
         validate(compose(["cluster=a100x4", "job.launcher=torchrun"]))
-    with pytest.raises(ConfigError, match=r"job\.stop_signal works only with a job\.command"):
+    with pytest.raises(ConfigError, match=r"job\.stop_signal=SIGUSR1 needs job=command"):
         validate(compose(["cluster=a100x4", "job.stop_signal=SIGUSR1"]))

@@ -41,7 +41,7 @@ def test_where_a_launcher_starts_the_ranks_the_job_of_the_verb_has_as_many() -> 
     [
         (["preflight.clock_offset_s=0"], "preflight.clock_offset_s=0.0 must be above 0"),
         (["preflight.slow_share=1"], "preflight.slow_share=1.0 must be above 0 and below 1"),
-        (["preflight.exclude_slow=true"], "preflight.mode=quick does not measure speed"),
+        (["preflight.exclude_slow=true"], "preflight.exclude_slow=true needs preflight.mode=full"),
         (["job.kind=preflight"], "job.kind=preflight is not known"),
     ],
 )

@@ -6,17 +6,18 @@ python -m pytest tests/unit/config/test_reference.py --update-goldens    writes 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from types import NoneType
 from typing import Annotated, Any, NamedTuple
 
 import pytest
 
-from slurmtrain.choices import Choice
 from slurmtrain.config import schema
 from slurmtrain.config.compose import compose
 from slurmtrain.config.fields import hints, words_of
@@ -139,14 +140,14 @@ def _fields(owner: ast.ClassDef, defaults: Mapping[str, Any]) -> Iterator[Field]
 
 
 def _type(kind: Any) -> str:
-    """Return a field's type as a person reads it, with its range, or the words of a Choice."""
+    """Return a field's type as a person reads it, with its range, or the words that it takes."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Annotated:
         ranges = [str(each) for each in arguments[1:] if isinstance(each, Range)]
         return " ".join([_type(arguments[0]), *(f"({each})" for each in ranges)])
     if kind is Any:
         return "Any"
-    if isinstance(kind, type) and issubclass(kind, Choice):
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
         return " | ".join(f"`{word}`" for word in words_of(kind))
     if typing.get_origin(kind) in (list, dict, tuple):
         return f"{typing.get_origin(kind).__name__}[{', '.join(map(_type, arguments))}]"
@@ -169,7 +170,7 @@ def _default(value: ast.expr | None) -> str:
         if isinstance(value, ast.Name):  # a share of train.steps
             return "null"
         if isinstance(value, ast.Attribute):
-            return str(getattr(getattr(schema, ast.unparse(value.value)), value.attr))
+            return str(functools.reduce(getattr, ast.unparse(value).split("."), schema))
         return "{}" if "dict" in ast.unparse(value) else "[]"
 
 

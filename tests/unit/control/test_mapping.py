@@ -79,7 +79,7 @@ def test_results_come_back_and_what_raised_raises_with_the_traceback_of_the_job(
     with pytest.raises((NoLuckError, RunFailedError)):
         calls.results(timeout_s=5)
     first = Failures.read(calls[1]._run_dir.attempt(1)).first()
-    assert first is not None and first.failure.exit_code == 78 and "no luck with 2" in first.sentence
+    assert first is not None and first.exit_code == 78 and "no luck with 2" in first.sentence
 
 
 def test_a_killed_notebook_finds_its_calls_again(calls: MapRun) -> None:

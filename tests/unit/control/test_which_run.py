@@ -12,7 +12,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.process import ProcessMark
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, printed, shown, submitted_run

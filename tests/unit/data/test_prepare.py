@@ -773,13 +773,13 @@ def test_it_does_without_torch(cli: Cli, project: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["prepare.output=out"], 78, "prepare.inputs is empty"),
+        (["prepare.output=out"], 78, "prepare.inputs is not set"),
         (["prepare.inputs=[a.txt]"], 78, "prepare.output is not set"),
         (["prepare.inputs=[*.json]", "prepare.output=out"], 78, "nothing matches '{here}/*.json'"),
         (["prepare.inputs=[a.txt]", "prepare.output=file/out"], 78, "prepare.output={here}/file/out cannot be used: Not a"),
         (["prepare.inputs=[../project]", "prepare.output=out"], 78, "prepare.output={here}/out lies in the input {here}"),
         (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.format=csv"], 78, "prepare.format=csv is not known"),
-        (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.part=2"], 78, "prepare.part=2 with prepare.parts=1"),
+        (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.part=2"], 78, "prepare.part=2 needs more prepare.parts"),
         (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.valid_fraction=1"], 78, "prepare.valid_fraction=1.0 must"),
         (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.unit_mb=0"], 78, "prepare.unit_mb=0.0 must be above 0"),
         (["verify"], 2, "required: FOLDER"),

@@ -15,10 +15,9 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.frozen import load_frozen
-from slurmtrain.runs.code_record import read_code_record
-from slurmtrain.runs.environment_record import write_environment
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.software import read_code_record, write_environment
 from slurmtrain.system.process_facts import ProcessFacts
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import submitted_run
@@ -86,9 +85,9 @@ def test_a_bundle_holds_config_code_packages_and_revision(
     assert {(each.uid, each.uname) for each in entries.values()} == {(0, "")}
     code = {"code/train.py", "code/lib/model.py", "code/run.sh", "code/.gitignore", "code/latest"}
     own = {name for name in entries if not name.startswith("code/slurmtrain/")}  # which an editable install adds
-    assert own == {"bundle.json", "config.yaml", "requirements.txt", *code}
+    assert own == {"run.json", "code.json", "config.yaml", "requirements.txt", *code}
     assert texts["code/lib/model.py"] == b"WIDTH = 16\n" and texts["config.yaml"] == run.config_file.read_bytes()
-    assert json.loads(texts["bundle.json"])["git"]["revision"] == run.info()["code"]["revision"]
+    assert json.loads(texts["run.json"])["code"]["revision"] == run.info()["code"]["revision"]
     assert texts["requirements.txt"] == b"numpy==2.0\ntorch==2.11.0+cu128\n"
     assert main(words) == 78
     assert "b.tar.gz already exists" in capsys.readouterr().err

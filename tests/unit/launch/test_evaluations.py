@@ -100,11 +100,15 @@ def test_what_was_the_training_s_own_is_not_the_evaluation_s() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["cluster=local", "eval=job"], "cluster.backend=local has only this machine and no queue"),
-        ([*JOB, "checkpoint.keep_best=2"], "checkpoint.keep_best=2 with eval.mode=job"),
+        (["cluster=local", "eval=job"], "eval.mode=job needs a SLURM cluster"),
+        ([*JOB, "checkpoint.keep_best=2"], "checkpoint.keep_best=2 needs eval.mode=inline"),
         ([*JOB, "eval.cluster.nodez=2"], "cluster has no field 'nodez'"),
-        ([*JOB, "eval.cluster.time_limit_min=1"], "the evaluation job .* is invalid: cluster.signal_lead_s"),
+        (
+            [*JOB, "eval.cluster.time_limit_min=1"],
+            "the evaluation job .* is invalid: cluster.time_limit_min=1 and cluster.signal_lead_s",
+        ),
         ([*JOB, "eval.parallel.tp=3"], "parallel.tp=3"),
+        ([*JOB, "eval.parallel.tp=many"], "parallel.tp=many is not a whole number"),
         (["eval.mode=later"], "eval.mode=later is not known"),
         (["eval.metrics.acuracy=true"], "eval.metrics.acuracy: there is no such metric"),
         (["eval.metrics.top5=5"], "eval.metrics.top5=5 has no _target_"),

@@ -14,7 +14,7 @@ import pytest
 from slurmtrain.choices import ContainerKind
 from slurmtrain.config.schema import ClusterConfig, ContainerConfig
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
-from slurmtrain.launch.import_paths import Hook, ImportPaths, ask, interpreter_of, roots_below
+from slurmtrain.launch.import_paths import Hook, ask, interpreter_of, roots_below
 from slurmtrain.slurm.command_environment import belongs_to_a_job
 
 HATCHLING = """
@@ -134,7 +134,7 @@ def test_an_editable_install_of_links_alone_is_refused(tmp_path: Path) -> None:
     strict = tmp_path / "build" / "__editable__.a-1-py3-none-any"
     strict.mkdir(parents=True)
     with pytest.raises(ConfigError, match="editable_mode=strict"):
-        roots_below(tmp_path, ImportPaths((str(strict),)))
+        roots_below(tmp_path, [str(strict)], [])
 
 
 def test_only_folders_of_the_work_tree_count_each_once_in_the_order_of_the_search(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_only_folders_of_the_work_tree_count_each_once_in_the_order_of_the_searc
         Hook(False, "_hook", "other", "/elsewhere/other"),
         Hook(False, "_hook", "own", str(tree / "own")),
     )
-    assert roots_below(tree, ImportPaths(path, hooks)) == ("libs/b", "src", "deep")
+    assert roots_below(tree, path, hooks) == ("libs/b", "src", "deep")
 
 
 def test_the_interpreter_that_is_asked_is_that_of_the_ranks(tmp_path: Path) -> None:
@@ -165,4 +165,4 @@ def test_the_interpreter_that_is_asked_is_that_of_the_ranks(tmp_path: Path) -> N
         assert interpreter_of(cluster) == str(environment / "python")
     assert interpreter_of(ClusterConfig(venv=str(tmp_path / "none"))) is None
     assert interpreter_of(ClusterConfig(container=ContainerConfig(kind=ContainerKind.PYXIS, image="a"))) is None
-    assert ask("/bin/false") == ask(str(tmp_path / "none")) == ImportPaths()
+    assert ask("/bin/false") == ask(str(tmp_path / "none")) == ((), ())

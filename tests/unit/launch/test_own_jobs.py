@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.launch.submit_once import Patience, submit_exactly_once
+from slurmtrain.launch import submit_once
 from slurmtrain.report.status import look, queue
 from slurmtrain.runs import requests
 from slurmtrain.runs.events import Event
@@ -29,7 +29,7 @@ from slurmtrain.supervise.platforms import local
 from slurmtrain.system import file_claims
 from slurmtrain.system.file_claims import claimed, is_claimed
 from slurmtrain.system.files import write_json
-from slurmtrain.system.process_mark import ProcessMark
+from slurmtrain.system.process import ProcessMark
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
@@ -130,7 +130,7 @@ def test_a_run_whose_earlier_job_is_back_in_the_queue_is_not_resumed_beside_it(
 
 @pytest.mark.parametrize("accepted", [True, False])
 def test_ctrl_c_while_it_is_submitted_says_where_the_run_stands(
-    accepted: bool, project: Path, slurm: FakeSlurm, capsys: Out
+    accepted: bool, project: Path, slurm: FakeSlurm
 ) -> None:
     accept = '"$here/real/sbatch" "$@" >/dev/null; ' if accepted else ""
     slurm.instead_of_sbatch(f'{accept}touch "$here/in-sbatch"; exec sleep 600')
@@ -143,10 +143,10 @@ def test_ctrl_c_while_it_is_submitted_says_where_the_run_stands(
     said = process.communicate(timeout=120)[1]
     (run_dir,) = all_runs(project / "runs")
     assert process.returncode == 130 and f"cancel {run_dir.id}" in said
-    if accepted:
-        assert "was submitted all the same, as job 101, and goes on" in said and run_dir.info()["job_ids"] == ["101"]
-    else:
-        assert f"no job of run {run_dir.id} is in the queue yet" in said and f"resume {run_dir.id}" in said
+    assert f"run {run_dir.id} may have a job already: resume {run_dir.id} looks for it" in said
+    (slurm.directory / "real" / "sbatch").replace(slurm.directory / "sbatch")
+    assert main(["resume", run_dir.id]) == 0
+    assert run_dir.info()["job_ids"] == ["101"] and len(slurm.jobs) == 1
 
 
 # Ending it.
@@ -263,7 +263,7 @@ def test_resume_submits_a_run_whose_only_job_has_ended_since_the_shell_that_subm
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SLURM still remembers that job by the same token, and nothing would run if it was taken for the new one."""
-    monkeypatch.setitem(submit_exactly_once.__kwdefaults__ or {}, "patience", Patience(confirm_every_s=0.0))
+    monkeypatch.setattr(submit_once, "CONFIRM_EVERY_S", 0.0)
     run = make()
     run.event(Event.SUBMITTING, token=f"{run.id}:s0")
     if began:
@@ -280,7 +280,7 @@ def test_resume_submits_a_run_whose_only_job_has_ended_since_the_shell_that_subm
 
 def claim_elsewhere(folder: Path, *, age_s: float) -> Path:
     claim = folder / "claim-0001.json"
-    claim.write_text(json.dumps({"host": "another-host", "pid": 1, "born": 1.0}))
+    claim.write_text(json.dumps({"host": "another-host", "pid": 1, "born": "1"}))
     os.utime(claim, (time.time() - age_s,) * 2)
     return claim
 

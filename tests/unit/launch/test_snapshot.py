@@ -16,8 +16,8 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.launch import snapshot as snapshots
-from slurmtrain.runs.code_record import CodeRecord, read_code_record, words_for_changes
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.software import CodeRecord, read_code_record, words_for_changes
 from tests.support.fake_slurm import FakeSlurm
 
 Submit = Callable[..., RunDir]

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
+from slurmtrain.launch import submit_once
 from slurmtrain.launch.submit_once import (
-    Patience,
     RefusedError,
     SubmitLimitError,
     UnclearError,
     error_of,
-    submit_exactly_once,
 )
 from tests.support.fake_slurm import NO_REPLY, UNREACHABLE, FakeSlurm
 
@@ -26,8 +25,8 @@ Out = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = Patience(first_delay_s=0.0, confirm_every_s=0.0)
-    monkeypatch.setitem(submit_exactly_once.__kwdefaults__ or {}, "patience", quick)
+    monkeypatch.setattr(submit_once, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(submit_once, "CONFIRM_EVERY_S", 0.0)
 
 
 def asked(slurm: FakeSlurm) -> list[str]:

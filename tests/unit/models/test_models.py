@@ -191,7 +191,7 @@ def test_dropout_acts_in_training_and_never_in_evaluation() -> None:
     ("changes", "message", "hint"),
     [
         ({"n_heads": 5}, "model.dim=32 cannot be divided among model.n_heads=5", "model.n_heads=4"),
-        ({"dim": 36, "n_heads": 4}, "an odd size", "model.dim=40"),
+        ({"dim": 36, "n_heads": 4}, "model.dim=36 cannot be divided among model.n_heads=4", "model.dim=40"),
         ({"n_kv_heads": 3}, "model.n_kv_heads=3", "1, 2, 4"),
         ({"n_layers": 0}, "model.n_layers=0 is not a whole number of at least 1", "set model.n_layers"),
         ({"dropout": 1.0}, "model.dropout=1.0", "[0, 1)"),

@@ -150,7 +150,7 @@ def test_a_field_that_contradicts_the_weights_is_refused(tmp_path: Path) -> None
         (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "mistral", "sliding_window": 32}))
         with pytest.raises(ConfigError, match=message):
             with_sizes({"_target_": DECODER, "path": str(tmp_path), **values})
-    with pytest.raises(ConfigError, match=r"model.path=/nowhere: there is no such folder"):
+    with pytest.raises(ConfigError, match=r"model.path=/nowhere: its config.json cannot be read: No such file"):
         compose(["model=hf", "model.path=/nowhere"])
 
 

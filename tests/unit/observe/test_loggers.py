@@ -302,8 +302,8 @@ def test_only_rank_0_goes_on_in_the_run_of_a_program() -> None:
         ("+observe.loggers.wandb={_target_:x.Y}", "not a valid name of a logger"),
         ("observe.wandb.project=me/lm", "observe.wandb.entity"),
         ("observe.textfile_dir=prom", "not an absolute path"),
-        ("observe.mlflow.experiment=''", "is not a name of an experiment"),
-        ("job=command job.command=true +observe.loggers.mine={_target_:my.Logger}", "only with the built-in trainer"),
+        ("observe.mlflow.experiment=''", "observe.mlflow.experiment='' is not filled in"),
+        ("job=command job.command=true +observe.loggers.mine={_target_:my.Logger}", "needs the built-in trainer"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_queue(overrides: str, said: str) -> None:

@@ -73,9 +73,9 @@ def test_the_steps_of_the_config_are_a_range() -> None:
     words = ["experiment=smoke", "cluster.tasks_per_node=2", "train.steps=20"]
     validate(compose([*words, "observe.profile_steps=19-25", "observe.profile_ranks=[0,1]"]))
     for more, said in (
-        (["observe.profile_steps=21-22"], "there is no such step"),
-        (["observe.profile_ranks=[2]"], "2 is not one of the ranks 0 to 1"),
-        (["observe.profile_steps=3", "job=command", "job.command=true"], "needs the trainer"),
+        (["observe.profile_steps=21-22"], "needs as many train.steps"),
+        (["observe.profile_ranks=[2]"], "needs ranks that the job has"),
+        (["observe.profile_steps=3", "job=command", "job.command=true"], "needs the built-in trainer"),
     ):
         with pytest.raises(ConfigError, match=said):
             validate(compose([*words, *more]))

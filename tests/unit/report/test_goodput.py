@@ -119,7 +119,7 @@ def test_torn_and_foreign_records_cost_only_what_they_say(
     run.attempt(2).record_file.write_text('{"stepping": "soon"}')
     capsys.readouterr()
     assert main(["status", "last"]) == 2
-    assert "stepping is" in capsys.readouterr().err
+    assert "stepping: expected" in capsys.readouterr().err
 
 
 FINISHED: dict[str, Any] = {"reason": "finished", "verdict": "done"}

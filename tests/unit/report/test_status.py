@@ -488,13 +488,13 @@ def test_a_status_reads_each_file_of_an_ended_run_once(job: Job, tmp_path: Path)
     job.attempt(**ended("done", reason="finished"))
     job.run.metrics_file.write_text('{"step": 3, "loss": 2.0}\n')
     opened: list[Path] = []
-    real = records.open_with_size
+    real = records.open_regular
 
-    def open_and_note(path: Path) -> tuple[int, int]:
+    def open_and_note(path: Path) -> int:
         opened.append(path)
         return real(path)
 
-    job.monkeypatch.setattr(records, "open_with_size", open_and_note)
+    job.monkeypatch.setattr(records, "open_regular", open_and_note)
     assert "finished" in printed("status")
     assert sorted(set(opened)) == sorted(opened) and {job.run.info_file, job.run.metrics_file} < set(opened)
 

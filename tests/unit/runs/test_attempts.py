@@ -16,8 +16,7 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG
-from slurmtrain.runs.attempt_history import stalled_numbers
-from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.attempts import Attempt, stalled_numbers
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.supervise.abandoned import close_abandoned
 from slurmtrain.system import files, records
@@ -225,13 +224,13 @@ def test_the_evidence_of_an_attempt_is_read_once(job: Job) -> None:
     left = {f"failed-{rank}.json": failure("boom", rank=rank) for rank in range(2)}
     number = job.attempt({"srun.log": "srun: error: n1: task 1: Killed\n", **left})
     opened: list[str] = []
-    real = records.open_with_size
+    real = records.open_regular
 
-    def open_and_note(path: Path) -> tuple[int, int]:
+    def open_and_note(path: Path) -> int:
         opened.append(path.name)
         return real(path)
 
-    job.monkeypatch.setattr(records, "open_with_size", open_and_note)
+    job.monkeypatch.setattr(records, "open_regular", open_and_note)
     job.ends(number, 137)
     assert [opened.count(name) for name in ("failed-0.json", "failed-1.json", "srun.log")] == [1, 1, 1]
     assert job.slurm.calls() == ["scontrol show job -o 7"]
@@ -835,20 +834,20 @@ def test_what_a_rank_says_that_torch_aborts_is_evidence_against_its_node(
 # The config of it.
 
 SANDBOX, CONTAINER = "cluster=sandbox", ("cluster.container.kind=apptainer", "cluster.container.image=a.sif")
-NO_SPARE_NODES = "ranks start again in the same job only with requeue.in_place=true"
+NO_SPARE_NODES = "cluster.spare_nodes=1 needs requeue.in_place=true"
 REFUSED = [
     ([SANDBOX, "cluster.spare_nodes=1", "requeue.in_place=false"], NO_SPARE_NODES),
     ([SANDBOX, "cluster.spare_nodes=1", "requeue=off"], NO_SPARE_NODES),  # what has stopped stays stopped
-    ([SANDBOX, "cluster.spare_nodes=1", "sweep.pack=2"], "works only for a run with a job of its own"),
+    ([SANDBOX, "cluster.spare_nodes=1", "sweep.pack=2"], "needs sweep.pack=1"),
     ([SANDBOX, "cluster.spare_nodes=-1"], "must be at least 0"),
-    (["cluster=local", "cluster.spare_nodes=1"], "has only this machine"),
-    ([SANDBOX, "requeue.standby_ranks=true", "requeue.in_place=false"], "only with requeue.in_place=true"),
-    ([SANDBOX, "requeue.standby_ranks=true", "job=command", "job.command=true"], "job.kind=command has no ranks"),
-    (["cluster=local", "requeue.standby_ranks=true"], "has only this machine"),
-    ([SANDBOX, "requeue.standby_ranks=true", "cluster.spare_nodes=1"], "may start on other nodes"),
-    ([SANDBOX, "requeue.standby_ranks=true", "cluster.nodes=1-2"], "may start on other nodes"),
-    ([SANDBOX, "requeue.standby_ranks=true", *CONTAINER], "a second container"),
-    ([SANDBOX, "requeue.standby_ranks=true", "sweep.pack=2"], "works only for a run with a job of its own"),
+    (["cluster=local", "cluster.spare_nodes=1"], "needs a SLURM cluster"),
+    ([SANDBOX, "requeue.standby_ranks=true", "requeue.in_place=false"], "needs requeue.in_place=true"),
+    ([SANDBOX, "requeue.standby_ranks=true", "job=command", "job.command=true"], "needs the built-in trainer"),
+    (["cluster=local", "requeue.standby_ranks=true"], "needs a SLURM cluster"),
+    ([SANDBOX, "requeue.standby_ranks=true", "cluster.spare_nodes=1"], "needs fixed nodes"),
+    ([SANDBOX, "requeue.standby_ranks=true", "cluster.nodes=1-2"], "needs fixed nodes"),
+    ([SANDBOX, "requeue.standby_ranks=true", *CONTAINER], "needs ranks without a container"),
+    ([SANDBOX, "requeue.standby_ranks=true", "sweep.pack=2"], "needs sweep.pack=1"),
 ]
 
 

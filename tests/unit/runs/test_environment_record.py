@@ -11,8 +11,8 @@ from slurmtrain.cli import main
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.page.run_facts import read_run
 from slurmtrain.report.page.run_sections.setup import environment_rows
-from slurmtrain.runs.environment_record import newest_environment, record_environment, write_environment
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.software import newest_environment, record_environment, write_environment
 from slurmtrain.system.process_facts import ProcessFacts, gather_facts
 from tests.support.runs import add_attempt, submitted_run
 

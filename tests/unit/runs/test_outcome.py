@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmtrain.choices import RequeueMode
-from slurmtrain.runs.evidence import Evidence, Policy
-from slurmtrain.runs.node_fault import fault_of_node, nodes_of_next_start
+from slurmtrain.runs.evidence import Evidence, Policy, fault_of_node, nodes_of_next_start
 from slurmtrain.runs.outcome import (
     IN_PLACE_LEAST_S,
     PAUSES_S,

@@ -9,13 +9,13 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from slurmtrain.config.ranges import PortRange
+from slurmtrain.config.ranges import ports_of
 from slurmtrain.errors import ConfigError, RendezvousError
 from slurmtrain.runtime.addresses import HeldPort, bind_port, is_taken
 
 
 @pytest.fixture
-def three_ports() -> PortRange:
+def three_ports() -> range:
     """Three ports in a row that are free now."""
     for first in range(21000, 32000, 3):
         try:
@@ -24,49 +24,50 @@ def three_ports() -> PortRange:
                     probe.bind(("", port))
         except OSError:
             continue
-        return PortRange(first, first + 2)
+        return range(first, first + 3)
     raise AssertionError("no three ports in a row are free")
 
 
 def test_a_range_is_read_as_it_is_typed_and_what_is_none_is_refused_with_the_value() -> None:
-    assert PortRange.parse("29000-29100") == PortRange(29000, 29100)
-    assert PortRange.parse(" 29500 ") == PortRange(29500, 29500)
+    assert ports_of("29000-29100") == range(29000, 29101) and ports_of("29500") == range(29500, 29501)
     said = dict.fromkeys(("many", "29000-"), "is not a range of ports")
     said |= dict.fromkeys(("80-90", "65000-70000"), "outside of the ports from 1024 to 65535")
     for typed, why in {**said, "29100-29000": "29000 is less than 29100"}.items():
         with pytest.raises(ConfigError, match=why) as error:
-            PortRange.parse(typed)
+            ports_of(typed)
         assert typed in str(error.value)
 
 
-def test_a_port_of_the_range_that_somebody_has_is_left_to_him(three_ports: PortRange) -> None:
+def test_a_port_of_the_range_that_somebody_has_is_left_to_him(three_ports: range) -> None:
     held = [bind_port("127.0.0.1", three_ports, "n3") for _ in range(3)]
     try:
-        assert {each.getsockname()[1] for each in held} == set(three_ports.ports_from(0))
-        with pytest.raises(RendezvousError, match=rf"no port of cluster.port_range={three_ports} is free on n3"):
+        assert {each.getsockname()[1] for each in held} == set(three_ports)
+        with pytest.raises(
+            RendezvousError, match=rf"no port of cluster.port_range={three_ports[0]}-{three_ports[2]} is free on n3"
+        ):
             bind_port("127.0.0.1", three_ports, "n3")
         held.pop().close()
-        assert HeldPort(three_ports).take() in three_ports.ports_from(0)
+        assert HeldPort(three_ports).take() in three_ports
     finally:
         for each in held:
             each.close()
 
 
 def test_programs_of_several_jobs_hold_different_ports_of_a_range_and_one_that_was_just_left(
-    three_ports: PortRange,
+    three_ports: range,
 ) -> None:
     held = [HeldPort(three_ports) for _ in range(3)]
-    assert {each.take() for each in held} == set(three_ports.ports_from(0))
+    assert {each.take() for each in held} == set(three_ports)
     for each in held:
         each.release()
-    only = PortRange(three_ports.first, three_ports.first)
+    only = three_ports[:1]
     for hold in (lambda: bind_port("127.0.0.1", only, "n3"), HeldPort(only).take):
         # Its connections are still being closed, on the side that has closed them first.
         with bind_port("127.0.0.1", only, "n3") as listener, socket.create_connection(listener.getsockname()):
             listener.accept()[0].close()
         again = hold()
         with again if isinstance(again, socket.socket) else socket.create_server(("", again)) as listener:
-            assert listener.getsockname()[1] == three_ports.first
+            assert listener.getsockname()[1] == three_ports.start
 
 
 @pytest.fixture

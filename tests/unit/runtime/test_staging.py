@@ -178,11 +178,11 @@ IN_A_CONTAINER = ("cluster.container.kind=apptainer", "cluster.container.image=/
 REFUSED = [
     (["cluster.stage.dir=scratch"], "is not a folder on a node"),
     (["cluster.stage.dir='/tmp/$(id)'"], "is not a folder on a node"),
-    (["cluster.stage.data=[/a/x,/b/x]"], "named after the last part of their path"),
-    (["cluster=local", "cluster.stage.code=true"], "has only this machine"),
-    ([*IN_A_CONTAINER, "cluster.stage.code=true"], "would not see the copies"),
-    (["sweep.pack=2", "cluster.stage.environment=true"], "works only for a run with a job of its own"),
-    (["job.snapshot=none", "cluster.stage.code=true"], "there is no snapshot to copy"),
+    (["cluster.stage.data=[/a/x,/b/x]"], "needs paths whose last parts differ"),
+    (["cluster=local", "cluster.stage.code=true"], "cluster.stage needs a SLURM cluster"),
+    ([*IN_A_CONTAINER, "cluster.stage.code=true"], "cluster.stage needs ranks without a container"),
+    (["sweep.pack=2", "cluster.stage.environment=true"], "cluster.stage needs sweep.pack=1"),
+    (["job.snapshot=none", "cluster.stage.code=true"], "cluster.stage.code=true needs job.snapshot=auto"),
     (["cluster.stage.limit_min=0"], r"cluster.stage.limit_min=0 must be at least 1"),
 ]
 

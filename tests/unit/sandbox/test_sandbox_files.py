@@ -20,7 +20,7 @@ from slurmtrain.sandbox.files import find_programs, task_prolog_text, write_file
 from slurmtrain.sandbox.spec import Site, slurm_conf
 from slurmtrain.slurm.command_environment import PREFIX_FILE, clean_environment, programs_beside, submission_environment
 from slurmtrain.slurm.versions import Version
-from slurmtrain.system.process_tree import Process, wait_until
+from slurmtrain.system.process import Process, wait_until
 
 PROGRAMS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun", "slurmctld", "slurmd")
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.command_environment import clean_environment
-from slurmtrain.slurm.job_dependencies import met_dependency, moved_dependency
-from slurmtrain.slurm.job_facts import JobFacts, QueuedJob, parse_show_job
+from slurmtrain.slurm.job_facts import JobFacts, QueuedJob, met_dependency, moved_dependency, parse_show_job
 from slurmtrain.slurm.parse_values import parse_duration
 from slurmtrain.slurm.versions import parse_version
 from tests.support.fake_slurm import FakeSlurm

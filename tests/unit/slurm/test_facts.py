@@ -9,22 +9,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.slurm.facts import ClusterFacts, Partition
-from slurmtrain.slurm.job_limits import bounds_of, job_limit, wall_limit
-from slurmtrain.slurm.parse_facts import (
+from slurmtrain.slurm.facts import (
+    ClusterFacts,
+    Partition,
+    Preemption,
+    PreemptionTimes,
+    preemption_of,
+    preemption_times,
+    wall_limit,
+)
+from slurmtrain.slurm.read_facts import (
+    FEDERATION,
+    QOS,
     QOS_COLUMNS,
+    associations_command,
     first_name,
-    parse_associations,
     parse_config,
     parse_gres,
     parse_groups,
     parse_minutes,
     parse_partitions,
     parse_qos,
-    parse_tres,
+    read_facts,
+    read_preemption,
 )
-from slurmtrain.slurm.preemption import Preemption, PreemptionTimes, preemption_of, preemption_times
-from slurmtrain.slurm.read_facts import FEDERATION, QOS, associations_command, read_facts, read_preemption
 from tests.support.recorded_slurm import CLUSTERS, answers_of, facts_of
 
 ALPHAS = ("alpha_22_05", "alpha_24_11", "alpha_25_05")
@@ -65,7 +73,6 @@ def test_nodes_are_grouped_by_what_they_have_whatever_their_names(name: str) -> 
     # Two cores of two threads, and 8,000 MB, are kept for the system.
     assert (racks.cpus, racks.threads, racks.memory_mb) == (60, 2, 507000)
     assert racks.address == "127.0.0.1"
-    assert racks.version == facts.version
     assert (old.count, old.gpus, old.cpus) == (2, (("v100", 8),), 40)
     (odd,) = facts.nodes_of("cpu")
     assert (odd.count, odd.gpus) == (3, ())
@@ -80,12 +87,9 @@ def test_accounts_and_qos_are_read_with_the_limits_that_hold_for_a_job() -> None
     gpu = facts.partition("gpu")
     assert gpu is not None
     # The QOS comes before the account.
-    bounds = bounds_of(facts, gpu, "physics", "high")
-    wall, gpus = wall_limit(bounds), job_limit(bounds, "gres/gpu")
-    assert wall is not None and (wall.most, wall.of) == (240, "QOS high")
-    assert gpus is not None and (gpus.most, gpus.of) == (8, "QOS high")
-    wall = wall_limit(bounds_of(facts, gpu, "biology", None))
-    assert wall is not None and (wall.most, wall.of) == (1440, "account biology")
+    for account, qos, most, of in (("physics", "high", 240, "QOS high"), ("biology", None, 1440, "account biology")):
+        wall = wall_limit(facts, gpu, account, qos)
+        assert wall is not None and (wall.most, wall.of) == (most, of)
 
 
 def test_the_default_account_is_not_known_where_several_clusters_share_a_database() -> None:
@@ -127,7 +131,7 @@ def test_without_accounting_there_are_no_accounts_to_know(name: str) -> None:
     assert not facts.keeps_accounts
     assert (facts.associations, facts.qos) == (None, None)
     assert facts.partitions[0]
-    assert bounds_of(facts, facts.partitions[0], None, None) == []
+    assert wall_limit(facts, facts.partitions[0], None, None) is None
 
 
 def test_a_controller_that_does_not_answer_leaves_everything_unknown() -> None:
@@ -137,15 +141,13 @@ def test_a_controller_that_does_not_answer_leaves_everything_unknown() -> None:
         asked.append(command)
 
     facts = read_facts(ask)
-    assert facts == ClusterFacts(silent=facts.silent)
-    assert len(facts.silent) == len(asked) == 3
+    assert facts == ClusterFacts() and len(asked) == 3
 
 
 @pytest.mark.parametrize("missing", list(answers_of("alpha_22_05")))
 def test_a_command_that_gives_no_answer_costs_only_its_own_facts(missing: str) -> None:
     answers = answers_of("alpha_22_05")
     facts = read_facts(lambda command: None if " ".join(command) == missing else answers[" ".join(command)], user="me")
-    assert facts.silent == (missing,)
     if missing != "scontrol show config":
         assert facts.name == "alpha"
 
@@ -187,15 +189,9 @@ def test_gpus_names_of_nodes_and_limits_of_time_are_read_from_slurms_words() -> 
     assert {text: parse_minutes(text) for text in minutes} == minutes
 
 
-def test_amounts_of_accounting_are_read_with_memory_in_megabytes() -> None:
-    found = parse_tres("cpu=8,mem=1.50T,gres/gpu:a100=2,node=-1,bb/datawarp=5G")
-    assert found == {"cpu": 8, "mem": 1572864, "gres/gpu:a100": 2}
-
-
 @given(st.text(alphabet="PartionName=12,|:()[]-. \nabcALLgpu/", max_size=200))
 def test_odd_output_never_breaks_a_parser(text: str) -> None:
-    of_all = [parse_config, parse_partitions, parse_groups, parse_qos, parse_tres]
-    parsed = [*(parse(text) for parse in of_all), parse_associations(text, "alpha")]
+    parsed = [parse(text) for parse in (parse_config, parse_partitions, parse_groups, parse_qos)]
     assert all(found is None or isinstance(found, dict | tuple) for found in parsed)
 
 

@@ -67,21 +67,21 @@ def test_the_same_search_goes_on_and_another_one_is_apart(project: Path, capfd: 
     assert "3 complete\nbest is 1, of trial 0: optim.lr=" in shown  # nothing is left to do
 
 
-def test_a_failed_trial_that_was_retried_counts_with_its_result(
+def test_a_search_ends_after_failures_in_a_row_and_the_same_command_goes_on_with_other_trials(
     project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (project / "point.sh").write_text(
         """[ -e mended ] || exit 3; echo '{"step": 1, "valid_loss": 0.5}' >$SLURMTRAIN_RUN_DIR/metrics.jsonl"""
     )
-    line = [*HERE, "requeue.max_attempts_without_progress=1", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2"]
+    line = [*HERE, "requeue.max_attempts_without_progress=1", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3"]
     line += ["optim.lr=interval(0.1,1)", "search.max_failures_in_a_row=2", "submit"]
     assert main(line) == 1
     assert "2 trials in a row have failed (search.max_failures_in_a_row)" in capfd.readouterr().err
     (project / "mended").touch()
-    assert main(["sweep", "retry", "last"]) == 0 and main([*line, "--json"]) == 0
-    trials = json.loads(capfd.readouterr().out.partition("\n{")[2].join(["{", ""]))["trials"]
-    assert [trial["state"] for trial in trials] == ["fail", "fail", "complete", "complete"]
-    assert [trial["run"] for trial in trials[2:]] == [trial["run"] for trial in trials[:2]]
+    capfd.readouterr()
+    assert main([*line, "--json"]) == 0
+    trials = json.loads(capfd.readouterr().out)["trials"]
+    assert [trial["state"] for trial in trials] == ["fail", "fail", "complete"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.launch.submit_once import Patience, submit_exactly_once
-from slurmtrain.runs import staging_dir
+from slurmtrain.launch import submit_once
 from slurmtrain.runs.run_dir import PREPARING
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep import jobs
-from slurmtrain.system import process
 from slurmtrain.system.files import write_json
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, no_waiting, shown, started
@@ -32,9 +29,8 @@ PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
 @pytest.fixture(autouse=True)
 def answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an sbatch that failed nobody waits between two looks for its job: the stand-in has it, or not."""
-    monkeypatch.setitem(
-        submit_exactly_once.__kwdefaults__ or {}, "patience", Patience(first_delay_s=0.0, confirm_every_s=0.0)
-    )
+    monkeypatch.setattr(submit_once, "FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr(submit_once, "CONFIRM_EVERY_S", 0.0)
 
 
 def the_sweep(project: Path) -> Sweep:
@@ -49,12 +45,7 @@ def test_what_a_killed_maker_has_left_goes_with_the_next_submission_and_nothing_
 ) -> None:
     folder = project / "runs" / PREPARING
     folder.mkdir(parents=True)
-    host, me = socket.gethostname(), os.getpid()
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    born = process.born(me)
-    left = [f"a.by-00aa-{dead.pid}-{born}-{host}", f"a.by-00aa-{me}-1-{host}", "a-17-old", "a.by-00aa-1-1-far-away-old"]
-    kept = [staging_dir.folder(project / "runs", "a").name, "a.by-00aa-1-1-far-away", "a-17-abcdef"]
+    left, kept = ["a.sweep-1.17-old"], ["a.sweep-2.abcdef"]
     for name in (*left, *kept):
         (folder / name / "code").mkdir(parents=True)
         if name.endswith("-old"):

@@ -103,7 +103,7 @@ def test_a_dry_run_prints_the_script_of_every_array_and_leaves_nothing(
     words = ["-m", "+cluster=a100x4", "cluster.nodes=1,2", "train.seed=range(10)", "submit", "--array-parallelism", "6"]
     assert main([*words, "--dry-run"]) == 0
     scripts = capsys.readouterr().out.split("#!/bin/bash\n")[1:]
-    assert ["#SBATCH --array=0-9%3\n" in script for script in scripts] == [True, True]
+    assert ["#SBATCH --array=0-9%6\n" in script for script in scripts] == [True, True]
     assert [f"#SBATCH --nodes={nodes}\n" in scripts[nodes - 1] for nodes in (1, 2)] == [True, True]
     assert "/RUN_ID-0009 " not in scripts[0] and "/RUN_ID-0009)" in scripts[0] and "/RUN_ID-0010 " in scripts[1]
     assert scripts[1].endswith("\n# 20 points for 2 arrays; what varies: cluster.nodes, train.seed\n")

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.system import process
-from slurmtrain.system.process_mark import ProcessMark
-from slurmtrain.system.process_tree import Process, kill_trees
+from slurmtrain.system.process import Process, ProcessMark, kill_trees
 from tests.support.children import children
 
 

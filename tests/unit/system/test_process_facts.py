@@ -45,28 +45,25 @@ def test_packages_are_told_with_version_and_origin_and_no_password(
     monkeypatch.setattr(sys, "path", [str(first), str(second)])
     facts = gather_facts({}, tmp_path)
     assert facts.packages == {"forked": "2.0", "nvidia-nccl-cu12": "2.27.3", "some-thing": "1.2", "wheel-of-ours": "3"}
-    origins = {"forked": "git+https://host/forked.git@abc123", "wheel-of-ours": "https://host/w.whl#sha256=f00"}
+    origins = {"forked": "https://host/forked.git@abc123", "wheel-of-ours": "https://host/w.whl"}
     assert facts.origins == origins
     assert facts.gpu == {"cuda": "12.8", "torch_revision": "cafe", "nccl": "2.27.3"}
 
 
-def test_a_node_tells_driver_gpus_and_adapters(tmp_path: Path) -> None:
+def test_a_node_tells_driver_and_gpus(tmp_path: Path) -> None:
     def write(path: str, text: str) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
 
-    write("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\n")
+    write("sys/module/nvidia/version", "535.129.03\n")
     for number in range(2):
         write(f"proc/driver/nvidia/gpus/0000:0{number}/information", "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 7\n")
-    write("sys/class/infiniband/mlx5_0/fw_ver", "28.39.1002\n")
     write("etc/os-release", 'NAME="x"\nPRETTY_NAME="Rocky Linux 9.4"\n')
     facts = gather_facts({"APPTAINER_CONTAINER": "/images/train.sif", "NCCL_VERSION": "2.22.3"}, tmp_path)
     assert facts.gpu["driver"] == "535.129.03" and facts.gpu["models"] == "2 x NVIDIA H100 80GB HBM3"
-    assert facts.gpu["nccl"] == "2.22.3" and facts.network == {"mlx5_0": "firmware 28.39.1002"}
+    assert facts.gpu["nccl"] == "2.22.3"
     assert facts.container == {"kind": "apptainer", "image": "/images/train.sif"}
     assert facts.system["os"] == "Rocky Linux 9.4"
-    write("sys/module/nvidia/version", "550.54.15\n")
-    assert gather_facts({}, tmp_path).gpu["driver"] == "550.54.15"
 
 
 def test_variables_that_matter_are_kept_and_secrets_are_not() -> None:
@@ -92,13 +89,13 @@ def test_differences_are_named_by_group_and_the_host_is_none() -> None:
     ]
 
 
-def test_facts_read_back_as_they_were_and_foreign_values_are_left_out() -> None:
+def test_facts_read_back_as_they_were_and_other_values_are_none() -> None:
     facts = gather_facts()
     assert ProcessFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
     assert ProcessFacts.from_json([1]) == ProcessFacts.from_json(None) == ProcessFacts()
-    strange = {"packages": {"torch": 2, "numpy": "1" * 9999, "x": None}, "gpu": 7, "other": {"a": "b"}}
-    read = ProcessFacts.from_json(strange)
-    assert list(read.packages) == ["numpy"] and len(read.packages["numpy"]) == process_facts.LONGEST
+    for strange in ({"packages": {"torch": 2}}, {"packages": {"numpy": "1" * 9999}}, {"gpu": 7, "system": {"os": "x"}}):
+        assert ProcessFacts.from_json(strange) == ProcessFacts()
+    assert ProcessFacts.from_json({"other": {"a": "b"}, "system": {"os": "x"}}) == ProcessFacts(system={"os": "x"})
 
 
 def test_a_large_file_is_told_from_another_without_reading_all_of_it(

@@ -1,11 +1,10 @@
-"""What the login node can say of a path: there, missing, or a matter of the nodes; and how fast it takes a file."""
+"""What the login node can say of a path: there, missing, or a matter of the nodes."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from slurmtrain.system.file_systems import write_speed_mb_per_s
 from slurmtrain.system.sight import Seen, Sight, look, sight_of_gap
 
 
@@ -42,10 +41,3 @@ def test_a_link_is_as_far_as_what_it_points_to(tmp_path: Path) -> None:
     assert look(tmp_path / "scratch" / "data").sight == Sight.UNKNOWN
     assert look(tmp_path / "broken" / "data").sight == Sight.MISSING
     assert look(tmp_path / "loop").sight == Sight.MISSING
-
-
-def test_the_speed_is_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    speed = write_speed_mb_per_s(tmp_path, megabytes=1)
-    assert speed is not None and speed > 0
-    assert os.listdir(tmp_path) == []
-    assert write_speed_mb_per_s(tmp_path / "missing") is None  # which cannot be written

@@ -9,7 +9,7 @@ from slurmtrain.report.compare import MISSING
 from slurmtrain.report.page import units
 from slurmtrain.report.page.contents import Section, grid
 from slurmtrain.report.page.run_facts import RunFacts
-from slurmtrain.runs.code_record import words_for_changes
+from slurmtrain.runs.software import words_for_changes
 
 MOST_SETTINGS = 2000
 MOST_GPUS = 512  # rows

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slurmtrain.checkpoint.program_tensors import differences
+from slurmtrain.checkpoint.difference import differences
 from slurmtrain.errors import CheckpointError
 from tests.support.pickles import Evil
 
