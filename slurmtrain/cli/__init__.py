@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -29,16 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         hide({name: value for name, value in os.environ.items() if SECRET_VARIABLE.search(name)})
         print(f"slurmtrain: error: {printable(redact(str(error)))}", file=sys.stderr)
         return error.exit_code
-    except PermissionError as error:
-        if error.filename is None:
-            raise
-        print(f"slurmtrain: error: {error.filename}: {error.strerror}; whose is it?", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # `status | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would fail to flush it at the end
         return 141
     except OSError as error:
         hint = storage_hint(error)
+        if isinstance(error, PermissionError) and error.filename is not None:
+            hint = "whose is it? `ls -ld` shows that"
         if hint is None:
             raise
         where = f"{error.filename}: " if error.filename is not None else ""
@@ -49,63 +45,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if any(word.startswith("--host") for word in words):
+    if any(word.partition("=")[0] in ("--host", "--host-python") for word in arguments.split_program(words)[0]):
         from slurmtrain.cli import remote
 
-        if remote.wanted(words):
-            signals.raise_again()
-            return remote.main(words)
+        signals.raise_again()
+        return remote.main(words)
     found = arguments.parse(words)
-    if found.verb is None:
-        return _without_verb(found)
-    verb = VERBS[found.verb]
-    module = f"slurmtrain.cli.{verb.module or found.verb}"
-    if found.verb != "help":
-        from slurmtrain.system import logs  # loads logging, which --help and tab completion do without
-
-        logs.set_up()
-    if verb.composes:
-        if _is_for_hydra(found):
-            module = "slurmtrain.cli.hydra_options"
-        elif found.multirun and found.verb != "submit":
-            raise UsageError(f"-m (--multirun) works with submit, not with {found.verb}", hint="-m key=1,2 submit")
-    main_of_verb = importlib.import_module(module).main
-    signals.raise_again()
-    code: int = main_of_verb(found)
-    return code
-
-
-def _without_verb(found: argparse.Namespace) -> int:
-    if found.help:
+    verb = VERBS.get(found.verb or "")
+    if verb is None and found.help:
         from slurmtrain.cli.help import overview
 
         print(overview())
         return 0
-    if found.version:
+    if verb is None and found.version:
         from slurmtrain import __version__
 
         print(f"slurmtrain {__version__}")
         return 0
-    if found.shell_completion and "query=bash" in found.overrides:
-        from slurmtrain.cli.hydra_options import complete
+    if verb is not None and found.verb != "help":
+        from slurmtrain.system import logs  # loads logging, which --help and tab completion do without
 
-        complete(found)
-        return 0
-    if _is_for_hydra(found):
-        from slurmtrain.cli import hydra_options
-
-        signals.raise_again()
-        return hydra_options.main(found)
-    if found.words:
-        raise arguments.not_understood(found.words[0], None)
-    names = ", ".join(arguments.visible_verbs())
-    raise UsageError("no verb given", hint=f"one of: {names}; python -m slurmtrain --help explains them")
-
-
-def _is_for_hydra(found: argparse.Namespace) -> bool:
-    """Return whether Hydra answers the command line itself: it prints something and runs nothing."""
-    if found.experimental_rerun is not None:
-        raise UsageError(
-            "--experimental-rerun is not supported", hint="`resume RUN` continues a run as it was submitted"
-        )
-    return bool(found.cfg or found.info or found.hydra_help or found.shell_completion)
+        logs.set_up()
+    function = verb.function if verb is not None and verb.function else f"{found.verb}.main"
+    if hasattr(found, "cfg"):  # Hydra's options
+        if found.cfg or found.info or found.hydra_help or found.shell_completion:
+            is_query = verb is None and found.shell_completion and "query=bash" in found.overrides
+            function = f"hydra_options.{'complete' if is_query else 'main'}"
+        elif verb is None:
+            if found.words:
+                raise arguments.not_understood(found.words[0], None)
+            names = ", ".join(arguments.visible_verbs())
+            raise UsageError("no verb given", hint=f"one of: {names}; python -m slurmtrain --help explains them")
+        elif found.multirun and found.verb != "submit":
+            raise UsageError(f"-m (--multirun) works with submit, not with {found.verb}", hint="-m key=1,2 submit")
+    module, _, name = function.partition(".")
+    main_of_verb = getattr(importlib.import_module(f"slurmtrain.cli.{module}"), name)
+    signals.raise_again()
+    code: int = main_of_verb(found)
+    return code

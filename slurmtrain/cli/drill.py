@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
-import math
-from typing import Any
 
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import fields_of, print_json
 from slurmtrain.cli.stop import open_run
 from slurmtrain.cli.submit import compose_and_validate
 from slurmtrain.config.frozen import load_frozen
-from slurmtrain.control.drill.comparison import Comparison
-from slurmtrain.control.drill.judge import Evidence, Result, Verdict
+from slurmtrain.control.drill.judge import Result
 from slurmtrain.control.drill.run import Drill, drill
 from slurmtrain.control.drill.ways import TINY, Plan, Way, is_for_site, keys_of, parse_ways
 from slurmtrain.errors import EXIT_REQUEUE, UsageError
@@ -24,6 +20,8 @@ from slurmtrain.system.paths import current_folder
 from slurmtrain.system.records import printable
 
 log = logging.getLogger(__name__)
+
+OF_A_WAY = "way left_after_s time_s saved_step stopped_at resumed_at back_by back_after_s comparison"
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -55,9 +53,10 @@ def main(arguments: argparse.Namespace) -> int:
             log.warning("run %s runs in place: all runs of the drill share what the program writes there", run_dir.id)
     found = drill(config, plan, words, cwd, source=source, given=given)
     if arguments.json:
-        print_json(drill_object(found))
+        ways = [{**fields_of(its, OF_A_WAY), **verdict._asdict()} for its, verdict in found.verdicts]
+        print_json({"ways": ways, **fields_of(found, "took_s kept jobs_left")})
     else:
-        print_drill(found)
+        _print(found)
     return exit_code([verdict.result for _, verdict in found.verdicts])
 
 
@@ -68,20 +67,18 @@ def exit_code(results: list[Result]) -> int:
     return 0 if Result.PASSED in results else EXIT_REQUEUE
 
 
-def print_drill(found: Drill) -> None:
+def _print(found: Drill) -> None:
     """Print a row for each way; below, what has happened in those that have not passed, and what to do."""
-    rows = [
-        [
-            its.way,
-            verdict.result,
-            _seconds(its.left_after_s) + (f" of {its.time_s:.0f} s" if its.left_after_s and its.time_s else ""),
-            f"step {its.saved_step}" if its.saved_step else "",
-            its.back_by or "",
-            _seconds(its.back_after_s),
-            _bits(its.comparison),
-        ]
-        for its, verdict in found.verdicts
-    ]
+    rows = []
+    for its, verdict in found.verdicts:
+        left, back = ["" if each is None else f"{each:.1f} s" for each in (its.left_after_s, its.back_after_s)]
+        bits = ""
+        if its.comparison is not None and its.comparison.reached is not None:
+            bits = "the same" if its.comparison.same_bits else "others"
+        if left and its.time_s:
+            left += f" of {its.time_s:.0f} s"
+        saved = f"step {its.saved_step}" if its.saved_step else ""
+        rows.append([its.way, verdict.result, left, saved, its.back_by or "", back, bits])
     print_table(["way", "verdict", "left after", "saved", "came back", "after", "bits"], rows)
     print()
     for its, verdict in found.verdicts:
@@ -95,51 +92,3 @@ def print_drill(found: Drill) -> None:
     print(f"{counts}; it took {found.took_s:.0f} s, and {jobs}")
     if found.kept is not None:
         print(f"its runs are kept, to look at: {found.kept}")
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f} s"
-
-
-def _bits(found: Comparison | None) -> str:
-    return "" if found is None or found.reached is None else "the same" if found.same_bits else "others"
-
-
-def drill_object(found: Drill) -> dict[str, Any]:
-    """Return what `drill --json` prints.
-
-    ways         for each way the object that follows; null where something is not known
-      way, result   "passed", "failed", "not tried" (it cannot be tried here) or "not judged"
-      sentence, hints  what has happened, and what to set or what was probably not restored
-      left_after_s, time_s  seconds until the ranks had left, and those that SLURM gives
-      saved_step, stopped_at, resumed_at  steps
-      back_by, back_after_s  what brought it back, and after how many seconds
-      same_bits    whether nothing differs from the undisturbed run
-      steps        steps whose logs were compared
-      checkpoint   step of the checkpoint that was compared
-      divergence   first difference in the logs: step, name, undisturbed and resumed; with null for other samples
-      tensors      the tensors that differ, each with name, relative (null: not comparable) and why
-    took_s       seconds of the whole drill
-    kept         folder of its runs; null if it was removed
-    jobs_left    whether some of its jobs, which are cancelled, have not ended yet
-    """
-    kept = None if found.kept is None else str(found.kept)
-    ways = [way_object(*each) for each in found.verdicts]
-    return {"ways": ways, "took_s": found.took_s, "kept": kept, "jobs_left": found.jobs_left}
-
-
-def way_object(its: Evidence, verdict: Verdict) -> dict[str, Any]:
-    """Return what is known of one way."""
-    same = its.comparison or Comparison()
-    first = same.divergence
-    return {
-        **fields_of(its, "way left_after_s time_s saved_step stopped_at resumed_at back_by back_after_s"),
-        **verdict._asdict(),
-        "same_bits": same.same_bits if same.reached is not None else None,
-        **fields_of(same, "steps checkpoint"),
-        "divergence": first and {"step": first.step, "name": first.name, "undisturbed": first.a, "resumed": first.b},
-        "tensors": [
-            dataclasses.asdict(each) | {"relative": each.relative if math.isfinite(each.relative) else None}
-            for each in same.tensors
-        ],
-    }

@@ -11,9 +11,9 @@ import re
 import sys
 import textwrap
 
-from slurmtrain.cli.arguments import PROGRAM, visible_verbs
+from slurmtrain.cli.arguments import PROGRAM, parser_of, visible_verbs
 from slurmtrain.cli.verbs import VERBS
-from slurmtrain.config.folders import PACKAGE, shipped
+from slurmtrain.config.folders import PACKAGE, config_groups
 from slurmtrain.errors import UsageError, nearest
 
 PAGES = PACKAGE / "docs"
@@ -30,46 +30,30 @@ def main(options: argparse.Namespace) -> int:
     Raises:
         UsageError: there is no such topic.
     """
-    topic = options.topic
+    topic, known = options.topic, topics()
     if topic is None:
-        print(_contents())
-    elif topic in topics():
+        width = max(map(len, known))
+        print(f"Topics of the manual. Show one with: {PROGRAM} help TOPIC")
+        print("\n".join(f"  {name:<{width}}  {subject}" for name, subject in known.items()))
+        print(f"\nFlags and examples of a verb: {PROGRAM} VERB --help")
+    elif topic in known:
         _show((PAGES / f"{topic}.md").read_text(encoding="utf-8"))
     elif topic in VERBS:
-        from slurmtrain import cli
-
-        return cli.main([topic, "--help"])
+        parser_of(topic).print_help()
     else:
-        raise UsageError(
-            f"there is no topic {topic!r}",
-            hint=nearest(topic, {*topics(), *visible_verbs()}),
-        )
+        raise UsageError(f"there is no topic {topic!r}", hint=nearest(topic, {*known, *visible_verbs()}))
     return 0
 
 
 def topics() -> dict[str, str]:
-    """Return the name of every page and what it is about, in one line, in the order of reading."""
-    pages = sorted(PAGES.glob("*.md"), key=lambda page: (_place(page.stem), page.stem))
-    return {page.stem: _subject(page.read_text(encoding="utf-8")) for page in pages}
-
-
-def _place(topic: str) -> int:
-    return ORDER.index(topic) if topic in ORDER else len(ORDER)
-
-
-def _subject(page: str) -> str:
-    """Return what a page is about: its title is `# Topic: subject`."""
-    return page.partition("\n")[0].partition(": ")[2]
-
-
-def _contents() -> str:
-    known = topics()
-    width = max(map(len, known))
-    lines = "\n".join(f"  {name:<{width}}  {subject}" for name, subject in known.items())
-    return (
-        f"Topics of the manual. Show one with: python -m slurmtrain help TOPIC\n{lines}\n\n"
-        "Flags and examples of a verb: python -m slurmtrain VERB --help"
-    )
+    """Return the name of every page and what it is about, in the order of reading. A page begins with `# Topic: subject`."""
+    found = {}
+    for page in sorted(
+        PAGES.glob("*.md"), key=lambda page: ORDER.index(page.stem) if page.stem in ORDER else len(ORDER)
+    ):
+        with page.open(encoding="utf-8") as file:
+            found[page.stem] = file.readline().rstrip("\n").partition(": ")[2]
+    return found
 
 
 def _show(page: str) -> None:
@@ -85,12 +69,9 @@ def _show(page: str) -> None:
     console = Console(theme=Theme({"markdown.code": "bold cyan"}))  # rich's own is on black, also on white terminals
     console.width = min(console.width, WIDEST)
     with console.pager(styles=True):
-        console.print(Markdown(_as_commands(page), code_theme="ansi_dark", hyperlinks=False))
-
-
-def _as_commands(page: str) -> str:
-    """Return the page with its links to other pages as the commands that show these."""
-    return re.sub(r"\[[^]]+\]\(([a-z-]+)\.md(?:#[a-z-]*)?\)", r"`help \1`", page)
+        # Links to other pages are shown as the commands that show these.
+        page = re.sub(r"\[[^]]+\]\(([a-z-]+)\.md(?:#[a-z-]*)?\)", r"`help \1`", page)
+        console.print(Markdown(page, code_theme="ansi_dark", hyperlinks=False))
 
 
 def overview() -> str:
@@ -98,7 +79,7 @@ def overview() -> str:
     verbs = "\n".join(f"  {name:<12}{found.summary}" for name, found in VERBS.items() if not found.hidden)
     groups = "\n".join(
         textwrap.fill(" ".join(names), 116, initial_indent=f"  {group + '=':<13}", subsequent_indent=" " * 15)
-        for group, names in _config_groups().items()
+        for group, names in sorted(config_groups().items())
     )
     return f"""slurmtrain: run training jobs on SLURM: submit with one command, stop cleanly, resume exactly.
 
@@ -129,12 +110,3 @@ Examples
   {PROGRAM} +cluster=a100x4 submit -- python my_train.py --layers 1,2 --lr 1e-3
   {PROGRAM} --host user@login +cluster=a100x4 submit    from your laptop, over ssh
 """
-
-
-def _config_groups() -> dict[str, list[str]]:
-    folder = shipped("conf")
-    return {
-        group: sorted(file.removesuffix(".yaml") for file in os.listdir(folder / group) if file.endswith(".yaml"))
-        for group in sorted(os.listdir(folder))
-        if not group.startswith((".", "_")) and (folder / group).is_dir()
-    }

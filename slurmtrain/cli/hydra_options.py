@@ -13,13 +13,16 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from slurmtrain.cli.arguments import find_verb, visible_verbs
-from slurmtrain.cli.verbs import ROOT, VERBS, Argument
+from slurmtrain.cli.verbs import HYDRA, NO_VERB, VERBS, Argument
 from slurmtrain.config.folders import Primary, search_folders, search_path
 from slurmtrain.system.paths import runs_root
+
+NEWEST = 30  # so many runs are offered: a person looks for one of the last days
+PLAIN = re.compile(r"[\w.,:/@%+=\[\]-]+")  # words that bash takes as they are
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -30,16 +33,15 @@ def main(arguments: argparse.Namespace) -> int:
     """
     from slurmtrain.config.compose import Composer, explaining, resolved, with_shares
 
-    primary = _primary(arguments)
     if arguments.cfg == "job" and not (arguments.package or arguments.multirun):
         import yaml
 
-        values = with_shares(Composer(primary).values(arguments.overrides))
+        values = with_shares(Composer(_primary(arguments)).values(arguments.overrides))
         print(yaml.safe_dump(resolved(values) if arguments.resolve else values, sort_keys=False), end="")
         return 0
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     with explaining():
-        show(arguments, primary)
+        show(arguments)
     return 0
 
 
@@ -49,22 +51,20 @@ def _primary(arguments: argparse.Namespace) -> Primary:
     return Primary(name, search_folders(name, arguments.config_dir, arguments.config_path))
 
 
-def show(arguments: argparse.Namespace, primary: Primary | None = None) -> None:
+def show(arguments: argparse.Namespace) -> None:
     """Let Hydra print the requested information and exit."""
     import hydra
 
     from slurmtrain.config.compose import register_schema
 
     register_schema()
-    first, *others = (primary or _primary(arguments)).folders
-    # Nothing is run, so Hydra need not make a folder for its outputs. The folders are given below: by itself, Hydra takes
-    # --config-path as relative to this file and then searches no other folder, and seeks the primary config only there.
-    sys.argv = [
-        "slurmtrain",
-        *_options(arguments),
-        *arguments.overrides,
-        *([search_path(others)] if others else []),
-    ]
+    first, *others = _primary(arguments).folders
+    # The folders are given below: by itself, Hydra takes --config-path as relative to this file and then searches no other
+    # folder, and seeks the primary config only there.
+    sys.argv = ["slurmtrain", *arguments.overrides, *([search_path(others)] if others else [])]
+    for name in [each.names[0] for each in HYDRA if not {"--config-dir", "--config-path"} & {*each.names}]:
+        value = getattr(arguments, name[2:].replace("-", "_"))
+        sys.argv += [name] if value is True else [name, value] if value else []
 
     @hydra.main(config_path=str(first), config_name="config", version_base="1.3")
     def never_run(config: Any) -> None:
@@ -73,33 +73,26 @@ def show(arguments: argparse.Namespace, primary: Primary | None = None) -> None:
     never_run()
 
 
-def _options(arguments: argparse.Namespace) -> list[str]:
-    """Return Hydra's options as words, without those that name folders."""
-    values = {name: getattr(arguments, name) for name in ("cfg", "package", "info")}
-    values["config_name"] = arguments.config_name if arguments.config_name != "config" else None
-    flags = [
-        name for name in ("resolve", "hydra_help", "shell_completion", "multirun", "run") if getattr(arguments, name)
-    ]
-    words = [f"--{name.replace('_', '-')}" for name in flags]
-    return [
-        *words,
-        *(word for name, value in values.items() if value for word in (f"--{name.replace('_', '-')}", value)),
-    ]
-
-
-NEWEST = 30  # so many runs are offered: a person looks for one of the last days
-PLAIN = re.compile(r"[\w.,:/@%+=\[\]-]+")  # words that bash takes as they are
-
-
-def complete(arguments: argparse.Namespace) -> None:
-    """Print the words that match the line in COMP_LINE."""
+def complete(arguments: argparse.Namespace) -> int:
+    """Print the words that match the line in COMP_LINE, and return the exit code."""
     first, *before = os.environ.get("COMP_LINE", "").split(" ")
     last = before.pop() if before else ""
     name = find_verb(before)
-    words, is_value = offers(before, name)
-    _offer(word for word in words if word.startswith(last))
-    if is_value or last.startswith("-") or (name is not None and not VERBS[name].composes):
-        return
+    verb = VERBS[name] if name is not None else NO_VERB
+    words = [*visible_verbs(), "--host", "--host-python"] if name is None else [*verb.actions, "--help"]
+    for action in verb.actions:
+        if action in before[before.index(name or "") + 1 :]:
+            verb, words = verb.with_action(action), ["--help"]
+    options = verb.options
+    asking = options.get(before[-1]) if before else None
+    if asking is not None and asking.takes_value:
+        _offer(_values(asking), last)
+        return 0
+    words += [option for option, each in options.items() if each.settings["help"] != argparse.SUPPRESS]
+    words += [word for each in verb.arguments if not each.names[0].startswith("-") for word in _values(each)]
+    _offer(words, last)
+    if last.startswith("-") or not verb.composes:
+        return 0
     from slurmtrain.config.overrides import normalise
 
     # Hydra would take the verb for a broken override, and knows groups of the defaults list without a plus only.
@@ -109,50 +102,29 @@ def complete(arguments: argparse.Namespace) -> None:
     with contextlib.redirect_stdout(found), contextlib.suppress(SystemExit):
         show(arguments)
     plus = last[: len(last) - len(last.lstrip("+"))]
-    _offer(f"{plus}{word}" for word in found.getvalue().split())
-
-
-def offers(before: Sequence[str], name: str | None) -> tuple[list[str], bool]:
-    """Return the words of ours that may come after others, and whether they are values of the option before them."""
-    arguments, words = list(ROOT), [*visible_verbs(), "--host", "--host-python"]
-    if name is not None:
-        verb = VERBS[name]
-        action = verb.action_in(before[before.index(name) + 1 :])
-        words = [*(() if action else verb.actions), "--help"]
-        arguments = verb.arguments_of(action)
-    options = {option: each for each in arguments for option in each.names if option.startswith("-")}
-    asking = options.get(before[-1]) if before else None
-    if asking is not None and asking.takes_value:
-        return _values(asking), True
-    words += [option for option, each in options.items() if each.settings.get("help") != argparse.SUPPRESS]
-    return [*words, *(word for each in arguments if each.positional for word in _values(each))], False
+    _offer((f"{plus}{word}" for word in found.getvalue().split()), plus)
+    return 0
 
 
 def _values(argument: Argument) -> list[str]:
-    """Return the values that an argument may have, as far as they can be listed."""
+    """Return the values that an argument may have, if they can be listed."""
     metavar = argument.settings.get("metavar") or ""
     words = list(argument.settings.get("choices") or ())
-    words += ["last"] if re.search("RUN|SWEEP", metavar) else []
-    words += _newest(sweeps=False) if "RUN" in metavar else []
-    words += _newest(sweeps=True) if "SWEEP" in metavar else []
     if metavar == "TOPIC":
         from slurmtrain.cli.help import topics
 
         words += topics()
+    if re.search("RUN|SWEEP", metavar):
+        from slurmtrain.runs import lookup
+
+        root = runs_root()
+        found = [each.id for each in lookup.all_runs(root)] if "RUN" in metavar else []
+        sweeps = [each.id for each in lookup.all_sweeps(root)] if "SWEEP" in metavar else []
+        # `submit` makes no name that begins with a dash, and a person may: --host=elsewhere
+        words += ["last", *(name for name in [*found[-NEWEST:], *sweeps[-NEWEST:]] if name[0].isalnum())]
     return words
 
 
-def _offer(words: Iterable[str]) -> None:
-    """Print the words that bash may have, one on a line."""
-    print("\n".join(word for word in words if PLAIN.fullmatch(word)))
-
-
-def _newest(*, sweeps: bool) -> list[str]:
-    """Return the names of the newest runs, or of the newest sweeps."""
-    from slurmtrain.runs import lookup
-
-    root = runs_root()
-    found = lookup.all_sweeps(root) if sweeps else lookup.all_runs(root)
-    names = [each.id for each in found]
-    own = [name for name in names if name[0].isalnum()]  # `submit` makes no other, and a person may: --host=elsewhere
-    return own[-NEWEST:]
+def _offer(words: Iterable[str], beginning: str) -> None:
+    """Print those words with this beginning that bash may have, one on a line."""
+    print("\n".join(word for word in words if word.startswith(beginning) and PLAIN.fullmatch(word)))

@@ -1,28 +1,32 @@
-"""`-m ... submit`: a sweep over the points of a grid, or over those that a search chooses."""
+"""`-m ... submit`: a sweep over the points of a grid, or over those that a search chooses by the results of earlier ones."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from slurmtrain.choices import Backend, Pruner
+from slurmtrain.choices import Backend, EvalMode, Pruner
 from slurmtrain.cli.columns import counts, summary
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.cli.submit import awaited_runs, say_unless_awaited
+from slurmtrain.cli.submit import next_steps, submitting_points
 from slurmtrain.config.folders import Primary, search_folders
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
+from slurmtrain.config.validate import validate
 from slurmtrain.control.checks import check, warn_of_memory
-from slurmtrain.errors import EXIT_REQUEUE, UsageError
+from slurmtrain.errors import EXIT_REQUEUE, RunFailedError, UsageError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.planner.fit import share_of_gpu
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep.plan import Composer, Grid, SweepPlan, composing, naming_point, plan_sweep, preview, validated
 from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
-    from slurmtrain.runs.sweep_dir import Sweep
+    from slurmtrain.sweep.study import Study
 
 log = logging.getLogger(__name__)
 
@@ -31,119 +35,130 @@ BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # Hyd
 
 def submit(arguments: argparse.Namespace) -> int:
     """Expand, compose and validate all points, then submit those that are missing, or run them here with cluster=local."""
-    cwd, name = current_folder(), arguments.config_name
+    name = arguments.config_name
+    if arguments.bundle is not None:
+        raise UsageError(
+            "--from submits one run, but -m makes a sweep", hint="submit --from BUNDLE once for each value"
+        )
     if arguments.follow:
         raise UsageError("--follow does not work with -m", hint="sweep status last shows the state of the points")
     primary = Primary(name, search_folders(name, arguments.config_dir, arguments.config_path))
     with composing(primary) as composer:
         sweeper = composer.sweeper(arguments.overrides)
         if sweeper["_target_"] != BASIC_SWEEPER:
-            from slurmtrain.cli.search import search
-
-            return search(composer, sweeper, arguments)
+            return _search(composer, sweeper, arguments)
         grid = composer.expand(arguments.overrides)
         if not grid.keys:
             log.info(
                 "nothing varies, so this is a sweep of one run; choices are written key=1,2, and a single run needs no -m"
             )
-        first = with_absolute_paths(composer.compose(grid.points[0]), cwd)
+        first = with_absolute_paths(composer.compose(grid.points[0]), current_folder())
         if first.search.pruner != Pruner.NONE:
             raise UsageError(
                 f"search.pruner={first.search.pruner} ends trials of a search, but all points of this sweep are fixed",
                 hint="hydra/sweeper=optuna searches among the choices; without search.pruner, all are trained to the end",
             )
+        if arguments.dry_run:
+            return _preview(composer, grid, first, arguments)
+        return _submit(composer, grid, first, arguments)
 
-        def planned() -> SweepPlan:
-            return plan_sweep(_fitting(composer, grid, arguments), cwd)
 
-        if not arguments.dry_run:
-            return _submit(planned, grid, primary, first, arguments)
-        scripts = preview(planned(), cwd, arguments.array_parallelism, awaited_runs(first, arguments.after))
+def _preview(composer: Composer, grid: Grid, first: Config, arguments: argparse.Namespace) -> int:
+    plan, after = _planned(composer, grid, arguments), _awaited_runs(first, arguments.after)
+    scripts = preview(plan, current_folder(), arguments.array_parallelism, after)
     print(*scripts, sep="\n", end="")
     how = f"{len(scripts)} array{'s' if len(scripts) > 1 else ''}" if scripts else "this machine, without SLURM"
     print(f"# {len(grid.points)} points for {how}; what varies: {', '.join(grid.keys) or 'nothing'}")
     return 0
 
 
-def _fitting(composer: Composer, grid: Grid, arguments: argparse.Namespace) -> Iterator[Config]:
-    """Yield the points, and raise if one is too large. Only the largest is built, since each would take seconds."""
+def _planned(composer: Composer, grid: Grid, arguments: argparse.Namespace) -> SweepPlan:
+    """Compose and check all points, and raise if one is too large. Only the largest is built, since each would take seconds."""
     largest: tuple[float, int, Config, ParallelDims] | None = None
     said = set[str]()
-    for number, (config, dims) in enumerate(validated(composer, grid)):
-        with naming_point(grid, number):
-            later, look = arguments.after is not None, not arguments.dry_run
-            check(config, dims, current_folder(), later=later, look_at_files=look, said=said)
-        share = share_of_gpu(config, dims) or 0.0
-        if largest is None or share > largest[0]:
-            largest = share, number, config, dims
-        yield config
+
+    def checked() -> Iterator[Config]:
+        nonlocal largest
+        for number, (config, dims) in enumerate(validated(composer, grid)):
+            with naming_point(grid, number):
+                later, look = arguments.after is not None, not arguments.dry_run
+                check(config, dims, current_folder(), later=later, look_at_files=look, said=said)
+            share = share_of_gpu(config, dims) or 0.0
+            if largest is None or share > largest[0]:
+                largest = share, number, config, dims
+            yield config
+
+    plan = plan_sweep(checked(), current_folder())
     assert largest is not None
     _, number, config, dims = largest
     with naming_point(grid, number):
         warn_of_memory(config, dims)
+    return plan
 
 
-def _submit(
-    planned: Callable[[], SweepPlan], grid: Grid, primary: Primary, first: Config, arguments: argparse.Namespace
-) -> int:
-    """Submit those points of a grid that are missing, or run them here with cluster=local.
-
-    Args:
-        planned: composes and checks all points. The same command finds its sweep without them.
-        first: the config of the first point.
-    """
+def _submit(composer: Composer, grid: Grid, first: Config, arguments: argparse.Namespace) -> int:
+    """Submit those points of a grid that are missing, or run them here with cluster=local."""
     from slurmtrain.control.submitting import client_of
     from slurmtrain.launch.submit import slurm_conf_of
     from slurmtrain.slurm.client import SlurmClient
     from slurmtrain.sweep.folder import command_of, create_sweep, find_by_command, find_same
     from slurmtrain.sweep.jobs import submit_arrays
 
-    parallelism, as_json = arguments.array_parallelism, arguments.json
-    after, local = awaited_runs(first, arguments.after), first.cluster.backend == Backend.LOCAL
-    command = command_of(arguments.overrides, primary, first)
-    sweep = None if arguments.again else find_by_command(first, command)
+    parallelism, again = arguments.array_parallelism, arguments.again
+    after, local = _awaited_runs(first, arguments.after), first.cluster.backend == Backend.LOCAL
+    # The same command finds its sweep without composing all points.
+    command = command_of(arguments.overrides, composer.primary, first)
+    sweep = None if again else find_by_command(first, command)
     if sweep is None:
-        plan = planned()
-        sweep = None if arguments.again else find_same(plan)
+        plan = _planned(composer, grid, arguments)
+        sweep = None if again else find_same(plan)
     there = sweep is not None
     if sweep is not None:
         client = None if local else SlurmClient(slurm_conf_of(first))
     else:
         client = None if local else client_of(first, plan.asking.values())
-        sweep = create_sweep(
-            plan,
-            grid.varied,
-            arguments.overrides,
-            current_folder(),
-            parallelism=parallelism,
-            after=after,
-            again=arguments.again,
-            command=command,
-        )
+        how: dict[str, Any] = {"parallelism": parallelism, "after": after, "again": again, "command": command}
+        sweep = create_sweep(plan, grid.varied, arguments.overrides, current_folder(), **how)
     if client is None:
-        return run_on_this_machine(sweep, parallelism or sweep.pack, as_json=as_json)
-    say_unless_awaited(after, sweep)
+        return run_on_this_machine(sweep, parallelism or sweep.pack, as_json=arguments.json)
+    _say_unless_awaited(after, sweep)
     limit = sweep.info()["parallelism"]
     if parallelism not in (None, limit):
         log.info("sweep %s was submitted with --array-parallelism %s, which stays", sweep.id, limit or "not given")
-    try:
+    with submitting_points(sweep):
         submission = submit_arrays(sweep, client)
-    except KeyboardInterrupt:
-        log.info("sweep %s: the same command submits the rest; sweep cancel %s ends it", sweep.id, sweep.id)
-        raise
-    job_ids = [job for number in sweep.array_numbers() if (job := sweep.job_id(number)) is not None]
-    if as_json:
-        print_json({"sweep": sweep.id, "path": str(sweep.path), "points": sweep.point_count(), "job_ids": job_ids})
+    if arguments.json:
+        print_json(_facts_of(sweep))
     else:
         what = "is there already" if there else f"of {sweep.point_count()} points is submitted"
-        print(f"sweep {sweep.id} {what}: job {', '.join(job_ids) or 'none yet'}\n  {sweep.path}")
+        print(f"sweep {sweep.id} {what}: job {', '.join(_facts_of(sweep)['job_ids']) or 'none yet'}\n  {sweep.path}")
         if there and not submission.submitted:
-            print(
-                f"  the same points as in this command; --again submits them again   sweep retry {sweep.id}: what failed"
-            )
-        print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   sweep cancel {sweep.id}   (or: last)")
+            print("  the same points as in this command; --again submits them again, and sweep retry what failed")
+        print(next_steps(*(f"sweep {action} {sweep.id}" for action in ("status", "collect", "cancel"))))
     submission.check()
     return 0
+
+
+def _awaited_runs(config: Config, after: str | None) -> list[RunDir]:
+    """Return the runs of --after. Errors in them are raised before anything is created."""
+    if after is None:
+        return []
+    from slurmtrain.launch.dependencies import find_runs, starting_after
+
+    starting_after(config, after)
+    return find_runs(after)
+
+
+def _say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
+    """Log a message if --after names other runs than those that an existing sweep already waits for."""
+    if after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
+        log.info("--after does not apply to %s, which already exists", sweep.id)
+
+
+def _facts_of(sweep: Sweep) -> dict[str, Any]:
+    """Return what --json prints of every sweep."""
+    jobs = [job for number in sweep.array_numbers() if (job := sweep.job_id(number)) is not None]
+    return {"sweep": sweep.id, "path": str(sweep.path), "points": sweep.point_count(), "job_ids": jobs}
 
 
 def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
@@ -153,22 +168,99 @@ def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
     from slurmtrain.sweep.local import alone, run_here
 
     done_with = {RunStatus.FINISHED, RunStatus.REMOVED}  # states of runs that nobody has to start again
-    count = sweep.point_count()
     if not as_json:
-        print(f"sweep {sweep.id} of {count} points\n  {sweep.path}", flush=True)
+        print(f"sweep {sweep.id} of {sweep.point_count()} points\n  {sweep.path}", flush=True)
     with alone(sweep):
         unfinished = [
             run_id for run_id, now in states_of(sweep).items() if now.status not in done_with and not now.alive
         ]
         to_the_end = run_here(sweep, unfinished, at_once, show=at_once == 1 and not as_json)
     states = counts(states_of(sweep).values())
+    finished = set(states) <= done_with
     if as_json:
-        print_json({"sweep": sweep.id, "path": str(sweep.path), "points": count, "job_ids": [], "states": states})
+        print_json({**_facts_of(sweep), "states": states})
     else:
-        print(f"sweep {sweep.id}: {summary(states)}")
-        if not set(states) <= done_with:
-            print("  the same command continues unfinished points")
-        print(f"  sweep status {sweep.id}   sweep collect {sweep.id}   (or: last)")
-    if not to_the_end:
-        return EXIT_REQUEUE
-    return 0 if set(states) <= done_with else 1
+        goes_on = "" if finished else "; the same command continues unfinished points"
+        print(f"sweep {sweep.id}: {summary(states)}{goes_on}")
+        print(next_steps(f"sweep status {sweep.id}", f"sweep collect {sweep.id}"))
+    return EXIT_REQUEUE if not to_the_end else 0 if finished else 1
+
+
+def _search(composer: Composer, sweeper: Mapping[str, Any], arguments: argparse.Namespace) -> int:
+    """Submit a sweep whose points Optuna chooses by the results of earlier ones, and wait until it is done."""
+    from slurmtrain.control.submitting import PointLook, may_change_request
+    from slurmtrain.sweep.adaptive import open_sweep
+    from slurmtrain.sweep.search import Search
+    from slurmtrain.sweep.study import TARGET, Study, TrialState
+
+    overrides = arguments.overrides
+    if sweeper["_target_"] != TARGET:
+        raise UsageError(
+            f"hydra.sweeper is {sweeper['_target_']}, but a search works only with hydra/sweeper=optuna",
+            hint="hydra/launcher=slurmtrain runs the jobs of a Hydra program of your own with any sweeper",
+        )
+    if arguments.dry_run:
+        raise UsageError(
+            "--dry-run cannot show a search: its points depend on the results of earlier ones",
+            hint="without the choices and -m it shows one point",
+        )
+    fixed, space = composer.fixed(overrides), composer.space(overrides)
+    if not space:
+        raise UsageError("a search needs values to choose", hint="optim.lr='tag(log,interval(1e-5,1e-2))'")
+    base = with_absolute_paths(composer.compose(fixed), current_folder())
+    validate(base)
+    if base.eval.mode == EvalMode.JOB:
+        raise UsageError(
+            "eval.mode=job in a search: its evaluations may not be complete when the point finishes",
+            hint="eval.mode=inline",
+        )
+    study = Study(sweeper, space, base)
+    after = _awaited_runs(base, arguments.after)
+    varies = any(may_change_request(key) for key in space)
+    asks = PointLook(base, varies=varies) if base.cluster.backend != Backend.LOCAL else None
+
+    def look(config: Config) -> None:
+        dims = validate(config)
+        check(config, dims, current_folder())
+        warn_of_memory(config, dims)
+        if asks is not None:
+            asks(config)
+
+    opened = open_sweep(
+        SweepPlan(base, search=study.identity),
+        overrides,
+        asks.client if asks is not None else None,
+        parallelism=arguments.array_parallelism,
+        after=after,
+        again=lambda found: arguments.again,
+        look=look,
+    )
+    name = opened.sweep.id
+    _say_unless_awaited(after, opened.sweep)
+    log.info("sweep %s: this shell waits for results; if it dies, repeat the command to continue", name)
+    try:
+        Search(composer, opened, study, base, fixed, show=not arguments.json).run()
+    except RunFailedError as failure:
+        if not arguments.json:
+            _say_trials(study)
+        running = sum(trial.state == TrialState.RUNNING for trial in study.trials)
+        hint = "repeat the command to continue with other trials"
+        if running and opened.client is not None:
+            hint = f"{running} others go on: the same command waits for them, sweep cancel {name} ends them; {hint}"
+        raise RunFailedError(failure.message, hint=hint) from None
+    if arguments.json:
+        print_json({**_facts_of(opened.sweep), "trials": study.trials})
+    else:
+        _say_trials(study)
+        print(f"sweep {name} is done\n  {opened.sweep.path}")
+        print(next_steps(f"sweep collect {name}", f"sweep status {name}", f"usage {name}"))
+    return 0
+
+
+def _say_trials(study: Study) -> None:
+    """Print how many trials are in each state, and the best one."""
+    print(summary(dict(Counter(str(trial.state) for trial in study.trials).most_common())))
+    best = study.best()
+    if best is not None:
+        chosen = " ".join(f"{key.lstrip('+')}={value}" for key, value in best.chosen.items())
+        print(f"best is {best.value:.6g}, of trial {best.number}: {chosen}, run {best.run}")

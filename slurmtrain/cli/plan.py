@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from dataclasses import asdict
-from typing import Any
 
 from slurmtrain.cli.columns import print_sentence, print_table
 from slurmtrain.cli.json_output import fields_of, print_json
@@ -26,7 +24,7 @@ from slurmtrain.planner.fit import in_gb, most_bytes
 from slurmtrain.planner.hardware import EFFICIENCY, Hardware, hardware_of
 from slurmtrain.planner.plan import Candidate, Plan, check_plannable, plan_of, search
 from slurmtrain.planner.saving import PARAMETER_BYTES
-from slurmtrain.planner.scaling import WORTH_IT, Doubling, first_not_worth_it
+from slurmtrain.planner.scaling import WORTH_IT, first_not_worth_it
 from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.step_time import Measured, StepTime, sequence_length
 from slurmtrain.report.page.units import plural
@@ -36,8 +34,7 @@ from slurmtrain.system.durations import roughly
 from slurmtrain.system.paths import runs_root
 
 SHOWN = 10  # layouts of `--search` that are printed
-# Bytes in units of 10^9, as file systems and networks count them.
-SCALES = {
+SCALES = {  # bytes in units of 10^9, as file systems and networks count them
     "count": ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")),
     "bytes": ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")),
     "seconds": ((1, "s"), (1e-3, "ms")),
@@ -61,20 +58,31 @@ def main(arguments: argparse.Namespace) -> int:
     config = at_most(asked)
     hardware, measured = _rates_of(arguments.rates_of, config) if arguments.rates_of else (hardware_of(config), None)
     plan = plan_of(config, parallel_dims_of(config), hardware, tokens=arguments.tokens, measured=measured)
-    found: list[Candidate] | None = None
-    if arguments.search:
-        found = search(config, measured)
-        if not found:
-            limit = "" if plan.memory_limit is None else f" into {in_gb(plan.memory_limit)} GB"
-            raise ConfigError(
-                f"no layout of {plan.dims.world_size} ranks fits{limit}", hint="more nodes, or a smaller model or batch"
-            )
+    found = search(config, measured) if arguments.search else []
+    if arguments.search and not found:
+        limit = "" if plan.memory_limit is None else f" into {in_gb(plan.memory_limit)} GB"
+        raise ConfigError(
+            f"no layout of {plan.dims.world_size} ranks fits{limit}", hint="more nodes, or a smaller model or batch"
+        )
+    notes = _notes(plan, asked, measured)
     if arguments.json:
-        print_json(_object(plan, _notes(plan, asked, measured), found))
-    elif found is not None:
+        names = (
+            "nodes memory memory_limit fits step tokens_per_step saving interval_s goodput tokens gpu_hours more_nodes"
+        )
+        print_json(
+            {
+                "layout": str(plan.dims),
+                "axes": dict(zip(AXES, plan.dims.shape, strict=True)),
+                **fields_of(plan, names),
+                "sentence": None if plan.step is None else _more_nodes(plan),
+                "notes": notes,
+                "search": [fields_of(each, "overrides memory step") | {"layout": str(each.dims)} for each in found],
+            }
+        )
+    elif found:
         _print_search(found)
     else:
-        _print(plan, _notes(plan, asked, measured))
+        _print(plan, notes)
     return 0
 
 
@@ -100,18 +108,15 @@ def _rates_of(reference: str, planned: Config) -> tuple[Hardware, Measured]:
             hint="--from a run on the same cluster",
         )
     measured = calibrated(config, parallel_dims_of(config), hardware_of(config), times.step_s, times.parts)
-    hardware = hardware_of(planned)
     notes = [f"rates of run {run_dir.id}: {measured.flops / 1e12:.3g} TFLOP/s on each rank, as measured"]
     if times.missing:
         notes.append(f"it has not measured {', '.join(times.missing)}, which count as computation")
+    hardware = hardware_of(planned)
     notes += [note for note in hardware.notes if "--from RUN" not in note]
     saves = read_save_times(run_dir)
     if saves is not None:
-        hardware = dataclasses.replace(
-            hardware,
-            storage=saves.size / saves.write_s,
-            host=saves.size / config.world_size / saves.stall_s if saves.stall_s else math.inf,
-        )
+        host = saves.size / config.world_size / saves.stall_s if saves.stall_s else math.inf
+        hardware = dataclasses.replace(hardware, storage=saves.size / saves.write_s, host=host)
     return dataclasses.replace(hardware, notes=tuple(notes)), measured
 
 
@@ -147,65 +152,6 @@ def _notes(plan: Plan, asked: Config, measured: Measured | None) -> list[str]:
     return notes
 
 
-# For a program.
-
-
-def _object(plan: Plan, notes: list[str], found: list[Candidate] | None) -> dict[str, Any]:
-    """Return a plan as `plan --json` prints it. Bytes, seconds and shares; null where something is not known.
-
-    layout, axes, nodes, ranks
-    parameters, global_batch_size, tokens_per_step, micro_batches, micro_batch_size
-    memory       limit, whether it fits, and by pipeline stage what `layout --json` has
-    step         the fields of planner.step_time.StepTime; null if it does not fit, or no peak is known and nothing was measured
-    saving       the fields of planner.saving.Saving, best_s, and goodput
-    cost         tokens, gpu_hours
-    more_nodes   nodes, step_s, tokens_per_s, efficiency, total, worth_it, cause and share of each doubling
-    sentence     whether more nodes are worth it, and why not
-    notes        what was assumed
-    search       with --search: overrides, memory, and the step of each layout that fits, the fastest first
-    """
-    dims, train = plan.dims, plan.config.train
-    stages = [asdict(each) | {"total": each.total} for each in plan.memory]
-    value = {
-        "layout": str(dims),
-        "axes": dict(zip(AXES, dims.shape, strict=True)),
-        "nodes": plan.nodes,
-        "ranks": dims.world_size,
-        "parameters": DecoderShape.of(plan.config.model).num_parameters(),
-        "global_batch_size": train.global_batch_size,
-        "tokens_per_step": plan.tokens_per_step,
-        "micro_batches": dims.micro_batches(train),
-        "micro_batch_size": dims.micro_batch_size(train),
-        "memory": {"limit": plan.memory_limit, "fits": plan.fits, "stages": stages},
-        "step": None if plan.step is None else _step_object(plan.step),
-        "saving": asdict(plan.saving) | {"best_s": plan.interval_s, "goodput": plan.goodput},
-        "cost": fields_of(plan, "tokens gpu_hours"),
-        "more_nodes": [doubling_object(each) for each in plan.more_nodes],
-        "sentence": None if plan.step is None else _more_nodes(plan),
-        "notes": notes,
-    }
-    if found is not None:
-        value["search"] = [
-            fields_of(each, "overrides memory") | {"layout": str(each.dims), "step": _step_object(each.step)}
-            for each in found
-        ]
-    return value
-
-
-def _step_object(step: StepTime) -> dict[str, Any]:
-    more = fields_of(step, "expected_s tokens_per_s communication_s mfu mfu_attended mfu_attended_at_most")
-    return asdict(step) | more
-
-
-def doubling_object(each: Doubling) -> dict[str, Any]:
-    """Return a step to more nodes as `plan --json` and `scale --json` print it."""
-    after = fields_of(each.after, "nodes ranks step_s tokens_per_s")
-    return after | fields_of(each, "efficiency total worth_it cause share")
-
-
-# For a person.
-
-
 def quantity(value: float, kind: str) -> str:
     """Format a count, bytes or seconds with three digits in the unit that suits it: 8.03 billion, 395 kB, 250 ms, 2 h."""
     if kind == "seconds" and value >= 600:
@@ -218,16 +164,30 @@ def quantity(value: float, kind: str) -> str:
 
 
 def _print(plan: Plan, notes: list[str]) -> None:
-    rows = [*_size_rows(plan), *([] if plan.step is None else _step_rows(plan, plan.step)), *_saving_rows(plan)]
+    rows = {**_sizes(plan), **({} if plan.step is None else _speed(plan.step)), **_saving(plan)}
     if plan.step is not None:
-        rows.append(("cost", _cost(plan, plan.step)))
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
+        rows["cost"] = "failures come faster than restarts: nothing is left for training"
+        if plan.gpu_hours is not None:
+            unit = "GPU" if plan.config.cluster.gpus_per_node else "rank"
+            time = quantity(plan.gpu_hours / plan.step.ranks * 3600, "seconds")
+            hours = quantity(plan.gpu_hours, "count")
+            rows["cost"] = f"{quantity(plan.tokens, 'count')} tokens take {hours} {unit} hours, {time}"
+    width = max(map(len, rows))
+    for name, text in rows.items():
         print_sentence(f"{name:<{width}}  {text}", width + 2)
     if plan.step is not None:
-        if plan.step.traffic:
+        traffic = [
+            [
+                *(each.axis, str(each.ranks), str(each.nodes), quantity(each.bytes_sent, "bytes")),
+                quantity(plan.step.traffic_s[each.axis], "seconds"),
+                quantity(plan.step.seconds.get(each.axis, 0.0), "seconds"),
+                each.kind,
+            ]
+            for each in plan.step.traffic
+        ]
+        if traffic:
             print()
-            _print_traffic(plan.step)
+            print_table(["axis", "ranks", "nodes", "sent by a rank", "time", "exposed", "communication"], traffic)
         print()
         _print_more_nodes(plan)
     print()
@@ -235,7 +195,7 @@ def _print(plan: Plan, notes: list[str]) -> None:
         print_sentence(f"note: {note}", len("note: "))
 
 
-def _size_rows(plan: Plan) -> list[tuple[str, str]]:
+def _sizes(plan: Plan) -> dict[str, str]:
     cluster, dims, train = plan.config.cluster, plan.dims, plan.config.train
     what = plan.hardware.gpu or cluster.gpu_type or "GPU"
     if not cluster.gpus_per_node:
@@ -251,15 +211,15 @@ def _size_rows(plan: Plan) -> list[tuple[str, str]]:
     of = f" of {in_gb(plan.memory_limit)}" if plan.memory_limit is not None else ""
     where = f" on stage {plan.fullest.stage}" if dims.pp > 1 else ""
     fits = "" if plan.fits else "; it does not fit: plan --search shows what does"
-    return [
-        ("layout", f"{plural(plan.nodes, 'node')} x {cluster.tasks_per_node} {what}: {dims}"),
-        ("model", f"{parameters} parameters, computed in {plan.hardware.dtype}"),
-        ("global batch", batch),
-        ("memory", f"{total} GB{of} on a rank{where} {parts}{fits}"),
-    ]
+    return {
+        "layout": f"{plural(plan.nodes, 'node')} x {cluster.tasks_per_node} {what}: {dims}",
+        "model": f"{parameters} parameters, computed in {plan.hardware.dtype}",
+        "global batch": batch,
+        "memory": f"{total} GB{of} on a rank{where} {parts}{fits}",
+    }
 
 
-def _step_rows(plan: Plan, step: StepTime) -> list[tuple[str, str]]:
+def _speed(step: StepTime) -> dict[str, str]:
     parts = sorted(step.seconds.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name} {seconds / step.expected_s:.1%}" for name, seconds in parts if seconds > 0)
     text = f"{quantity(step.expected_s, 'seconds')} expected: {shares}"
@@ -267,19 +227,16 @@ def _step_rows(plan: Plan, step: StepTime) -> list[tuple[str, str]]:
         text += f"; not below {quantity(step.at_best_s, 'seconds')}, at the peak of GPUs and links"
     speed = f"{quantity(step.tokens_per_s, 'count')} tokens/s, {step.tokens_per_s / step.ranks:,.0f} on each rank"
     if step.mfu is not None:
-        speed += (
-            f"; mfu {step.mfu:.1%}, mfu_attended {step.mfu_attended:.1%} of at most {step.mfu_attended_at_most:.1%}"
-        )
-    return [("step", text), ("speed", speed)]
+        most = f"mfu_attended {step.mfu_attended:.1%} of at most {step.mfu_attended_at_most:.1%}"
+        speed += f"; mfu {step.mfu:.1%}, {most}"
+    return {"step": text, "speed": speed}
 
 
-def _saving_rows(plan: Plan) -> list[tuple[str, str]]:
+def _saving(plan: Plan) -> dict[str, str]:
     saving, best, every_s = plan.saving, plan.interval_s, plan.saving.interval_s
-    in_steps = ""
-    if plan.step is not None:
-        in_steps = f" = {plural(max(1, round(best / plan.step.expected_s)), 'step')}"
+    steps = f" = {plural(max(1, round(best / plan.step.expected_s)), 'step')}" if plan.step is not None else ""
     why = "Daly 2006" if best == saving.daly_s else "as long as one takes to write"
-    interval = f"{quantity(best, 'seconds')}{in_steps} is best ({why}), for a failure every {roughly(saving.mtbf_s)}"
+    interval = f"{quantity(best, 'seconds')}{steps} is best ({why}), for a failure every {roughly(saving.mtbf_s)}"
     goodput = f"{saving.goodput(best):.2%} of the time at best, with restarts of {roughly(saving.restart_s)}"
     if every_s is not None:
         interval += f"; the config saves every {quantity(every_s, 'seconds')}"
@@ -289,39 +246,14 @@ def _saving_rows(plan: Plan) -> list[tuple[str, str]]:
         f"{quantity(saving.write_s, 'seconds')}; holds training up for {quantity(saving.stall_s, 'seconds')}. "
         f"The weights alone in 16 bit: {quantity(saving.weights, 'bytes')}"
     )
-    return [("checkpoint", checkpoint), ("save every", interval), ("goodput", goodput)]
-
-
-def _cost(plan: Plan, step: StepTime) -> str:
-    if plan.gpu_hours is None:
-        return "failures come faster than restarts: nothing is left for training"
-    unit = "GPU" if plan.config.cluster.gpus_per_node else "rank"
-    return (
-        f"{quantity(plan.tokens, 'count')} tokens take {quantity(plan.gpu_hours, 'count')} {unit} hours, "
-        f"{quantity(plan.gpu_hours / step.ranks * 3600, 'seconds')}"
-    )
-
-
-def _print_traffic(step: StepTime) -> None:
-    rows = []
-    for each in step.traffic:
-        seconds = (step.traffic_s[each.axis], step.seconds.get(each.axis, 0.0))
-        times = [quantity(value, "seconds") for value in seconds]
-        rows.append(
-            [each.axis, str(each.ranks), str(each.nodes), quantity(each.bytes_sent, "bytes"), *times, each.kind]
-        )
-    print_table(["axis", "ranks", "nodes", "sent by a rank", "time", "exposed", "communication"], rows)
-
-
-def _speed(step_s: float, tokens_per_s: float) -> list[str]:
-    return [quantity(step_s, "seconds"), quantity(tokens_per_s, "count")]
+    return {"checkpoint": checkpoint, "save every": interval, "goodput": goodput}
 
 
 def _print_more_nodes(plan: Plan) -> None:
     rows = []
     for each in plan.more_nodes:
         cause = "" if each.cause is None else f"{each.cause} +{each.share:.0%}"
-        speed = _speed(each.after.step_s, each.after.tokens_per_s)
+        speed = [quantity(each.after.step_s, "seconds"), quantity(each.after.tokens_per_s, "count")]
         rows.append([str(each.after.nodes), *speed, f"{each.efficiency:.1%}", f"{each.total:.1%}", cause])
     if rows:
         print_table(["nodes", "step", "tokens/s", "efficiency", f"against {plan.nodes}", "costs more"], rows)
@@ -351,7 +283,7 @@ def _print_search(found: list[Candidate]) -> None:
         mfu = "" if each.step.mfu is None else f"{each.step.mfu:.1%}"
         bubble = f"{each.step.bubble_share:.1%}" if each.dims.pp > 1 else ""
         exposed = f"{each.step.communication_s / each.step.expected_s:.1%}"
-        speed = _speed(each.step.expected_s, each.step.tokens_per_s)
+        speed = [quantity(each.step.expected_s, "seconds"), quantity(each.step.tokens_per_s, "count")]
         rows.append([*speed, mfu, in_gb(each.memory), bubble, exposed, " ".join(each.overrides) or "as it is"])
     fits = "fits" if len(found) == 1 else "fit; the fastest by arithmetic first"
     print(f"{plural(len(found), 'layout')} of {plural(found[0].dims.world_size, 'rank')} {fits}")

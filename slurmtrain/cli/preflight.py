@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmtrain.choices import Backend, JobKind
-from slurmtrain.cli.json_output import emit, print_json
-from slurmtrain.cli.submit import compose_and_validate
+from slurmtrain.cli.json_output import print_json
+from slurmtrain.cli.submit import compose_and_validate, next_steps, say_submitted
 from slurmtrain.cli.units import with_unit
 from slurmtrain.config.evaluation import preflight_config
 from slurmtrain.config.parallel_dims import parallel_dims_of
@@ -54,11 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
     run_dir, jobs = submit_run(config, parallel_dims_of(config), arguments.overrides, cwd)
     run = run_dir.id
     if arguments.no_wait:
-        emit(
-            {"run": run, "path": str(run_dir.path), "job_ids": run_dir.info()["job_ids"]},
-            f"submitted run {run} as job {jobs}\n  logs {run} -f   status {run}",
-            as_json=arguments.json,
-        )
+        say_submitted(run_dir, jobs, config, as_json=arguments.json)
         return 0
     log.info("run %s, job %s: waiting; status %s shows for what, cancel %s ends it", run, jobs, run, run)
     try:
@@ -78,7 +74,7 @@ def _report(run_dir: RunDir, *, as_json: bool) -> int:
         print_json({"run": run_dir.id, "path": str(run_dir.path), "said": now.explanation, "preflight": values})
     elif found is None:
         print(f"the checks were not completed: {now.status}: {printable(now.explanation)}")
-        print(f"  logs {run_dir.id} --rank all")
+        print(next_steps(f"logs {run_dir.id} --rank all"))
     else:
         print_record(found)
         print(f"  the facts of each node: {run_dir.attempt(tries[-1].number).preflight_file}")

@@ -7,7 +7,6 @@ verbs that compose a config are typed, the work tree is sent first, over the sam
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import secrets
@@ -15,7 +14,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,18 +49,10 @@ cd -- "$below" || exit 1
 """
 
 
-def wanted(words: Sequence[str]) -> bool:
-    """Return whether a command line is for another machine."""
-    own, _ = split_program(words)
-    return any(word.partition("=")[0] in ("--host", "--host-python") for word in own)
-
-
 def main(words: Sequence[str]) -> int:
     """Run a command line on the machine that its --host names, and return the exit code there."""
     given, words = split_host(words)
-    if given.host is None:
-        raise UsageError("--host-python needs --host", hint="--host user@login --host-python PATH status")
-    address, _, folder = given.host.partition(":")
+    address, _, folder = (given.host or "").partition(":")
     if not ADDRESS.fullmatch(address) or address.startswith("-"):
         raise UsageError(
             f"--host {given.host!r} is not a valid host", hint="--host user@login, or a Host of ~/.ssh/config"
@@ -122,16 +112,13 @@ def _send(command: Sequence[str], here: Path, root: Path, words: Sequence[str]) 
     """Run a command with the work tree as a tar file on its standard input, and return its exit code."""
     typed = [word.partition("=")[2] for word in words if word.lstrip("+").startswith("job.snapshot_max_mb=")]
     most_mb = int(typed[-1]) if typed and typed[-1].isdigit() else JobConfig().snapshot_max_mb
-    files = files_to_send(here, most_mb)
-    # Where the pipe breaks, here or when it is closed at the end, ssh has left, and has said why.
-    with contextlib.suppress(BrokenPipeError), subprocess.Popen(command, stdin=subprocess.PIPE) as ssh:
-        assert ssh.stdin is not None
-        try:
-            with tarfile.open(fileobj=ssh.stdin, mode="w|gz") as archive:
-                for file in files:
-                    archive.add(root / file, arcname=os.fspath(file), recursive=False)
-            ssh.stdin.close()
-        except KeyboardInterrupt:
-            ssh.kill()
-            raise
+    names = b"".join(os.fsencode(name) + b"\0" for name in files_to_send(here, most_mb))
+    pack = ["tar", "--create", "--gzip", "--no-recursion", f"--directory={root}", "--null", "--files-from=-"]
+    with (
+        subprocess.Popen(pack, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tar,
+        subprocess.Popen(command, stdin=tar.stdout) as ssh,
+    ):
+        assert tar.stdout is not None
+        tar.stdout.close()  # ssh alone reads it, so that tar ends with ssh
+        tar.communicate(names)
     return ssh.returncode

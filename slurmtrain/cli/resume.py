@@ -23,32 +23,66 @@ log = logging.getLogger(__name__)
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    run_dir = open_run(options.run)
-    if options.json and run_dir.info()["backend"] == Backend.LOCAL:
+    run_dir, overrides = open_run(options.run), options.overrides
+    local = run_dir.info()["backend"] == Backend.LOCAL
+    if options.json and local:
         raise UsageError(f"--json: run {run_dir.id} would resume here, in the foreground, and print its output")
     with claimed_alone(run_dir):
-        said = _resume(run_dir, options.overrides, code=options.code)
-    if isinstance(said, int):
-        return said
-    say(run_dir, said, as_json=options.json)
+        now = state(run_dir)
+        _check_ended(run_dir, now, overrides)
+        finished = now.status == RunStatus.FINISHED
+        if finished and not (overrides or options.code):
+            say(run_dir, f"run {run_dir.id} is finished: there is nothing to resume", as_json=options.json)
+            return 0
+        if finished:
+            _check_lengthened(run_dir, now, overrides)
+        if lookup.is_sweep(run_dir.path.parent):
+            from slurmtrain.sweep.jobs import check_not_planned
+
+            check_not_planned(run_dir)
+        from slurmtrain.launch.changes import apply_next_change, change, finish_change
+        from slurmtrain.launch.job import interrupted, resume, settle
+
+        settle(run_dir)
+        finish_change(run_dir)
+        if run_dir.next_change_file.exists() and not finished:
+            apply_next_change(run_dir)
+        lines: list[str] = []
+        if overrides or options.code:
+            asks = None if local else client(run_dir)
+            lines = change(run_dir, overrides, current_folder(), code=options.code, client=asks)
+        if finished:
+            reopen(run_dir, now.attempts[-1], run_dir.info()["steps"])
+        run_dir.request_file.unlink(missing_ok=True)
+        run_dir.event(Event.RESUME_ASKED)
+        if local:
+            from slurmtrain.supervise.platforms.local import run_local
+
+            if lines:
+                print("\n".join(lines), flush=True)
+            return run_local(run_dir)
+        try:
+            job_ids = resume(run_dir, client(run_dir))
+        except KeyboardInterrupt:
+            log.info(interrupted(run_dir))
+            raise
+    said = f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}"
+    say(run_dir, "\n".join([said, *lines]), as_json=options.json)
     return 0
 
 
-def _resume(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> str | int:
-    """Resume a run; return what was done, or the exit code of a run that was resumed here, in the foreground.
-
-    Args:
-        overrides: fields of its config to change.
-        code: use the code as it is now.
-    """
-    now = state(run_dir)
+def _check_ended(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> None:
+    """Raise ClusterError if a run is alive, or an earlier job of it is still in the queue."""
     if now.alive:
-        if now.status == RunStatus.UNKNOWN:
-            hint = _way_out(run_dir, now)
-        elif now.status == RunStatus.STOPPING:  # after `cancel`, for instance, when `requeue` would be refused
+        hint = f"{' '.join(['requeue', run_dir.id, *overrides])} restarts it"
+        if now.status == RunStatus.STOPPING:  # after `cancel`, for instance, when `requeue` would be refused
             hint = f"try again when it has ended; `status {run_dir.id} --watch` waits for that"
-        else:
-            hint = f"{' '.join(['requeue', run_dir.id, *overrides])} restarts it"
+        elif now.status == RunStatus.UNKNOWN:
+            hint = "try again when SLURM answers"
+            if has_no_job(run_dir, now):
+                last = now.attempts[-1]  # its host may have been a container that no longer exists
+                record = run_dir.attempt(last.number).record_file
+                hint = f"type `resume {run_dir.id}` there; if {last.host} is gone for good, remove {record} a minute before"
         raise ClusterError(f"run {run_dir.id} has not ended: {now.status}, {now.explanation}", hint=hint)
     before = [job for job in run_dir.info()["job_ids"] if job != now.job_id]
     left = [job for job in jobs_in_queue(run_dir, now) if job in before]
@@ -57,42 +91,6 @@ def _resume(run_dir: RunDir, overrides: Sequence[str], *, code: bool) -> str | i
             f"run {run_dir.id} has ended in its latest job, but an earlier one, {left[0]}, is still in the queue",
             hint=f"cancel {run_dir.id} takes it out",
         )
-    finished = now.status == RunStatus.FINISHED
-    if finished and (overrides or code):
-        _check_lengthened(run_dir, now, overrides)
-    elif finished:
-        return f"run {run_dir.id} is finished: there is nothing to resume"
-    if lookup.is_sweep(run_dir.path.parent):
-        from slurmtrain.sweep.jobs import check_not_planned
-
-        check_not_planned(run_dir)
-    from slurmtrain.launch.changes import apply_next_change, change, finish_change
-    from slurmtrain.launch.job import interrupted, resume, settle
-
-    settle(run_dir)
-    finish_change(run_dir)
-    if run_dir.next_change_file.exists() and not finished:
-        apply_next_change(run_dir)
-    lines: list[str] = []
-    if overrides or code:
-        asks = client(run_dir) if run_dir.info()["backend"] == Backend.SLURM else None
-        lines = change(run_dir, overrides, current_folder(), code=code, client=asks)
-    if finished:
-        reopen(run_dir, now.attempts[-1], run_dir.info()["steps"])
-    run_dir.request_file.unlink(missing_ok=True)
-    run_dir.event(Event.RESUME_ASKED)
-    if run_dir.info()["backend"] == Backend.LOCAL:
-        from slurmtrain.supervise.platforms.local import run_local
-
-        if lines:
-            print("\n".join(lines), flush=True)
-        return run_local(run_dir)
-    try:
-        job_ids = resume(run_dir, client(run_dir))
-    except KeyboardInterrupt:
-        log.info(interrupted(run_dir))
-        raise
-    return "\n".join([f"run {run_dir.id} is submitted again as job {', then '.join(job_ids)}", *lines])
 
 
 def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> None:
@@ -120,11 +118,3 @@ def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
             "can start from a checkpoint of this one (of the built-in trainer: checkpoint.restore_from=CHECKPOINT; "
             f"`checkpoints {run_dir.id}` lists them)",
         )
-
-
-def _way_out(run_dir: RunDir, now: RunState) -> str:
-    if not has_no_job(run_dir, now):
-        return "try again when SLURM answers"
-    last = now.attempts[-1]  # its host may have been a container that no longer exists
-    record = run_dir.attempt(last.number).record_file
-    return f"type `resume {run_dir.id}` there; if {last.host} is gone for good, remove {record} a minute before"

@@ -6,18 +6,15 @@ import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from slurmtrain.cli.columns import print_sentence, print_table
 from slurmtrain.cli.json_output import fields_of, print_json
-from slurmtrain.cli.plan import doubling_object
-from slurmtrain.cli.submit import compose_and_validate
+from slurmtrain.cli.submit import compose_and_validate, next_steps, submitting_points
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.control.checks import check, warn_of_memory
 from slurmtrain.control.submitting import client_of
 from slurmtrain.errors import EXIT_REQUEUE, UnreadableRecordError, UsageError
-from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.planner.scaling import WORTH_IT
 from slurmtrain.report.page.pictures import draw, kind_of_picture
 from slurmtrain.report.page.units import plural
@@ -52,12 +49,27 @@ def main(arguments: argparse.Namespace) -> int:
         )
     for sized in configs:
         check(sized, parallel_dims_of(sized), cwd)
-    configs = [with_absolute_paths(sized, cwd) for sized in configs]
     warn_of_memory(configs[0], parallel_dims_of(configs[0]))
-    sweep = _submit(configs, arguments, cwd)
+    plan = plan_sweep(configs, cwd)
+    client = client_of(plan.first, plan.asking.values())
+    sweep = None if arguments.again else find_same(plan)
+    if sweep is None:
+        varied = [
+            {
+                "cluster.nodes": str(sized.cluster.nodes),
+                "train.global_batch_size": str(sized.train.global_batch_size),
+            }
+            for sized in configs
+        ]
+        sweep = create_sweep(
+            plan, varied.__getitem__, arguments.overrides, cwd, parallelism=arguments.at_once, again=arguments.again
+        )
+    require_own(sweep)
+    with submitting_points(sweep):
+        submit_arrays(sweep, client).check()
     if arguments.no_wait and any(now.alive for now in states_of(sweep).values()):
-        print(f"sweep {sweep.id} of {len(sizes)} sizes\n  {sweep.path}")
-        print(f"  sweep status {sweep.id}   sweep cancel {sweep.id}   the same command shows what it has measured")
+        print(f"sweep {sweep.id} of {len(sizes)} sizes; the same command shows what it has measured\n  {sweep.path}")
+        print(next_steps(f"sweep status {sweep.id}", f"sweep cancel {sweep.id}"))
         return 0
     try:
         for number, (run_dir, now) in enumerate(as_they_end(sweep.run_dirs().values()), 1):
@@ -66,32 +78,6 @@ def main(arguments: argparse.Namespace) -> int:
         log.info("the runs go on; the same command waits again, and sweep cancel %s ends them", sweep.id)
         raise
     return _report(sweep, configs, arguments)
-
-
-def _submit(configs: Sequence[Config], arguments: argparse.Namespace, cwd: Path) -> Sweep:
-    """Submit the sizes that have not been submitted, and return their sweep."""
-    plan = plan_sweep(configs, cwd)
-    client = client_of(plan.first, plan.asking.values())
-    sweep = None if arguments.again else find_same(plan)
-    if sweep is None:
-        sweep = create_sweep(
-            plan,
-            lambda number: {
-                "cluster.nodes": str(configs[number].cluster.nodes),
-                "train.global_batch_size": str(configs[number].train.global_batch_size),
-            },
-            arguments.overrides,
-            cwd,
-            parallelism=arguments.at_once,
-            again=arguments.again,
-        )
-    require_own(sweep)
-    try:
-        submit_arrays(sweep, client).check()
-    except KeyboardInterrupt:
-        log.info("sweep %s: the same command submits the rest; sweep cancel %s ends it", sweep.id, sweep.id)
-        raise
-    return sweep
 
 
 def _report(sweep: Sweep, configs: Sequence[Config], arguments: argparse.Namespace) -> int:
@@ -112,14 +98,20 @@ def _report(sweep: Sweep, configs: Sequence[Config], arguments: argparse.Namespa
             found.append((point.run_id, config, times))
     test = scaling_test(found, strong=arguments.strong) if found else None
     if arguments.json:
-        print_json({"sweep": sweep.id, "path": str(sweep.path), "not_measured": failed} | _object(test))
+        shown = {"sweep": sweep.id, "path": str(sweep.path), "not_measured": failed, "sizes": []}
+        if test is not None:
+            shown |= fields_of(test, "strong missing doublings bottlenecks planned") | {"sentence": _sentence(test)}
+            shown["sizes"] = [fields_of(each, "run_id size times planned_s") for each in test.measurements]
+        print_json(shown)
     else:
         if test is not None:
             _print(test)
         for each in failed:
             print(f"not measured: run {each['run']}, {printable(each['sentence'])}")
         if failed:
-            print(f"sweep retry {sweep.id} starts them again; then the same command")
+            print(
+                f"these start again with the next line; then the same command\n{next_steps(f'sweep retry {sweep.id}')}"
+            )
     if test is not None and arguments.plot is not None and len(test.measurements) > 1:
         draw(chart_of(test), Path(arguments.plot))
         log.info("drawn into %s", arguments.plot)
@@ -165,32 +157,3 @@ def _sentence(test: ScalingTest) -> str:
         f"using more than {plural(doubling.before.nodes, 'node')} is not worth it: {doubling.after.nodes} reach "
         f"{doubling.efficiency:.0%} of what they could, below {WORTH_IT:.0%} for each doubling{why}"
     )
-
-
-def _object(test: ScalingTest | None) -> dict[str, Any]:
-    """Return a scaling test as `scale --json` prints it, beside sweep, path and not_measured (run and sentence of a size).
-
-    strong        whether the global batch is the same at all sizes
-    sizes         for each size: run, nodes, ranks, global_batch_size, step_s, parts (seconds by part of a step), mfu and
-                  planned_s (of a step, with the rates of the smallest size); null where it is not known
-    doublings     for each size but the first: as `more_nodes` of `plan --json`, and bottleneck (kind, axis, share, sentence,
-                  measured) and planned (efficiency, total)
-    sentence      what it has shown
-    missing       parts of a step that not every run has measured
-    """
-    if test is None:
-        return {"sizes": [], "doublings": [], "sentence": None, "missing": []}
-    sizes = [
-        {"run": each.run_id, "ranks": each.config.world_size}
-        | fields_of(each, "nodes planned_s")
-        | fields_of(each.config.train, "global_batch_size")
-        | fields_of(each.times, "step_s parts mfu")
-        for each in test.measurements
-    ]
-    doublings = [
-        doubling_object(doubling)
-        | {"bottleneck": None if why is None else fields_of(why, "kind axis share sentence measured")}
-        | {"planned": None if planned is None else fields_of(planned, "efficiency total")}
-        for doubling, why, planned in zip(test.doublings, test.bottlenecks, test.planned, strict=True)
-    ]
-    return fields_of(test, "strong missing") | {"sizes": sizes, "doublings": doublings, "sentence": _sentence(test)}

@@ -6,12 +6,13 @@ import argparse
 import contextlib
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmtrain.choices import Backend, JobKind
+from slurmtrain.cli.arguments import PROGRAM
 from slurmtrain.cli.columns import sentence_lines, terminal_width
 from slurmtrain.cli.json_output import emit
 from slurmtrain.config.compose import compose
@@ -22,6 +23,7 @@ from slurmtrain.control.checks import check, warn_of_memory
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import dry_run, explained, preparing
+from slurmtrain.report.page.units import plural
 from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -34,28 +36,29 @@ log = logging.getLogger(__name__)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the verb and return its exit code."""
-    if arguments.verb == "render":
-        return _render(arguments)
+    """Submit a run or, with -m, a sweep; return the exit code."""
     if arguments.multirun:
-        if arguments.bundle is not None:
-            raise UsageError(
-                "--from submits one run, but -m makes a sweep", hint="submit --from BUNDLE once for each value"
-            )
         from slurmtrain.cli import multirun
 
         return multirun.submit(arguments)
     for option, given in (("--array-parallelism", arguments.array_parallelism), ("--again", arguments.again)):
         if given:
             raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
-    cwd, after = current_folder(), arguments.after
-    source: CodeSource | None = None
-    folder, overrides = cwd, arguments.overrides
+    cwd, after, overrides = current_folder(), arguments.after, arguments.overrides
     with contextlib.ExitStack() as unpacked:  # ends before a wait for the end of the run
+        source: CodeSource | None = None
+        folder = cwd
         if arguments.bundle is None:
             config, dims = compose_and_validate(arguments)
         else:
-            bundle, source, config, dims = _of_bundle(arguments, unpacked)
+            from slurmtrain.launch import bundle as bundles
+
+            if arguments.config_name != "config" or arguments.config_path is not None:
+                raise UsageError(
+                    "--from contains a whole config, so there is nothing to compose from --config-name or --config-path"
+                )
+            bundle, source = unpacked.enter_context(bundles.opened(Path(arguments.bundle).expanduser()))
+            config, dims = bundles.config_of(bundle, overrides, cwd, config_dir=arguments.config_dir)
             folder = cwd if source is None else bundle.workdir
             overrides = [*bundle.info()["overrides"], *overrides]
         # A dry run queues nothing, and may be used on another machine.
@@ -67,6 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
             config = starting_after(config, after)
         if arguments.dry_run:
             print(dry_run(config, cwd, source), end="")
+            log.info("this job has %s", size_of(config))
             return 0
         if local:
             warn_of_memory(config, dims)
@@ -78,33 +82,12 @@ def main(arguments: argparse.Namespace) -> int:
             run_dir, job_id = submit_run(config, dims, overrides, cwd, after=after, source=source)
     if local:
         return _run_here(run_dir, config)
-    run = lookup.reference(run_dir)
-    steps = f"  status {run}   logs {run} -f   cancel {run}" + ("   (or: last)" if run == run_dir.id else "")
-    emit(
-        {"run": run_dir.id, "path": str(run_dir.path), "job_ids": run_dir.info()["job_ids"]},
-        f"submitted run {run_dir.id} as job {job_id}\n  {run_dir.path}\n{steps}",
-        as_json=arguments.json,
-    )
+    say_submitted(run_dir, job_id, config, as_json=arguments.json)
     if arguments.json or not arguments.follow:
         return 0
     from slurmtrain.cli.logs import follow_to_the_end
 
     return follow_to_the_end(run_dir)
-
-
-def _of_bundle(
-    arguments: argparse.Namespace, unpacked: contextlib.ExitStack
-) -> tuple[RunDir, CodeSource | None, Config, ParallelDims]:
-    """Return a bundle, unpacked until `unpacked` is closed, its code, and its config with the overrides of the command."""
-    from slurmtrain.launch import bundle as bundles
-
-    if arguments.config_name != "config" or arguments.config_path is not None:
-        raise UsageError(
-            "--from contains a whole config, so there is nothing to compose from --config-name or --config-path"
-        )
-    bundle, code = unpacked.enter_context(bundles.opened(Path(arguments.bundle).expanduser()))
-    found = bundles.config_of(bundle, arguments.overrides, current_folder(), config_dir=arguments.config_dir)
-    return bundle, code, *found
 
 
 def _run_here(run_dir: RunDir, config: Config) -> int:
@@ -116,7 +99,8 @@ def _run_here(run_dir: RunDir, config: Config) -> int:
     with claimed_alone(run_dir):
         code = run_local(run_dir)
     if code == 0 and config.job.kind == JobKind.TRAIN:
-        print(f"try next: status last   report last   resume last train.steps=+{config.train.steps}   help")
+        longer = f"resume last train.steps=+{config.train.steps}"
+        print(f"try next:\n{next_steps('status last', 'report last', longer, 'help')}")
     return code
 
 
@@ -131,23 +115,42 @@ def compose_and_validate(arguments: argparse.Namespace) -> tuple[Config, Paralle
     return config, validate(config)
 
 
-def awaited_runs(config: Config, after: str | None) -> list[RunDir]:
-    """Return the runs of --after. Errors in them are raised before anything is created."""
-    if after is None:
-        return []
-    from slurmtrain.launch.dependencies import find_runs, starting_after
-
-    starting_after(config, after)
-    return find_runs(after)
+def size_of(config: Config) -> str:
+    """Return the nodes, ranks and GPUs that a job asks for, in words."""
+    cluster = config.cluster
+    gpus = f", {plural(cluster.gpus_per_node, 'GPU')} on each" if cluster.gpus_per_node else ""
+    nodes = plural(cluster.nodes, "node") if isinstance(cluster.nodes, int) else f"{cluster.nodes} nodes"
+    return f"{nodes} x {plural(cluster.tasks_per_node, 'rank')}{gpus}"
 
 
-def say_unless_awaited(after: Sequence[RunDir], sweep: Sweep) -> None:
-    """Log a message if --after names other runs than those that an existing sweep already waits for."""
-    if after and [str(run_dir.path) for run_dir in after] != sweep.info()["after"]:
-        log.info("--after does not apply to %s, which already exists", sweep.id)
+def say_submitted(run_dir: RunDir, jobs: str, config: Config, *, as_json: bool) -> None:
+    """Print that a run is submitted, and what to type next."""
+    run = lookup.reference(run_dir)
+    said = f"submitted run {run_dir.id} as job {jobs}: {size_of(config)}\n  {run_dir.path}"
+    emit(
+        {"run": run_dir.id, "path": str(run_dir.path), "job_ids": run_dir.info()["job_ids"]},
+        f"{said}\n{next_steps(f'status {run}', f'logs {run} -f', f'cancel {run}')}",
+        as_json=as_json,
+    )
 
 
-def _render(arguments: argparse.Namespace) -> int:
+def next_steps(*commands: str) -> str:
+    """Return commands as lines that a person can paste."""
+    return "\n".join(f"  {PROGRAM} {command}" for command in commands)
+
+
+@contextlib.contextmanager
+def submitting_points(sweep: Sweep) -> Iterator[None]:
+    """Say how it goes on if somebody interrupts the submission."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        log.info("sweep %s: the same command submits the rest; sweep cancel %s ends it", sweep.id, sweep.id)
+        raise
+
+
+def render(arguments: argparse.Namespace) -> int:
+    """Print the script of a job, explained with --explain, or write it with a run directory for it."""
     config, dims = compose_and_validate(arguments)
     check(config, dims, current_folder())
     target = arguments.output

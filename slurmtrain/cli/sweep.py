@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from slurmtrain.cli.columns import (
 )
 from slurmtrain.cli.json_output import emit, point_object, print_json
 from slurmtrain.cli.multirun import run_on_this_machine
-from slurmtrain.cli.status import say_unreadable
 from slurmtrain.cli.stop import say_which
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report import collect
@@ -49,10 +47,7 @@ log = logging.getLogger(__name__)
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    runs = runs_root()
-    if options.action == "list":
-        return _list(runs, as_json=options.json)
-    sweep = lookup.find_sweep(options.sweep, runs)
+    sweep = lookup.find_sweep(options.sweep, runs_root())
     if options.action == "status":
         return _status(sweep, options)
     if options.action == "collect":
@@ -60,23 +55,6 @@ def main(options: argparse.Namespace) -> int:
     jobs.require_own(sweep)
     say_which(options.sweep, sweep)
     return {"retry": _retry, "cancel": _cancel}[options.action](sweep, as_json=options.json)
-
-
-def _list(runs: Path, *, as_json: bool) -> int:
-    say_unreadable(runs)
-    found = [(sweep, counts(now.values())) for sweep, now in jobs.states_of_all(lookup.all_sweeps(runs))]
-    if as_json:
-        print_json([{"sweep": s.id, "path": str(s.path), "points": s.point_count(), "states": c} for s, c in found])
-        return 0
-    if not found:
-        raise UsageError(f"there are no sweeps under {runs.resolve()}", hint="python -m slurmtrain -m key=1,2 submit")
-    rows = []
-    for sweep, states in found:
-        info = sweep.info()
-        created = time.strftime("%m-%d %H:%M", time.localtime(info["created"]))
-        rows.append([sweep.id, created, str(sweep.point_count()), summary(states), " ".join(info["overrides"])])
-    print_table(["sweep", "submitted", "points", "states", "overrides"], rows)
-    return 0
 
 
 def _status(sweep: Sweep, options: argparse.Namespace) -> int:
@@ -111,13 +89,10 @@ def _table(points: Sequence[Point], now: Mapping[str, RunState]) -> tuple[list[s
 
 def _headline(sweep: Sweep, points: Sequence[Point], now: Mapping[str, RunState]) -> str:
     """Return the number of points in each state, the time left for all of them, and the best loss so far."""
-    running = [state.progress for state in now.values() if state.status == RunStatus.RUNNING]
+    running = [its.progress for its in now.values() if its.status == RunStatus.RUNNING]
     # Prepared runs are started later on this machine, or when there is room for more jobs.
-    waiting = [
-        each.progress
-        for each in now.values()
-        if each.status == RunStatus.PREPARED or (each.alive and each.status != RunStatus.RUNNING)
-    ]
+    begins = [its for its in now.values() if its.alive or its.status == RunStatus.PREPARED]
+    waiting = [its.progress for its in begins if its.status != RunStatus.RUNNING]
     words = [f"{sweep.id}: {summary(counts(now.values())) or 'no points yet'}"]
     eta_s = eta_of_all(waiting, running)
     if eta_s is not None:

@@ -1,8 +1,8 @@
-"""The verbs: what each does, its options and examples, and the module of its code.
+"""The verbs: what each does, its options and examples, and the function that runs it.
 
 `arguments` makes the parsers from this table; help, tab completion and --host read it, too. To give a verb an option,
-declare it here; its module finds the value in the namespace that its `main(arguments)` gets. Nothing heavy is imported,
-since every command line, and every press of the Tab key, reads the table.
+declare it here; its function finds the value in the namespace that it gets. Nothing heavy is imported, since every command
+line, and every press of the Tab key, reads the table.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ class Argument(NamedTuple):
     settings: Mapping[str, Any]
 
     @property
-    def positional(self) -> bool:
-        return not self.names[0].startswith("-")
-
-    @property
     def takes_value(self) -> bool:
-        return "action" not in self.settings
+        """Whether it is an option whose value is the next word."""
+        return self.names[0].startswith("-") and "action" not in self.settings
 
 
 def option(spec: str, help: str, type: Callable[[str], Any] = str, **settings: Any) -> Argument:
@@ -41,39 +38,36 @@ def option(spec: str, help: str, type: Callable[[str], Any] = str, **settings: A
     "-f, --follow" takes no value, "--step N" takes one, and "--by run|user|node" one of these. "RUN" is a positional word,
     "[RUN]" one that may be absent, and "RUN ..." stands for one or more.
     """
-    found: dict[str, Any] = {"help": help, **settings}
     if settings.get("default") not in (None, "", HIDDEN):
-        found["help"] += f" (default: {settings['default']:{'g' if isinstance(settings['default'], float) else ''}})"
+        help += f" (default: {settings['default']:{'g' if isinstance(settings['default'], float) else ''}})"
     if not spec.startswith("-"):
         word = spec.strip("[]. ")
         nargs = "?" if spec.startswith("[") else "+" if spec.endswith("...") else None
-        choices = (word,) if word.islower() else None
-        found = {"metavar": word, "type": type, "nargs": nargs, "choices": choices, **found}
-        return Argument((found.pop("dest", word.lower()),), found)
+        name = settings.pop("dest", word.lower())
+        return Argument((name,), {"metavar": word, "type": type, "nargs": nargs, "help": help, **settings})
     *others, last = spec.split(", ")
     last, _, value = last.partition(" ")
-    if not value:
-        found = {"action": "store_true", **found}
-    elif re.fullmatch(r"[a-z0-9-]+(\|[a-z0-9-]+)+", value):
-        found = {"choices": value.split("|"), **found}
-    else:
-        found = {"metavar": value, "type": type, **found}
-    return Argument((*others, last), found)
+    how: dict[str, Any] = {"metavar": value, "type": type} if value else {"action": "store_true"}
+    if re.fullmatch(r"[a-z0-9-]+(\|[a-z0-9-]+)+", value):
+        how = {"choices": value.split("|")}
+    return Argument((*others, last), {**how, "help": help, **settings})
 
 
 class Verb(NamedTuple):
     """One verb of the command line, or one action of a verb, such as `runs compare`.
 
     Attributes:
+        help: what it does; the first sentence is its summary.
         composes: its words are those of a config, and Hydra's options.
         changes: what KEY=VALUE among its words does; "": it takes none.
         runs_program: the words after -- are a program.
         topic: the page of the manual that explains it.
-        module: the module of this package whose `main(arguments)` returns the exit code; "": it is called like the verb.
+        default_action: of a verb without one of its actions; None: it needs one.
+        function: "module.function" of this package, which gets the namespace and returns the exit code; "": `main` of the
+            module that is called like the verb.
     """
 
-    summary: str
-    help: str = ""
+    help: str
     arguments: Sequence[Argument] = ()
     examples: Sequence[str] = ()
     topic: str = ""
@@ -83,16 +77,24 @@ class Verb(NamedTuple):
     hidden: bool = False
     actions: Mapping[str, Verb] = {}
     default_action: str | None = None
-    module: str = ""
+    function: str = ""
 
-    def action_in(self, words: Sequence[str]) -> str | None:
-        """Return the action that the words name."""
-        return next((word for word in words if word in self.actions), None)
+    @property
+    def summary(self) -> str:
+        text = self.help.partition(". ")[0].rstrip(".")
+        return f"{text[:1].lower()}{text[1:]}"
 
-    def arguments_of(self, action: str | None) -> list[Argument]:
-        """Return its arguments, those of an action, and Hydra's options where it composes a config."""
-        of_action = self.actions[action].arguments if action is not None else ()
-        return [*self.arguments, *of_action, *(HYDRA if self.composes else ())]
+    @property
+    def options(self) -> dict[str, Argument]:
+        """The options by name, with Hydra's where it composes a config."""
+        every = [*self.arguments, *(HYDRA if self.composes else ())]
+        return {name: each for each in every for name in each.names if name.startswith("-")}
+
+    def with_action(self, action: str) -> Verb:
+        """Return one of its actions as a verb: with the arguments of both."""
+        its = self.actions[action]
+        examples = [line for line in self.examples if action in line.split()]
+        return its._replace(arguments=[*self.arguments, *its.arguments], examples=examples, topic=self.topic)
 
 
 STATES = (
@@ -103,7 +105,6 @@ _RUN = "a run ID, a unique prefix of one, a path, or last"
 RUN, OPTIONAL_RUN, RUN_OR_SWEEP = option("RUN", _RUN), option("[RUN]", _RUN), f"{_RUN}; or a sweep"
 SWEEP = option("SWEEP", "the name of a sweep, a part of it, a path, or last")
 JSON = option("--json", "print the answer as JSON, for a program")
-JSON_TOO = option("--json", "print the answer as JSON, for a program", default=HIDDEN)  # after an action, too
 NO_WAIT = option("--no-wait", "submit, and return at once")
 DRY_RUN = option("--dry-run", "only show what would be removed")
 SINCE = option("--since TIME", "only from this time on: 90m, 12h, 7d, 4w ago, or a day: 2026-01-31", moment)
@@ -124,23 +125,25 @@ HYDRA = (
     option("--config-name, -cn NAME", "another primary config", default="config"),
     option("--config-path, -cp DIR", "search DIR first; it has its own primary config"),
     option("--package, -p P", HIDDEN),
-    option("--info, -i all|config|defaults|defaults-tree|plugins|searchpath", HIDDEN, nargs="?", const="all"),
+    option("--info, -i all|config|defaults|defaults-tree|plugins|searchpath", HIDDEN),
     option("--resolve", HIDDEN),
     option("--hydra-help", HIDDEN),
     option("--shell-completion, -sc", HIDDEN),
-    option("--run, -r", HIDDEN),
     option("--multirun, -m", "make a sweep of choices such as key=1,2; submit only"),
-    option("--experimental-rerun EXPERIMENTAL_RERUN", HIDDEN),
 )
-ROOT = (option("--help, -h", "show this help and exit"), option("--version", "print the version and exit"), *HYDRA)
+# A command line without a verb.
+NO_VERB = Verb(
+    "",
+    arguments=(option("--help, -h", "show this help and exit"), option("--version", "print the version and exit")),
+    composes=True,
+)
 
 VERBS: dict[str, Verb] = {
     "submit": Verb(
-        "submit a run, a sweep (-m) or your own program (--); cluster=local runs it here",
-        "Compose the config, check it, freeze it in a run directory and hand the script to sbatch, then return. With "
-        "cluster=local the run trains here, in the foreground. With -m and choices (key=1,2) it is a sweep: all points "
-        "go into one array, and the same command again submits only what is missing. The words after -- are your own "
-        "program, run word for word.",
+        "Submit a run, a sweep (-m) or your own program (--); cluster=local runs it here. The config is composed, "
+        "checked and frozen in a run directory, and the script handed to sbatch. With -m and choices (key=1,2) all "
+        "points go into one array, and the same command again submits only what is missing. The words after -- are "
+        "your own program, run word for word.",
         (
             option("--dry-run", "print exactly what sbatch would get, and submit nothing"),
             option(
@@ -165,9 +168,8 @@ VERBS: dict[str, Verb] = {
         runs_program=True,
     ),
     "render": Verb(
-        "print the sbatch script, to read, edit and submit by hand; --explain explains each line",
-        "Print the script that `submit` would hand to sbatch. With -o, also prepare a run directory and write the "
-        "script to FILE: edit it and give it to sbatch yourself.",
+        "Print the sbatch script, to read, edit and submit by hand; --explain explains each line. With -o, also "
+        "prepare a run directory and write the script to FILE: edit it and give it to sbatch yourself.",
         (
             option("--explain", "explain each line: the config field or SLURM requirement that it comes from"),
             option("--json", "with --explain: print a list of {line, why}, for a program"),
@@ -177,12 +179,11 @@ VERBS: dict[str, Verb] = {
         "quickstart",
         composes=True,
         runs_program=True,
-        module="submit",
+        function="submit.render",
     ),
     "train": Verb(
-        "train on this rank; started by srun, torchrun, or by hand",
-        "Train on this rank. The supervisor starts this verb on every rank, with a run directory. You can also start "
-        "it with python, srun or torchrun, with overrides and without a batch job.",
+        "Train on this rank; started by srun, torchrun, or by hand. The supervisor starts this verb on every rank, "
+        "with a run directory. By hand it takes overrides, and needs no batch job.",
         (
             option("[DIRECTORY]", "train this run, with its own config", dest="run_directory"),
             option("--standby", "for the supervisor: load PyTorch, then wait for an attempt"),
@@ -194,11 +195,11 @@ VERBS: dict[str, Verb] = {
         "quickstart",
         composes=True,
         runs_program=True,
+        function="in_job.train",
     ),
     "status": Verb(
-        "show all runs, or one attempt by attempt",
-        "Show all runs, newest first, or one of them attempt by attempt: step, loss, tokens per second, time left, why "
-        "each attempt ended, why the job waits and when SLURM expects to start it.",
+        "Show all runs, or one attempt by attempt. Newest first: step, loss, tokens per second, time left, why each "
+        "attempt ended, why the job waits and when SLURM expects to start it.",
         (
             option("[RUN|SWEEP]", RUN_OR_SWEEP, dest="run"),
             option("--limit N", "show the newest N; default: as many as fit on the terminal", whole(1)),
@@ -217,9 +218,8 @@ VERBS: dict[str, Verb] = {
         "runs",
     ),
     "usage": Verb(
-        "show where the GPU hours went: productive, start-up, redone, hung, lost and why",
-        "Show how runs spent their time, over all attempts, and the GPU hours that were lost, by cause. Without a name, "
-        "show all runs, with one row per person. It reads run directories, and SLURM's accounting if there is one.",
+        "Show where the GPU hours went: productive, start-up, redone, hung, lost and why. Without a name, show all "
+        "runs, with one row per person. It reads run directories, and SLURM's accounting if there is one.",
         (
             option("[RUN|SWEEP]", "a run or a sweep; default: all runs here", dest="name"),
             SINCE,
@@ -234,8 +234,7 @@ VERBS: dict[str, Verb] = {
         "usage",
     ),
     "logs": Verb(
-        "print the output of a rank, or follow it",
-        "Print the output of a rank. With -f follow it through all attempts until the run has ended.",
+        "Print the output of a rank, or follow it. With -f through all attempts until the run has ended.",
         (
             RUN,
             option("-f, --follow", "follow it through all attempts until the run has ended"),
@@ -246,39 +245,36 @@ VERBS: dict[str, Verb] = {
         "runs",
     ),
     "cancel": Verb(
-        "end a run for good",
         "End a run for good. It saves a checkpoint if the grace time allows, and is not requeued.",
         (RUN, JSON),
         ("cancel last",),
         "requeue",
-        module="stop",
+        function="stop.main",
     ),
     "preempt": Verb(
-        "send a run the signal of a preemption, to test what happens",
-        "Send a run the signal of a preemption. It saves, exits, is requeued and resumes; the output says how long that "
-        "took.",
+        "Send a run the signal of a preemption, to test what happens. It saves, exits, is requeued and resumes; the "
+        "output says how long that took.",
         (RUN, JSON),
         ("preempt last",),
         "clusters",
-        module="stop",
+        function="stop.main",
     ),
     "requeue": Verb(
-        "save and start again; start a waiting job now",
-        "Make a run save and start again. A waiting or held job starts now. KEY=VALUE changes a field of the config for "
-        "the next attempt.",
+        "Save and start again; start a waiting or held job now. KEY=VALUE changes a field of the config for the next "
+        "attempt.",
         (RUN, JSON),
         ("requeue last", "requeue last cluster.nodes=2-4 optim.lr=1e-4  # with other values"),
         "requeue",
         changes="the next attempt has this value of a config field; train.steps=+N means N more steps",
-        module="stop",
+        function="stop.main",
     ),
     "drill": Verb(
-        "interrupt tiny jobs, or your own run, in every possible way, and check that they resume with the same bits",
-        "Without RUN, and with words of cluster and requeue only, test the site: submit a tiny job for each way at once, "
-        "let them be warned, requeued, killed and preempted, and report for each whether it was told, saved, came back "
-        "and ended with the bits of an uninterrupted one; if not, what to set. With RUN, other words of a config, or a "
-        "program after --, do the same with its config and code for a few steps, in scratch directories. All its jobs end "
-        "with it. Exit code 0: everything that could be tried has passed, 1: something has failed, 75: nothing was judged.",
+        "Interrupt tiny jobs, or your own run, in every possible way, and check that they resume with the same bits. "
+        "Without RUN, and with words of cluster and requeue only, test the site: a tiny job for each way is warned, "
+        "requeued, killed and preempted, and the report says whether it was told, saved, came back and ended with the "
+        "bits of an uninterrupted one; if not, what to set. With RUN, other words of a config, or a program after --, "
+        "do the same with its config and code for a few steps, in scratch directories. All its jobs end with it. Exit "
+        "code 0: everything that could be tried has passed, 1: something has failed, 75: nothing was judged.",
         (
             OPTIONAL_RUN,
             option(
@@ -306,9 +302,8 @@ VERBS: dict[str, Verb] = {
         runs_program=True,
     ),
     "resume": Verb(
-        "continue a run that has ended",
-        "Continue a run that has ended, from its newest checkpoint, with the config and code that it was submitted with. "
-        "KEY=VALUE changes a field of the config, unless that would invalidate its checkpoints.",
+        "Continue a run that has ended. From its newest checkpoint, with the config and code that it was submitted "
+        "with. KEY=VALUE changes a field of the config, unless that would invalidate its checkpoints.",
         (RUN, option("--code", "take a new snapshot: continue with the current code"), JSON),
         (
             "resume last",
@@ -319,9 +314,7 @@ VERBS: dict[str, Verb] = {
         changes="continue with this value of a config field; train.steps=+N means N more steps",
     ),
     "runs": Verb(
-        "compare two runs, pack one to run elsewhere, remove ended ones; status lists them",
-        "Show what differs between two runs, and from which step on; pack one into a file to run it elsewhere; remove "
-        "those that have ended. `status` lists them.",
+        "Compare two runs, pack one to run elsewhere, remove ended ones; status lists them.",
         examples=(
             "runs compare A B",
             "runs bundle last my-run.tar.gz  # then, anywhere: submit --from my-run.tar.gz",
@@ -330,8 +323,7 @@ VERBS: dict[str, Verb] = {
         topic="runs",
         actions={
             "compare": Verb(
-                "show what differs between two runs",
-                "Show what differs between two runs: config, code, what they ran with (packages, driver, CUDA, NCCL, "
+                "Show what differs between two runs. Config, code, what they ran with (packages, driver, CUDA, NCCL, "
                 "image, variables), the first step where the samples that they have seen, their metrics or their "
                 "weights differ, and the last values. Metrics of the machine, such as speed and memory, always differ; "
                 "they do not count.",
@@ -344,16 +336,14 @@ VERBS: dict[str, Verb] = {
                 ),
             ),
             "bundle": Verb(
-                "pack a run into one file to run it elsewhere",
-                "Pack config, code, revision and list of packages into one tar file, for `submit --from FILE`. "
-                "Checkpoints, logs and data are not in it. It holds the code as the run's snapshot has it: read it "
-                "before you publish it. The same run gives the same bytes.",
+                "Pack a run into one file to run it elsewhere. Config, code, revision and list of packages, for "
+                "`submit --from FILE`, without checkpoints, logs and data. It holds the code as the run's snapshot has "
+                "it: read it before you publish it. The same run gives the same bytes.",
                 (RUN, option("[FILE]", "default: NAME-RUN.tar.gz here; one with .tar is plain"), JSON),
             ),
             "prune": Verb(
-                "remove runs that have ended",
-                "Remove the directories of runs that have ended, with their checkpoints. A run always stays if it is "
-                "alive, waits, cannot be asked about or is being read, or if another run begins from its checkpoints.",
+                "Remove runs that have ended. With their checkpoints. A run always stays if it is alive, waits, cannot "
+                "be asked about or is being read, or if another run begins from its checkpoints.",
                 (
                     option("--older-than DAYS", "only runs that have not changed for this long", number()),
                     option("--state finished|stopped|pruned|failed|lost", "only these", nargs="+"),
@@ -364,9 +354,8 @@ VERBS: dict[str, Verb] = {
         },
     ),
     "report": Verb(
-        "show a run or a sweep as one HTML page: curves, attempts, goodput, config",
-        "Write one HTML page that needs no network: loss and evaluation curves, throughput, the phases of a step, the "
-        "timeline of attempts, goodput, conspicuous nodes, config and environment; for a sweep, its points, parallel "
+        "Show a run or a sweep as one HTML page: curves, attempts, goodput, config. It needs no network, and has the "
+        "phases of a step, the timeline of attempts and conspicuous nodes; for a sweep, its points, parallel "
         "coordinates and curves. With --serve, show it on this machine, refreshed while the run continues.",
         (
             option("RUN|SWEEP", RUN_OR_SWEEP, dest="what"),
@@ -387,8 +376,7 @@ VERBS: dict[str, Verb] = {
         "runs",
     ),
     "sweep": Verb(
-        "show the points of a sweep, collect their metrics, retry or cancel them",
-        "Show the points of a sweep, collect their metrics as a table, submit failed points again, or cancel all.",
+        "Show the points of a sweep, collect their metrics, retry or cancel them.",
         examples=(
             "sweep status last --watch",
             "sweep collect last -o table.csv",
@@ -396,10 +384,9 @@ VERBS: dict[str, Verb] = {
         ),
         topic="sweeps",
         actions={
-            "list": Verb("list all sweeps", arguments=(JSON,)),
-            "status": Verb("show every point: what varies, its state, step and loss", arguments=(SWEEP, *WATCH, JSON)),
+            "status": Verb("Show every point: what varies, its state, step and loss.", arguments=(SWEEP, *WATCH, JSON)),
             "collect": Verb(
-                "print a table of all points with their metrics",
+                "Print a table of all points with their metrics.",
                 arguments=(
                     SWEEP,
                     option("-o, --output FILE", "write FILE.csv, .md or .json instead of printing"),
@@ -410,17 +397,15 @@ VERBS: dict[str, Verb] = {
                 ),
             ),
             "retry": Verb(
-                "submit again what failed, was stopped or lost, and what has not been submitted yet",
+                "Submit again what failed, was stopped or lost, and what has not been submitted yet.",
                 arguments=(SWEEP, JSON),
             ),
-            "cancel": Verb("cancel all points that have not ended", arguments=(SWEEP, JSON)),
+            "cancel": Verb("Cancel all points that have not ended.", arguments=(SWEEP, JSON)),
         },
     ),
     "checkpoints": Verb(
-        "list, verify, prune or export the checkpoints of a run; import weights",
-        "List the checkpoints of a run, compare every file with its digest, remove checkpoints that need not be kept, "
-        "export the weights, or import weights from another program. RUN may also be a directory of checkpoints, or one "
-        "checkpoint; for import, it is the folder to create.",
+        "List, verify, prune or export the checkpoints of a run; import weights. RUN may also be a directory of "
+        "checkpoints, or one checkpoint; for import, it is the folder to create.",
         (option("RUN", f"{_RUN}; or the path of a directory of checkpoints, or of a checkpoint"), JSON),
         (
             "checkpoints last",
@@ -432,20 +417,15 @@ VERBS: dict[str, Verb] = {
         "checkpoints",
         default_action="list",
         actions={
-            "list": Verb(
-                "print a table of the checkpoints; checks sizes only (default)",
-                arguments=(JSON_TOO,),
-            ),
+            "list": Verb("Print a table of the checkpoints; checks sizes only (default)."),
             "verify": Verb(
-                "compare every file with its digest, and the files with each other",
-                "Read every file, compare it with its digest, and check that together they hold every tensor. Exit code 1 "
-                "when anything is damaged.",
-                (option("[STEP]", "verify only this checkpoint", int), JSON_TOO),
+                "Compare every file with its digest, and the files with each other. Exit code 1 when anything is "
+                "damaged.",
+                (option("[STEP]", "verify only this checkpoint", int),),
             ),
             "prune": Verb(
-                "remove checkpoints that need not be kept",
-                "Remove checkpoints that no rule keeps, once the newest is verified. The newest two always stay, the "
-                "newest from before numbers broke, and what somebody reads. Without a rule: by the run's own "
+                "Remove checkpoints that need not be kept. The newest is verified first. The newest two always stay, "
+                "the newest from before numbers broke, and what somebody reads. Without a rule: by the run's own "
                 "checkpoint.keep_* (no run: the last 2). What killed saves have left goes after an hour.",
                 (
                     option("--keep-last N", "keep the newest N, at least 2", whole(2)),
@@ -458,9 +438,8 @@ VERBS: dict[str, Verb] = {
                 ),
             ),
             "export": Verb(
-                "export the weights for other programs: a Hugging Face folder, or a file",
-                "Write the tensors of one object to a folder or file, whatever number of ranks saved them. A folder of "
-                "Hugging Face has config.json and the tokenizer, too.",
+                "Export the weights for other programs: a Hugging Face folder, or a file. The tensors of one object, "
+                "whatever number of ranks saved them. A folder of Hugging Face has config.json and the tokenizer, too.",
                 (
                     option("OUT", "a folder for --format hf, peft and dcp; FILE.safetensors, FILE.pt or FILE.pth"),
                     option(
@@ -476,9 +455,8 @@ VERBS: dict[str, Verb] = {
                 ),
             ),
             "import": Verb(
-                "convert another program's weights into a checkpoint in the folder RUN",
-                "Make a checkpoint of step 0 in the folder RUN, for checkpoint.restore_from with "
-                "checkpoint.restore_only=model. Nothing in SOURCE is executed.",
+                "Convert another program's weights into a checkpoint in the folder RUN. It has step 0, for "
+                "checkpoint.restore_from with checkpoint.restore_only=model. Nothing in SOURCE is executed.",
                 (
                     option("SOURCE", "a folder of Hugging Face or DCP; FILE.safetensors; a file of torch.save"),
                     option("--only NAME", "the tensors whose names begin with NAME and a dot (default: the model's)"),
@@ -487,8 +465,7 @@ VERBS: dict[str, Verb] = {
         },
     ),
     "evaluate": Verb(
-        "evaluate a checkpoint of a run on its evaluation sets",
-        "Evaluate a checkpoint of a run on its evaluation sets, here or, with --submit, in a job. KEY=VALUE changes "
+        "Evaluate a checkpoint of a run on its evaluation sets. Here or, with --submit, in a job. KEY=VALUE changes "
         "fields of eval, cluster and parallel. Repeating the command shows the existing result.",
         (
             RUN,
@@ -503,9 +480,8 @@ VERBS: dict[str, Verb] = {
         changes="change a field of eval, cluster or parallel",
     ),
     "layout": Verb(
-        "show the position of every rank under parallel=..., and how much memory it needs",
-        "Show the position of every rank under parallel=...: its node, its index on every axis, and the ranks that it "
-        "shares an axis with.",
+        "Show the position of every rank under parallel=..., and how much memory it needs. Its node, its index on "
+        "every axis, and the ranks that it shares an axis with.",
         (option("--memory", "count the bytes on each rank: builds the sharded model, without GPUs"), JSON),
         (
             "+cluster=a100x8 cluster.nodes=8 model=llama3_8b parallel.tp=4 parallel.pp=2 layout",
@@ -515,9 +491,9 @@ VERBS: dict[str, Verb] = {
         composes=True,
     ),
     "plan": Verb(
-        "compute memory, time, checkpoints and cost of a run; say whether more nodes help",
-        "Compute, without GPUs and before anything is submitted: bytes per GPU, communication per axis and step, time "
-        "per step, MFU, how often to save, goodput, GPU hours, and how many nodes are worth using.",
+        "Compute memory, time, checkpoints and cost of a run; say whether more nodes help. Without GPUs and before "
+        "anything is submitted: bytes per GPU, communication per axis and step, time per step, MFU, how often to save, "
+        "goodput and GPU hours.",
         (
             option("--search", "rank the layouts that fit, the fastest first"),
             option("--tokens N", "cost of N tokens (15T, 300B, 1.5e12), not train.steps", token_count),
@@ -533,10 +509,9 @@ VERBS: dict[str, Verb] = {
         composes=True,
     ),
     "scale": Verb(
-        "train a few steps on 1, 2, 4, ... nodes: efficiency of each doubling, and the bottleneck",
-        "Submit the same training on 1, 2, 4, ... nodes up to cluster.nodes for a few steps each, wait, and report how "
-        "efficient each doubling is (80 % is the threshold), what the main bottleneck is, and what plan predicts. "
-        "Repeating the command submits only what is missing, and shows the results.",
+        "Train a few steps on 1, 2, 4 and more nodes: efficiency of each doubling, and the bottleneck. Submit the same "
+        "training on each size up to cluster.nodes, wait, and report how efficient each doubling is (80 % is the "
+        "threshold) and what plan predicts. Repeating the command submits only what is missing, and shows the results.",
         (
             option("--nodes 1,2,4", "numbers of nodes to measure; default: 1, 2, 4, ... up to cluster.nodes"),
             option("--strong", "the same global batch at all sizes; by default it grows with the nodes"),
@@ -555,11 +530,9 @@ VERBS: dict[str, Verb] = {
         composes=True,
     ),
     "preflight": Verb(
-        "check the nodes of an allocation like the config's, without training",
-        "Start a job with the config's nodes, ranks, environment and data that only compares the nodes: versions, "
-        "packages, code, data, clocks, disks, GPUs, network, shared folder. With --full, it also measures GPUs and the "
-        "network, and names slow nodes and pairs of nodes. Every training does the quick part by itself "
-        "(preflight=off|quick|full).",
+        "Check the nodes of an allocation like the config's, without training. Compare versions, packages, code, data, "
+        "clocks, disks, GPUs, network and shared folder. With --full, also measure GPUs and the network, and name slow "
+        "nodes and pairs of nodes. Every training does the quick part by itself (preflight=off|quick|full).",
         (
             option("--full", "also measure GPUs, collectives and pairs of nodes; takes about a minute"),
             NO_WAIT,
@@ -573,14 +546,10 @@ VERBS: dict[str, Verb] = {
         composes=True,
     ),
     "prepare": Verb(
-        "turn raw text into tokenised shards; verify them",
-        "Turn raw text (jsonl, parquet, text, a saved Hugging Face data set; also .gz and .zst) into tokenised shards, "
-        "on all CPUs of this machine. If it was stopped, the same command continues. As a job: job=prepare ... submit. "
-        "verify compares every byte with its digest.",
-        (
-            option("[verify]", "check a data set that was prepared before", dest="action"),
-            option("[FOLDER]", "with verify: the data set"),
-        ),
+        "Turn raw text into tokenised shards; verify them. From jsonl, parquet, text or a saved Hugging Face data set, "
+        "also .gz and .zst, on all CPUs of this machine. If it was stopped, the same command continues. As a job: "
+        "job=prepare ... submit.",
+        (),
         (
             "prepare prepare.inputs=raw.jsonl prepare.output=tokens  # every byte is a token",
             "prepare prepare.inputs='[raw/*.jsonl.zst]' prepare.output=tokens prepare.tokenizer=tokenizer.json",
@@ -589,30 +558,32 @@ VERBS: dict[str, Verb] = {
         ),
         "data",
         composes=True,
+        actions={
+            "verify": Verb("Check a data set that was prepared before.", arguments=(option("FOLDER", "the data set"),))
+        },
+        default_action="",
+        function="in_job.prepare",
     ),
     "progress": Verb(
-        "report the progress of your own program, from inside its run",
-        "Report, from inside a run, that your own program has reached STEP. status shows it, and a run that makes "
-        "progress is not given up.",
+        "Report the progress of your own program, from inside its run. status shows it, and a run that makes progress "
+        "is not given up.",
         (
             option("STEP", "the step that it has reached, a whole number that grows", whole()),
             option("--of STEPS", "the last step; status then shows the time left", whole()),
         ),
         ("progress 500 --of 10000",),
         "own-scripts",
+        function="in_job.progress",
     ),
     "nodes": Verb(
-        "show which nodes your runs exclude, and why; blame or forgive one",
-        "Show what went wrong on which node, from the ledger that your jobs on this cluster keep, and which nodes your "
-        "next starts exclude. Blame or forgive a node by hand. A record counts for requeue.blame_expiry_h, 24 hours by "
-        "default.",
+        "Show which nodes your runs exclude, and why; blame or forgive one. From the ledger that your jobs on this "
+        "cluster keep. A record counts for requeue.blame_expiry_h, 24 hours by default.",
         examples=("nodes list", "nodes blame n3 --reason 'its disk is full'", "nodes forgive --all"),
         topic="requeue",
         actions={
-            "list": Verb("list incidents, and which nodes are excluded", arguments=(CLUSTER, JSON)),
+            "list": Verb("List incidents, and which nodes are excluded.", arguments=(CLUSTER, JSON)),
             "blame": Verb(
-                "exclude a node from the next starts of your runs",
-                "Leave a node out of the next starts of your runs. Jobs that run or wait already are not changed.",
+                "Exclude a node from the next starts of your runs. Jobs that run or wait already are not changed.",
                 (
                     option("NODE", "SLURM's name of the node"),
                     option("--reason TEXT", "why, for `nodes list` and `status`", default=""),
@@ -621,8 +592,7 @@ VERBS: dict[str, Verb] = {
                 ),
             ),
             "forgive": Verb(
-                "use a node again",
-                "Use a node again: what was recorded of it until now does not count any more.",
+                "Use a node again. What was recorded of it until now does not count any more.",
                 (
                     option("[NODE]", "SLURM's name of the node"),
                     option("--all", "all nodes of the cluster"),
@@ -633,11 +603,10 @@ VERBS: dict[str, Verb] = {
         },
     ),
     "probe": Verb(
-        "write conf/cluster/NAME.yaml from what SLURM reports; --check: has the cluster changed since?",
-        "Ask SLURM, with a few quick commands, for partitions, limits, nodes, GPUs, preemption, accounts and containers, "
-        "and write a commented conf/cluster/NAME.yaml for one partition. It has a question in place of each value that "
-        "SLURM does not report. --check shows what probe would write differently today and exits with 0: nothing, 1: "
-        "something, or 78: jobs of the file cannot run.",
+        "Write conf/cluster/NAME.yaml from what SLURM reports; --check: has the cluster changed since? The file "
+        "describes one partition: limits, nodes, GPUs, preemption, accounts and containers. It has a question in place "
+        "of each value that SLURM does not report. --check shows what probe would write differently today and exits "
+        "with 0: nothing, 1: something, or 78: jobs of the file cannot run.",
         (
             option("--partition NAME", "the partition to describe (default: the cluster's default)"),
             option("--account NAME", "the account of the jobs (default: your default account)"),
@@ -655,13 +624,12 @@ VERBS: dict[str, Verb] = {
         "clusters",
     ),
     "sandbox": Verb(
-        "start a real, throwaway SLURM on this machine, without root",
-        "Start a real, throwaway SLURM on this machine, show its state, or stop it. It does not need root.",
+        "Start a real, throwaway SLURM on this machine, without root.",
         examples=("sandbox up --nodes 4 --cpus 4", "+cluster=sandbox submit --follow", "sandbox down"),
         topic="clusters",
         actions={
             "up": Verb(
-                "start one; returns when all nodes are idle",
+                "Start one; returns when all nodes are idle.",
                 arguments=(
                     *SANDBOX,
                     option("--nodes N", "number of nodes", whole(), default=4),
@@ -678,19 +646,18 @@ VERBS: dict[str, Verb] = {
                     option("--user-signal", "preemption sends a job's own --signal, not SIGTERM"),
                 ),
             ),
-            "down": Verb("end it: its jobs, its daemons, its directory", arguments=SANDBOX),
-            "status": Verb("say whether it runs, and in which state its nodes are", arguments=(*SANDBOX, JSON)),
-            "env": Verb("print the line that points SLURM's commands at it", arguments=SANDBOX),
+            "down": Verb("End it: its jobs, its daemons, its directory.", arguments=SANDBOX),
+            "status": Verb("Say whether it runs, and in which state its nodes are.", arguments=(*SANDBOX, JSON)),
+            "env": Verb("Print the line that points SLURM's commands at it.", arguments=SANDBOX),
         },
     ),
     "help": Verb(
-        "show a page of the manual; without TOPIC the list of topics",
-        "Show a page of the manual, on a terminal in a pager; without TOPIC list the topics.",
+        "Show a page of the manual, on a terminal in a pager; without TOPIC the list of topics.",
         (option("[TOPIC]", "a page of the manual, or a verb"),),
         ("help requeue", "help troubleshooting | less"),
     ),
     "supervise": Verb(
-        "for the batch script: start the ranks of a run, attempt after attempt, and decide how it goes on",
+        "For the batch script: start the ranks of a run, attempt after attempt, and decide how it goes on.",
         arguments=(
             option("DIRECTORY ...", "a run, or several that share the job", dest="run_dir"),
             option("--environment FD", "where the environment of the submission is read", int),
@@ -700,5 +667,15 @@ VERBS: dict[str, Verb] = {
             option("--job JOB", "with --watch: the job", default=""),
         ),
         hidden=True,
+        function="in_job.supervise",
     ),
+}
+
+# Options with a value: the word after one of these is no verb.
+WITH_VALUE = {
+    name
+    for verb in (NO_VERB, *(each for each in VERBS.values() if not each.hidden))
+    for each in (verb, *verb.actions.values())
+    for name, option in each.options.items()
+    if option.takes_value
 }

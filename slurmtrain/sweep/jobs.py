@@ -253,20 +253,12 @@ def note_jobs(sweep: Sweep, number: int) -> None:
 
 def states_of(sweep: Sweep) -> dict[str, RunState]:
     """Return the state of every run of the sweep, by run id; one squeue call."""
-    ((_, now),) = states_of_all([sweep])
-    return now
-
-
-def states_of_all(found: Sequence[Sweep]) -> list[tuple[Sweep, dict[str, RunState]]]:
-    """Return the state of every run of each sweep; one squeue call for all."""
-    for sweep in found:
-        with contextlib.suppress(PermissionError, UnreadableRecordError):  # it belongs to somebody else
-            for number in sweep.array_numbers():
-                note_jobs(sweep, number)
-    runs = [(sweep, sweep.run_dirs()) for sweep in found]
-    there = [run_dir for _, members in runs for run_dir in members.values() if run_dir.info_file.exists()]
-    now = states(there)
-    return [(sweep, {run_id: now.get(run_id, REMOVED) for run_id in members}) for sweep, members in runs]
+    with contextlib.suppress(PermissionError, UnreadableRecordError):  # it belongs to somebody else
+        for number in sweep.array_numbers():
+            note_jobs(sweep, number)
+    members = sweep.run_dirs()
+    now = states([run_dir for run_dir in members.values() if run_dir.info_file.exists()])
+    return {run_id: now.get(run_id, REMOVED) for run_id in members}
 
 
 def will_fail_again(sweep: Sweep, run_ids: Collection[str]) -> dict[str, list[int]]:

@@ -238,7 +238,9 @@ def test_a_run_is_preempted_by_a_job_of_a_higher_qos_and_comes_back_with_the_sam
     try:
         code, ways, found = drill(accounts, tmp_path, "--ways", "preemption")  # of the default QOS
         assert (code, ways["preemption"]["result"]) == (0, "passed"), found
-        assert ways["preemption"]["same_bits"] and ways["preemption"]["time_s"] == 310  # GraceTime and KillWait
+        assert (
+            ways["preemption"]["comparison"]["same_bits"] and ways["preemption"]["time_s"] == 310
+        )  # GraceTime and KillWait
         code, ways, found = drill(accounts, tmp_path, f"cluster.qos={HIGH}", "--ways", "preemption")
         assert (code, ways["preemption"]["result"]) == (75, "not tried")
         assert f"no QOS preempts QOS {HIGH}" in ways["preemption"]["sentence"]

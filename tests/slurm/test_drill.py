@@ -64,7 +64,7 @@ def test_a_site_that_can_do_it_all_passes_in_every_way(patient: Cluster, tmp_pat
     assert {way: each["result"] for way, each in ways.items()} == dict.fromkeys(
         ("early_signal", "requeue", "crash", "in_place", "preemption"), "passed"
     ), found
-    assert code == 0 and all(each["same_bits"] for each in ways.values())
+    assert code == 0 and all(each["comparison"]["same_bits"] for each in ways.values())
     assert [each["saved_step"] == each["resumed_at"] for each in ways.values()] == [True] * 5
     assert {ways[way]["saved_step"] for way in ("early_signal", "requeue", "preemption")} == {8}
     assert ways["in_place"]["back_by"] == "in place, in the same job"
@@ -107,7 +107,7 @@ def test_where_jobs_are_not_requeued_by_default_ours_are(no_requeue_by_default: 
 def test_a_rank_of_four_on_two_nodes_is_enough(sandbox: Cluster, tmp_path: Path) -> None:
     words = ["cluster.nodes=2", "cluster.tasks_per_node=2", "--ways", "crash,early_signal"]
     code, ways, found = drill(sandbox, tmp_path, *words)
-    assert (code, [each["same_bits"] for each in ways.values()]) == (0, [True] * 2), found
+    assert (code, [each["comparison"]["same_bits"] for each in ways.values()]) == (0, [True] * 2), found
 
 
 def test_a_loop_of_ones_own_is_stopped_and_resumed_as_a_job(sandbox: Cluster, tmp_path: Path) -> None:

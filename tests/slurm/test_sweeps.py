@@ -340,8 +340,8 @@ def test_the_same_command_is_the_same_sweep_whatever_the_order(sweeper: Sweeper)
     assert other.id == f"{first.id}.2"
     assert list(sweeper.queue().values()) == [4, 4]
     assert set(first.run_dirs()).isdisjoint(other.run_dirs())
-    listed = json.loads(sweeper.cli("sweep", "list", "--json"))
-    assert [each["sweep"] for each in listed] == [first.id, other.id]
+    listed = sweeper.cli("status")
+    assert first.id in listed and other.id in listed
     sweeper.cli("sweep", "cancel", first.id)
     assert sweeper.wait_until_ended(first, 120)["states"] == {"stopped": 4}
 

@@ -59,6 +59,14 @@ def test_any_order_and_cluster_with_or_without_plus_mean_the_same(words: list[st
     assert "#SBATCH --nodes=2\n" in script and "#SBATCH --gpus-per-node=a100:4\n" in script
 
 
+def test_a_dry_run_says_beside_the_script_how_large_the_job_is(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", "--dry-run", "+cluster=a100x4", "cluster.nodes=2-4"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("#!/bin/bash") and "this job has 2-4 nodes x 4 ranks, 4 GPUs on each\n" in shown.err
+
+
 def test_plus_tilde_and_double_plus_add_remove_and_override(project: Path) -> None:
     words = ["+cluster.env.A=1", "++cluster.env.B=2", "++cluster.nodes=4", "~data.max_bytes"]
     script = printed("submit", "--dry-run", "cluster=a100x4", *words)
@@ -349,6 +357,7 @@ def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
         ([], "no verb given", "submit, render, train, status"),
         (["train.steps=3"], "no verb given", "--help"),
         (["submt"], "there is no verb 'submt'", "submit"),
+        (["submt", "--", "python", "x.py"], "there is no verb 'submt'", "did you mean submit"),
         (["submit", "xyz"], "cannot read 'xyz'", "known are"),
         (["submit", "train.stepz=3"], "train has no field 'stepz'", "did you mean steps"),
         (["submit", "trian.steps=3"], "there is no config key 'trian'", "did you mean train"),
@@ -362,7 +371,7 @@ def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
         (["logs", "last", "--rnk", "1"], "there is no option '--rnk'", "--rank"),
         (["sandbox", "up", "--nods", "3"], "there is no option '--nods'", "--nodes"),
         (["sandbox", "upp"], "'upp' is not one of up|down|status|env", "did you mean up"),
-        (["runs"], "compare|bundle|prune", "runs"),
+        (["runs"], "runs needs one of compare|bundle|prune", "runs --help"),
         (["runs", "compre"], "'compre' is not one of compare|bundle|prune", "did you mean compare"),
         (["runs", "prune", "--dryrun"], "there is no option '--dryrun'", "--dry-run"),
         (["logs"], "required: RUN", "logs"),
@@ -384,7 +393,6 @@ def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
         (["render", "-cp", "/proc/self"], "there is no config.yaml in this folder", "--config-dir"),
         (["--config-path", "nowhere", "--cfg", "job"], "--config-path nowhere: there is no such folder", ""),
         (["--config-dir", "nowhere", "--cfg", "job"], "--config-dir nowhere: there is no such folder", ""),
-        (["--experimental-rerun", "x", "submit"], "--experimental-rerun is not supported", "resume RUN"),
         (["submit", "-cn", "nothing"], "nothing", ""),
         (["--cfg", "jb"], "'jb' is not a value of --cfg", "did you mean job"),
         (["submit", "=3"], "cannot read the override '=3'", "key=value"),
@@ -493,9 +501,13 @@ def test_the_next_steps_that_submit_prints_work_as_they_are(
     elsewhere: bool, project: Path, tmp_path: Path, slurm: FakeSlurm
 ) -> None:
     words = [f"job.runs_dir={tmp_path}/elsewhere"] if elsewhere else []
-    step = printed("+cluster=a100x4", "submit", *words).splitlines()[-1].split()
-    assert step[0] == "status" and Path(step[1]).is_absolute() is elsewhere
-    printed(*step[:2])
+    said = printed("+cluster=a100x4", "submit", *words)
+    assert "as job 101: 1 node x 4 ranks, 4 GPUs on each\n" in said
+    steps = re.findall(r"^  python -m slurmtrain (.*)$", said, re.MULTILINE)
+    assert [step.split()[0] for step in steps] == ["status", "logs", "cancel"]
+    status = shlex.split(steps[0])
+    assert Path(status[1]).is_absolute() is elsewhere
+    printed(*status)
 
 
 def test_a_rendered_run_remembers_which_slurm_it_is_for(project: Path, tmp_path: Path) -> None:

@@ -72,22 +72,22 @@ def test_plan_and_layout_say_the_same_memory() -> None:
     parts = "69.0 GB{} (parameters 3.7, gradients 3.7, optimiser 7.5, gathered 3.2, activations 50.9)\n"
     assert f"memory        {parts.format(' of 79.0 on a rank')}" in said(words)
     assert f"a rank needs about {parts.format('')}" in printed(*words, "layout")
-    (stage,) = answer(words)["memory"]["stages"]
+    (stage,) = answer(words)["memory"]
     assert stage["total"] / 2**30 == pytest.approx(69.0, abs=0.05)
 
 
 def test_a_program_gets_the_same_numbers() -> None:
     found = answer([*EIGHT_B, "--tokens", "1.5e13"])
-    assert found["axes"]["dp_shard"] == found["ranks"] == 128
+    assert found["axes"]["dp_shard"] == found["step"]["ranks"] == 128
     assert found["tokens_per_step"] == 1024 * 8192
     step = found["step"]
     assert math.isclose(sum(step["seconds"].values()), step["expected_s"])
     assert step["at_best_s"] < step["expected_s"]
     assert step["mfu_attended"] < step["mfu_attended_at_most"] <= 1
     assert [(each["axis"], each["ranks"]) for each in step["traffic"]] == [("dp_shard", 128)]
-    assert found["cost"]["tokens"] == 15 * 10**12 and found["cost"]["gpu_hours"] > 0
-    assert 0.9 < found["saving"]["goodput"] <= 1
-    assert [each["nodes"] for each in found["more_nodes"]] == [32, 64, 128]
+    assert found["tokens"] == 15 * 10**12 and found["gpu_hours"] > 0
+    assert 0.9 < found["goodput"] <= 1
+    assert [each["after"]["nodes"] for each in found["more_nodes"]] == [32, 64, 128]
     assert found["sentence"].startswith("More than 128 nodes cannot")
 
 
@@ -107,10 +107,7 @@ def test_of_a_layout_that_does_not_fit_nothing_but_its_sizes_is_told() -> None:
     assert "it does not fit: plan --search shows what does" in text
     assert not [name for name in ("\nstep ", "\nspeed", "\ncost", "nodes  ") if name in text]
     found = answer(words)
-    assert (found["memory"]["fits"], found["step"], found["cost"]["gpu_hours"], found["more_nodes"]) == (
-        *(False, None, None),
-        [],
-    )
+    assert (found["fits"], found["step"], found["gpu_hours"], found["more_nodes"]) == (False, None, None, [])
     for more in ([], ["--json"]):
         assert "no layout of 8 ranks fits into 79.0 GB" in refused([*words, "--search", *more], 78)
 
@@ -251,11 +248,11 @@ def test_sizes_are_submitted_once_and_what_they_measured_is_shown(project: Path,
 
     found: dict[str, Any] = json.loads(scale("--json", "--plot", "scaling.png"))
     assert (project / "scaling.png").exists()
-    assert [each["nodes"] for each in found["sizes"]] == [1, 2, 4]
-    assert [each["global_batch_size"] for each in found["sizes"]] == [16, 32, 64]
-    assert found["doublings"][1]["bottleneck"]["axis"] == "dp_shard"
-    assert found["doublings"][1]["planned"]["efficiency"] > 0.95
-    assert found["sizes"][0]["planned_s"] == pytest.approx(found["sizes"][0]["step_s"], rel=0.002)
+    assert [each["size"]["nodes"] for each in found["sizes"]] == [1, 2, 4]
+    assert [each["size"]["tokens"] / 4096 for each in found["sizes"]] == [16, 32, 64]
+    assert found["bottlenecks"][1]["axis"] == "dp_shard"
+    assert found["planned"][1]["efficiency"] > 0.95
+    assert found["sizes"][0]["planned_s"] == pytest.approx(found["sizes"][0]["times"]["step_s"], rel=0.002)
 
 
 def test_a_size_that_failed_is_named_and_the_others_are_shown(project: Path, slurm: FakeSlurm) -> None:

@@ -782,7 +782,7 @@ def test_it_does_without_torch(cli: Cli, project: Path) -> None:
         (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.part=2"], 78, "prepare.part=2 needs more prepare.parts"),
         (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.valid_fraction=1"], 78, "prepare.valid_fraction=1.0 must"),
         (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.unit_mb=0"], 78, "prepare.unit_mb=0.0 must be above 0"),
-        (["verify"], 2, "prepare verify takes the folder of a data set"),
+        (["verify"], 2, "required: FOLDER"),
         (["verify", "nowhere"], 78, "nowhere has no manifest.json"),
     ],
 )  # fmt: skip

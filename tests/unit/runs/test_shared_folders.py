@@ -332,7 +332,7 @@ def test_a_sweep_of_somebody_else_is_neither_gone_on_with_nor_cancelled(
     for action in ("retry", "cancel"):
         assert "only the user who submitted a sweep may change" in refused("sweep", action, "x.sweep-1")
         assert "is yours" in refused("sweep", action, "last")
-    assert main(["sweep", "list"]) == 0
+    assert main(["sweep", "status", "x.sweep-1"]) == 0
     assert asked() == []
 
 

@@ -88,7 +88,7 @@ def test_what_belongs_to_others_is_left_out_and_counted_and_named_in_one_sentenc
 ) -> None:
     assert main(["-m", "+cluster=a100x4", "job.name=mine", "submit"]) == 0
     mine = next(project.glob("runs/mine.sweep-*")).name
-    for words in ("status", "sweep list", "runs prune --dry-run"):
+    for words in ("status", "runs prune --dry-run"):
         done = as_others_see_it(*words.split())
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         assert done.stderr.count("2 folders are not shown, being somebody else's") == 1
