@@ -28,7 +28,7 @@ from slurmtrain.cli.columns import (
 from slurmtrain.cli.json_output import emit, point_object, print_json
 from slurmtrain.cli.multirun import run_on_this_machine
 from slurmtrain.cli.stop import say_which
-from slurmtrain.errors import ClusterError, UsageError
+from slurmtrain.errors import ClusterError
 from slurmtrain.report import collect
 from slurmtrain.report.progress import eta_of_all, lowest
 from slurmtrain.report.status.state import RunState, RunStatus
