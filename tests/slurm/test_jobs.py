@@ -93,7 +93,8 @@ def test_team_mates_save_and_end_a_run_with_files_and_status_tells_how_far_it_is
     assert (waiting["reason"], waiting["loss"]) == ("BeginTime", None)
     assert 7000 < waiting["expected_start"] - time.time() <= 7200
     (row,) = [line for line in run.cli("status").splitlines() if waits.run_dir.id in line]
-    assert "its begin time has not been reached (BeginTime)" in row and "expects to start it in about " in row
+    assert "its begin time has not been reached (BeginTime)" in row
+    assert "expects to start it in about " in run.cli("status", waits.run_dir.id)
     waits.cli("cancel", waits.run_dir.id)
     (run.run_dir.path / "save").touch()
     run.wait_until(lambda: len(committed(run.run_dir.checkpoints)) == 1, "saved")
