@@ -125,7 +125,10 @@ def _list(target: Target, options: argparse.Namespace) -> int:
     if target.chosen is not None:
         paths = [target.chosen]
     else:
-        entries = target.folder.iterdir() if target.folder.exists() else ()
+        try:
+            entries = list(target.folder.iterdir()) if target.folder.exists() else []
+        except OSError as error:
+            raise CheckpointError(f"{target.folder} cannot be read: {error.strerror}") from None
         paths = [path for path in entries if FINAL_NAME.match(path.name) and path.is_dir()]
     if not paths:
         target.of_step(None)

@@ -44,7 +44,7 @@ def test_a_loop_that_forgets_its_order_is_told_with_the_step_at_which_it_parts(f
     code, found, said = drill(folder, *ONE, "--", "python", "loop.py", "order")
     (way,) = found["ways"]
     assert (code, way["way"], way["result"]) == (1, "early_signal", "failed"), found
-    assert way["divergence"]["step"] == way["stopped_at"] + 1
+    assert way["comparison"]["divergence"]["step"] == way["stopped_at"] + 1
     assert f"diverges at step {way['stopped_at'] + 1}: loss" in way["sentence"]
     assert "the order of the data is not restored" in way["hints"][0]
     assert "are those of two undisturbed runs the same?" in said
@@ -55,7 +55,7 @@ def test_a_loop_that_forgets_its_order_is_told_with_the_step_at_which_it_parts(f
 def test_a_loop_that_is_another_one_each_time_is_not_judged(folder: Path) -> None:
     code, found, _ = drill(folder, *ONE, "--", "python", "loop.py", "seed")
     (way,) = found["ways"]
-    assert (code, way["result"], way["same_bits"]) == (75, "not judged", False), found
+    assert (code, way["result"], way["comparison"]["same_bits"]) == (75, "not judged", False), found
     assert "two undisturbed runs differ, too" in way["sentence"] and "seed everything" in way["hints"][0]
 
 

@@ -434,7 +434,7 @@ def test_a_node_that_crashes_every_attempt_in_its_first_second_is_left_out_until
     # Two attempts are all that the run has without progress, and a blamed node has not eaten them.
     assert [(each.reason, each.nodes == [bad]) for each in run.attempts()[:2]] == [("crash", True)] * 2, run.logs()
     assert bad not in run.attempts()[2].nodes and run.cluster.job(run.job_id)["ExcNodeList"] == bad
-    assert re.search(rf"left out: {bad} \(crashed 2 attempts in \d+ s, forgotten in 24 h\)", run.status()), run.status()
+    assert re.search(rf"left out: {bad} \(crashed 2 attempts in \d+ s, forgotten in 1 d\)", run.status()), run.status()
     listed = json.loads(run.cli("nodes", "list", "--json"))
     assert [(each["node"], len(each["records"])) for each in listed] == [(bad, 2)]
 
