@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,6 +208,8 @@ def test_ctrl_c_in_resume_notes_no_job_twice(call: int, project: Path, slurm: Fa
     (slurm.directory / "squeue").rename(real / "squeue")
     here = f'echo asked >>"$here/asked"; [ "$(wc -l <"$here/asked")" != {call} ] || kill -INT $PPID'
     slurm.command("squeue", f'{here}\nexec "$here/real/squeue" "$@"')
-    code = main(["resume", run.name])
+    done = subprocess.run(
+        [sys.executable, "-m", "slurmtrain", "resume", run.name], capture_output=True, text=True, check=False
+    )
     job_ids = RunDir(run).info()["job_ids"]
-    assert job_ids in (["101"], ["101", "102"]) and (code == 130 or job_ids[-1] == "102")
+    assert job_ids in (["101"], ["101", "102"]) and (done.returncode == 130 or job_ids[-1] == "102"), done.stderr
