@@ -14,7 +14,6 @@ from tests.support.slurm_cluster import Cluster
 def test_probe_writes_a_file_with_which_submit_works_untouched(sandbox: Cluster, tmp_path: Path) -> None:
     project = make_project(tmp_path / "project", sandbox)
     answer = json.loads(_run(sandbox, project.path, "probe", "--json"))
-    print(f"probe looked for {answer['seconds']:.1f} s")
     assert answer["refused"] is None
     assert answer["values"]["network_interface"] == "lo"
     cluster = Path(answer["file"]).stem
