@@ -184,8 +184,11 @@ def _join(
         on_met: see `init_distributed`.
     """
     from slurmtrain.runtime.distributed_context import init_distributed
+    from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
     from slurmtrain.training.seeds import use_deterministic_kernels
 
+    if not config.parallel.compile:
+        load_dynamo_on_demand()
     if config.train.deterministic:
         use_deterministic_kernels()
     timeline.mark("interpreter and imports")

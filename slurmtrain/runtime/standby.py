@@ -74,7 +74,13 @@ def _load(config: Config) -> None:
 
 
 def _modules(config: Config) -> Iterator[str]:
-    yield from ("torch", "torch._dynamo")  # the latter is what optimisers import to say that they are not compiled
+    yield "torch"
+    if config.parallel.compile:
+        yield "torch._dynamo"
+    else:
+        from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
+
+        load_dynamo_on_demand()
     yield from ("slurmtrain.runtime.jobs.train", "slurmtrain.runtime.watchdog.watchdog", "hydra.utils")
     dims = parallel_dims_of(config)
     if dims.uses_fsdp(config.parallel):
