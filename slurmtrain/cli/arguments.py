@@ -173,7 +173,10 @@ def _unknown(word: str, words: Sequence[str], name: str | None, verb: Verb) -> U
         if name is not None and VERBS[name].actions:
             actions = VERBS[name].actions
             return UsageError(f"{word!r} is not one of {'|'.join(actions)}", hint=nearest(word, actions))
-        return UsageError(f"one word too many: {word!r}", hint=f"{PROGRAM} {name} --help shows what it takes")
+        hint = f"{PROGRAM} {name} --help shows what it takes"
+        if name == "requeue" and _CHANGE.match(word):
+            hint = f"a run that is alive keeps its config: cancel RUN, then resume RUN {shlex.quote(word)}"
+        return UsageError(f"one word too many: {word!r}", hint=hint)
     option, _, value = word.partition("=")
     hint = nearest(option, verb.options)
     if verb.runs_program and (program := [each for each in words if _PROGRAM.fullmatch(each)]):

@@ -40,13 +40,11 @@ def main(options: argparse.Namespace) -> int:
             from slurmtrain.sweep.jobs import check_not_planned
 
             check_not_planned(run_dir)
-        from slurmtrain.launch.changes import apply_next_change, change, finish_change
+        from slurmtrain.launch.changes import change, finish_change
         from slurmtrain.launch.job import interrupted, resume, settle
 
         settle(run_dir)
         finish_change(run_dir)
-        if run_dir.next_change_file.exists() and not finished:
-            apply_next_change(run_dir)
         lines: list[str] = []
         if overrides or options.code:
             asks = None if local else client(run_dir)
@@ -74,7 +72,9 @@ def main(options: argparse.Namespace) -> int:
 def _check_ended(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> None:
     """Raise ClusterError if a run is alive, or an earlier job of it is still in the queue."""
     if now.alive:
-        hint = f"{' '.join(['requeue', run_dir.id, *overrides])} restarts it"
+        hint = f"requeue {run_dir.id} restarts it"
+        if overrides:
+            hint = f"cancel {run_dir.id}, then repeat this command"
         if now.status == RunStatus.STOPPING:  # after `cancel`, for instance, when `requeue` would be refused
             hint = f"try again when it has ended; `status {run_dir.id} --watch` waits for that"
         elif now.status == RunStatus.UNKNOWN:

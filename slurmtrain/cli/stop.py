@@ -28,7 +28,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.verb == "cancel":
         said = stop.cancel(run_dir)
     elif arguments.verb == "requeue":
-        said = stop.requeue(run_dir, arguments.overrides)
+        said = stop.requeue(run_dir)
     else:
         log.info(_what_follows(run_dir))
         said = stop.preempt(run_dir)

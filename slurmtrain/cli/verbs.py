@@ -260,12 +260,11 @@ VERBS: dict[str, Verb] = {
         function="stop.main",
     ),
     "requeue": Verb(
-        "Save and start again; start a waiting or held job now. KEY=VALUE changes a field of the config for the next "
-        "attempt.",
+        "Save and start again; start a waiting or held job now. It keeps its config: cancel, then resume RUN KEY=VALUE, "
+        "changes it.",
         (RUN, JSON),
-        ("requeue last", "requeue last cluster.nodes=2-4 optim.lr=1e-4  # with other values"),
+        ("requeue last",),
         "requeue",
-        changes="the next attempt has this value of a config field; train.steps=+N means N more steps",
         function="stop.main",
     ),
     "drill": Verb(

@@ -28,8 +28,6 @@ class Event(StrEnum):
     STOP_FILE_FOUND = "the file stop was found"
     SAVE_FILE_FOUND = "the file save was found"
     CHANGED = "changed"  # its config or its code
-    CHANGE_ASKED = "change asked"  # of its config, for its next attempt
-    NOT_CHANGED = "not changed"  # what was asked for its next attempt cannot be any more
     LENGTHENED = "lengthened"  # it had finished, and was given more steps
 
     # Its attempts.
