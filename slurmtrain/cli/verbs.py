@@ -146,6 +146,10 @@ VERBS: dict[str, Verb] = {
         "your own program, run word for word.",
         (
             option("--dry-run", "print exactly what sbatch would get, and submit nothing"),
+            option("--explain", "as --dry-run, with the config field or SLURM requirement that each line comes from"),
+            option(
+                "--prepare", "make the run directory, and leave its sbatch script to you, to edit and submit by hand"
+            ),
             option(
                 "--follow",
                 "show the output of rank 0 until the run has ended; exit code 0: finished, 75: stopped, 78: config, 1: else",
@@ -166,20 +170,6 @@ VERBS: dict[str, Verb] = {
         "quickstart",
         composes=True,
         runs_program=True,
-    ),
-    "render": Verb(
-        "Print the sbatch script, to read, edit and submit by hand; --explain explains each line. With -o, also "
-        "prepare a run directory and write the script to FILE: edit it and give it to sbatch yourself.",
-        (
-            option("--explain", "explain each line: the config field or SLURM requirement that it comes from"),
-            option("--json", "with --explain: print a list of {line, why}, for a program"),
-            option("-o, --output FILE", "write the script to FILE and prepare a run for it"),
-        ),
-        ("+cluster=a100x4 render -o job.sbatch  # then: sbatch job.sbatch", "+cluster=a100x4 render --explain"),
-        "quickstart",
-        composes=True,
-        runs_program=True,
-        function="submit.render",
     ),
     "train": Verb(
         "Train on this rank; started by srun, torchrun, or by hand. The supervisor starts this verb on every rank, "
@@ -424,15 +414,11 @@ VERBS: dict[str, Verb] = {
             ),
             "prune": Verb(
                 "Remove checkpoints that need not be kept. The newest is verified first. The newest two always stay, "
-                "the newest from before numbers broke, and what somebody reads. Without a rule: by the run's own "
+                "the newest from before numbers broke, and what somebody reads. Without --keep-last: by the run's own "
                 "checkpoint.keep_* (no run: the last 2). What killed saves have left goes after an hour.",
                 (
                     option("--keep-last N", "keep the newest N, at least 2", whole(2)),
-                    option("--keep-every N", "also keep those whose step is a multiple of N", whole(1)),
-                    option("--best N", "also keep the N best by --metric", whole(1)),
-                    option("--metric NAME", "a metric that was saved with the checkpoints (default: valid_loss)"),
-                    MODE,
-                    option("--damaged", "instead, or with other rules, remove those that a restore has set aside"),
+                    option("--damaged", "instead, or with --keep-last, remove those that a restore has set aside"),
                     DRY_RUN,
                 ),
             ),
@@ -449,7 +435,6 @@ VERBS: dict[str, Verb] = {
                     STEP,
                     option("--only NAME", "the object that was saved as NAME", default="model"),
                     option("--dtype float32|float16|bfloat16|float64", "convert floating-point tensors"),
-                    option("--max-shard-size-gb N", "of each file, with --format hf (default: 5)", number(0.001)),
                     option("--force", "replace OUT if it exists"),
                 ),
             ),
