@@ -113,10 +113,7 @@ CLUSTER = option("--cluster NAME", "SLURM's name of the cluster; default: the on
 MODE = option("--mode min|max", "whether lower or higher values are better (default: min for a loss)")
 EVERY = option("--every SECONDS", "seconds between updates", number(1), default=5.0)
 WATCH = (option("-w, --watch", "redraw the table in place until everything has ended; Ctrl-C stops"), EVERY)
-SANDBOX = (
-    option("--name NAME", "name, to run several at the same time", default="default"),
-    option("--dir DIR", "directory of the sandbox (default: in the system's temporary directory)"),
-)
+SANDBOX = option("--name NAME", "name, to run several at the same time", default="default")
 # Options of every verb that composes a config, and of a command line without a verb. Hydra handles those that are hidden
 # from the help, and those that print something.
 HYDRA = (
@@ -140,10 +137,8 @@ NO_VERB = Verb(
 
 VERBS: dict[str, Verb] = {
     "submit": Verb(
-        "Submit a run, a sweep (-m) or your own program (--); cluster=local runs it here. The config is composed, "
-        "checked and frozen in a run directory, and the script handed to sbatch. With -m and choices (key=1,2) all "
-        "points go into one array, and the same command again submits only what is missing. The words after -- are "
-        "your own program, run word for word.",
+        "Submit a run, a sweep (-m) or your own program (--); cluster=local runs it here. With -m and choices "
+        "(key=1,2) all points go into one array, and the same command again submits only what is missing.",
         (
             option("--dry-run", "print exactly what sbatch would get, and submit nothing"),
             option("--explain", "as --dry-run, with the config field or SLURM requirement that each line comes from"),
@@ -172,8 +167,7 @@ VERBS: dict[str, Verb] = {
         runs_program=True,
     ),
     "train": Verb(
-        "Train on this rank; started by srun, torchrun, or by hand. The supervisor starts this verb on every rank, "
-        "with a run directory. By hand it takes overrides, and needs no batch job.",
+        "Train on this rank; started by srun, torchrun, or by hand.",
         (
             option("[DIRECTORY]", "train this run, with its own config", dest="run_directory"),
             option("--standby", "for the supervisor: load PyTorch, then wait for an attempt"),
@@ -188,8 +182,7 @@ VERBS: dict[str, Verb] = {
         function="in_job.train",
     ),
     "status": Verb(
-        "Show all runs, or one attempt by attempt. Newest first: step, loss, tokens per second, time left, why each "
-        "attempt ended, why the job waits and when SLURM expects to start it.",
+        "Show all runs, newest first, or one attempt by attempt.",
         (
             option("[RUN|SWEEP]", RUN_OR_SWEEP, dest="run"),
             option("--limit N", "show the newest N; default: as many as fit on the terminal", whole(1)),
@@ -208,8 +201,7 @@ VERBS: dict[str, Verb] = {
         "runs",
     ),
     "usage": Verb(
-        "Show where the GPU hours went: productive, start-up, redone, hung, lost and why. Without a name, show all "
-        "runs, with one row per person. It reads run directories, and SLURM's accounting if there is one.",
+        "Show where the GPU hours went: productive, start-up, redone, hung, lost and why.",
         (
             option("[RUN|SWEEP]", "a run or a sweep; default: all runs here", dest="name"),
             SINCE,
@@ -224,7 +216,7 @@ VERBS: dict[str, Verb] = {
         "usage",
     ),
     "logs": Verb(
-        "Print the output of a rank, or follow it. With -f through all attempts until the run has ended.",
+        "Print the output of a rank, or follow it.",
         (
             RUN,
             option("-f, --follow", "follow it through all attempts until the run has ended"),
@@ -259,10 +251,8 @@ VERBS: dict[str, Verb] = {
     ),
     "drill": Verb(
         "Interrupt tiny jobs, or your own run, in every possible way, and check that they resume with the same bits. "
-        "Without RUN, and with words of cluster and requeue only, test the site: a tiny job for each way is warned, "
-        "requeued, killed and preempted, and the report says whether it was told, saved, came back and ended with the "
-        "bits of an uninterrupted one; if not, what to set. With RUN, other words of a config, or a program after --, "
-        "do the same with its config and code for a few steps, in scratch directories. All its jobs end with it. Exit "
+        "Without RUN, and with words of cluster and requeue only, test the site with tiny jobs. With RUN, other words "
+        "of a config, or a program after --, take its config and code for a few steps, in scratch directories. Exit "
         "code 0: everything that could be tried has passed, 1: something has failed, 75: nothing was judged.",
         (
             OPTIONAL_RUN,
@@ -301,6 +291,7 @@ VERBS: dict[str, Verb] = {
         ),
         "requeue",
         changes="continue with this value of a config field; train.steps=+N means N more steps",
+        function="stop.resume",
     ),
     "runs": Verb(
         "Compare two runs, pack one to run elsewhere, remove ended ones; status lists them.",
@@ -312,10 +303,7 @@ VERBS: dict[str, Verb] = {
         topic="runs",
         actions={
             "compare": Verb(
-                "Show what differs between two runs. Config, code, what they ran with (packages, driver, CUDA, NCCL, "
-                "image, variables), the first step where the samples that they have seen, their metrics or their "
-                "weights differ, and the last values. Metrics of the machine, such as speed and memory, always differ; "
-                "they do not count.",
+                "Show what differs between two runs: config, code, what they ran with, samples, metrics and weights.",
                 (
                     option("RUN_A", _RUN, dest="a"),
                     option("RUN_B", _RUN, dest="b"),
@@ -326,8 +314,7 @@ VERBS: dict[str, Verb] = {
             ),
             "bundle": Verb(
                 "Pack a run into one file to run it elsewhere. Config, code, revision and list of packages, for "
-                "`submit --from FILE`, without checkpoints, logs and data. It holds the code as the run's snapshot has "
-                "it: read it before you publish it. The same run gives the same bytes.",
+                "`submit --from FILE`, without checkpoints, logs and data. Read it before you publish it.",
                 (RUN, option("[FILE]", "default: NAME-RUN.tar.gz here; one with .tar is plain"), JSON),
             ),
             "prune": Verb(
@@ -343,9 +330,7 @@ VERBS: dict[str, Verb] = {
         },
     ),
     "report": Verb(
-        "Show a run or a sweep as one HTML page: curves, attempts, goodput, config. It needs no network, and has the "
-        "phases of a step, the timeline of attempts and conspicuous nodes; for a sweep, its points, parallel "
-        "coordinates and curves. With --serve, show it on this machine, refreshed while the run continues.",
+        "Show a run or a sweep as one HTML page: curves, attempts, goodput, config. It needs no network.",
         (
             option("RUN|SWEEP", RUN_OR_SWEEP, dest="what"),
             option("--out FILE", "the page (default: report-NAME.html here); - for standard output"),
@@ -423,8 +408,7 @@ VERBS: dict[str, Verb] = {
                 ),
             ),
             "export": Verb(
-                "Export the weights for other programs: a Hugging Face folder, or a file. The tensors of one object, "
-                "whatever number of ranks saved them. A folder of Hugging Face has config.json and the tokenizer, too.",
+                "Export the weights for other programs: a Hugging Face folder, or a file.",
                 (
                     option("OUT", "a folder for --format hf, peft and dcp; FILE.safetensors, FILE.pt or FILE.pth"),
                     option(
@@ -464,8 +448,7 @@ VERBS: dict[str, Verb] = {
         changes="change a field of eval, cluster or parallel",
     ),
     "layout": Verb(
-        "Show the position of every rank under parallel=..., and how much memory it needs. Its node, its index on "
-        "every axis, and the ranks that it shares an axis with.",
+        "Show the position of every rank under parallel=..., and how much memory it needs.",
         (option("--memory", "count the bytes on each rank: builds the sharded model, without GPUs"), JSON),
         (
             "+cluster=a100x8 cluster.nodes=8 model=llama3_8b parallel.tp=4 parallel.pp=2 layout",
@@ -473,11 +456,10 @@ VERBS: dict[str, Verb] = {
         ),
         "parallelism",
         composes=True,
+        function="plan.layout",
     ),
     "plan": Verb(
-        "Compute memory, time, checkpoints and cost of a run; say whether more nodes help. Without GPUs and before "
-        "anything is submitted: bytes per GPU, communication per axis and step, time per step, MFU, how often to save, "
-        "goodput and GPU hours.",
+        "Compute memory, time, checkpoints and cost of a run; say whether more nodes help. By arithmetic, without GPUs.",
         (
             option("--search", "rank the layouts that fit, the fastest first"),
             option("--tokens N", "cost of N tokens (15T, 300B, 1.5e12), not train.steps", token_count),
@@ -493,9 +475,8 @@ VERBS: dict[str, Verb] = {
         composes=True,
     ),
     "scale": Verb(
-        "Train a few steps on 1, 2, 4 and more nodes: efficiency of each doubling, and the bottleneck. Submit the same "
-        "training on each size up to cluster.nodes, wait, and report how efficient each doubling is (80 % is the "
-        "threshold) and what plan predicts. Repeating the command submits only what is missing, and shows the results.",
+        "Train a few steps on 1, 2, 4 and more nodes: efficiency of each doubling, and the bottleneck. Repeating the "
+        "command submits only what is missing, and shows the results.",
         (
             option("--nodes 1,2,4", "numbers of nodes to measure; default: 1, 2, 4, ... up to cluster.nodes"),
             option("--strong", "the same global batch at all sizes; by default it grows with the nodes"),
@@ -514,9 +495,8 @@ VERBS: dict[str, Verb] = {
         composes=True,
     ),
     "preflight": Verb(
-        "Check the nodes of an allocation like the config's, without training. Compare versions, packages, code, data, "
-        "clocks, disks, GPUs, network and shared folder. With --full, also measure GPUs and the network, and name slow "
-        "nodes and pairs of nodes. Every training does the quick part by itself (preflight=off|quick|full).",
+        "Check the nodes of an allocation like the config's, without training. Every training does the quick part by "
+        "itself (preflight=off|quick|full).",
         (
             option("--full", "also measure GPUs, collectives and pairs of nodes; takes about a minute"),
             NO_WAIT,
@@ -530,8 +510,7 @@ VERBS: dict[str, Verb] = {
         composes=True,
     ),
     "prepare": Verb(
-        "Turn raw text into tokenised shards; verify them. From jsonl, parquet, text or a saved Hugging Face data set, "
-        "also .gz and .zst, on all CPUs of this machine. If it was stopped, the same command continues. As a job: "
+        "Turn raw text into tokenised shards; verify them. If it was stopped, the same command continues. As a job: "
         "job=prepare ... submit.",
         (),
         (
@@ -549,8 +528,7 @@ VERBS: dict[str, Verb] = {
         function="in_job.prepare",
     ),
     "progress": Verb(
-        "Report the progress of your own program, from inside its run. status shows it, and a run that makes progress "
-        "is not given up.",
+        "Report the progress of your own program, from inside its run.",
         (
             option("STEP", "the step that it has reached, a whole number that grows", whole()),
             option("--of STEPS", "the last step; status then shows the time left", whole()),
@@ -560,8 +538,7 @@ VERBS: dict[str, Verb] = {
         function="in_job.progress",
     ),
     "nodes": Verb(
-        "Show which nodes your runs exclude, and why; blame or forgive one. From the ledger that your jobs on this "
-        "cluster keep. A record counts for requeue.blame_expiry_h, 24 hours by default.",
+        "Show which nodes your runs exclude, and why; blame or forgive one. A record counts for 24 hours.",
         examples=("nodes list", "nodes blame n3 --reason 'its disk is full'", "nodes forgive --all"),
         topic="requeue",
         actions={
@@ -587,10 +564,8 @@ VERBS: dict[str, Verb] = {
         },
     ),
     "probe": Verb(
-        "Write conf/cluster/NAME.yaml from what SLURM reports; --check: has the cluster changed since? The file "
-        "describes one partition: limits, nodes, GPUs, preemption, accounts and containers. It has a question in place "
-        "of each value that SLURM does not report. --check shows what probe would write differently today and exits "
-        "with 0: nothing, 1: something, or 78: jobs of the file cannot run.",
+        "Write conf/cluster/NAME.yaml from what SLURM reports; --check: has the cluster changed since? It shows what "
+        "probe would write differently today and exits with 0: nothing, 1: something, or 78: jobs of the file cannot run.",
         (
             option("--partition NAME", "the partition to describe (default: the cluster's default)"),
             option("--account NAME", "the account of the jobs (default: your default account)"),
@@ -615,24 +590,18 @@ VERBS: dict[str, Verb] = {
             "up": Verb(
                 "Start one; returns when all nodes are idle.",
                 arguments=(
-                    *SANDBOX,
+                    SANDBOX,
                     option("--nodes N", "number of nodes", whole(), default=4),
                     option("--cpus N", "CPUs per node, not necessarily there", whole(), default=4),
                     option("--gpus N", "GPUs per node, for SLURM's eyes only", whole(), default=0),
-                    option("--memory-mb N", "memory per node, not enforced", whole(), default=4000),
-                    option("--grace-s N", "GraceTime of partition low", whole(), default=10),
-                    option("--kill-wait-s N", "from SIGTERM to SIGKILL", whole(), default=30),
-                    option("--slurmd-timeout-s N", "silence of a node that is down", whole(), default=20),
-                    option("--cred-expire-s N", "wait of a requeued job", whole(), default=6),
                     option("--preempt-mode requeue|cancel|suspend", "for jobs in partition low", default="requeue"),
                     option("--slurm-prefix DIR", "take SLURM from DIR/bin and DIR/sbin (default: from PATH)"),
                     option("--accounting", "with slurmdbd: an account, limits, and QOS that preempt each other"),
-                    option("--user-signal", "preemption sends a job's own --signal, not SIGTERM"),
                 ),
             ),
-            "down": Verb("End it: its jobs, its daemons, its directory.", arguments=SANDBOX),
-            "status": Verb("Say whether it runs, and in which state its nodes are.", arguments=(*SANDBOX, JSON)),
-            "env": Verb("Print the line that points SLURM's commands at it.", arguments=SANDBOX),
+            "down": Verb("End it: its jobs, its daemons, its directory.", arguments=(SANDBOX,)),
+            "status": Verb("Say whether it runs, and in which state its nodes are.", arguments=(SANDBOX, JSON)),
+            "env": Verb("Print the line that points SLURM's commands at it.", arguments=(SANDBOX,)),
         },
     ),
     "help": Verb(
