@@ -1,4 +1,4 @@
-"""The verbs: what each does, its options and examples, and the function that runs it.
+"""The verbs: what each does, its options, and the function that runs it.
 
 `arguments` makes the parsers from this table; help, tab completion and --host read it, too. To give a verb an option,
 declare it here; its function finds the value in the namespace that it gets. Nothing heavy is imported, since every command
@@ -61,7 +61,7 @@ class Verb(NamedTuple):
         composes: its words are those of a config, and Hydra's options.
         changes: what KEY=VALUE among its words does; "": it takes none.
         runs_program: the words after -- are a program.
-        topic: the page of the manual that explains it.
+        topic: the page of the manual that explains it; `--help` shows the command lines there that have this verb.
         default_action: of a verb without one of its actions; None: it needs one.
         function: "module.function" of this package, which gets the namespace and returns the exit code; "": `main` of the
             module that is called like the verb.
@@ -69,7 +69,6 @@ class Verb(NamedTuple):
 
     help: str
     arguments: Sequence[Argument] = ()
-    examples: Sequence[str] = ()
     topic: str = ""
     composes: bool = False
     changes: str = ""
@@ -93,8 +92,7 @@ class Verb(NamedTuple):
     def with_action(self, action: str) -> Verb:
         """Return one of its actions as a verb: with the arguments of both."""
         its = self.actions[action]
-        examples = [line for line in self.examples if action in line.split()]
-        return its._replace(arguments=[*self.arguments, *its.arguments], examples=examples, topic=self.topic)
+        return its._replace(arguments=[*self.arguments, *its.arguments], topic=self.topic)
 
 
 STATES = (
@@ -155,13 +153,6 @@ VERBS: dict[str, Verb] = {
             option("--again", "with -m: submit another sweep of the same points"),
             JSON,
         ),
-        (
-            "+cluster=a100x4 cluster.nodes=4 submit --dry-run  # read the script first",
-            "-m +cluster=a100x4 optim.lr=1e-4,3e-4 submit  # a sweep of two points",
-            "+cluster=a100x4 submit -- python my_train.py --lr 1e-3  # your own program",
-            "+cluster=a100x4 submit --from my-run.tar.gz  # somebody else's run, on this cluster",
-            "+cluster=a100x4 job.launcher=torchrun submit -- my_train.py  # with torchrun on each node",
-        ),
         "quickstart",
         composes=True,
         runs_program=True,
@@ -171,10 +162,6 @@ VERBS: dict[str, Verb] = {
         (
             option("[DIRECTORY]", "train this run, with its own config", dest="run_directory"),
             option("--standby", "for the supervisor: load PyTorch, then wait for an attempt"),
-        ),
-        (
-            "+experiment=smoke train  # one process, a few seconds",
-            "+cluster=a100x4 train  # or: torchrun --nproc-per-node 4 -m slurmtrain +cluster=a100x4 train",
         ),
         "quickstart",
         composes=True,
@@ -192,12 +179,6 @@ VERBS: dict[str, Verb] = {
             *WATCH,
             JSON,
         ),
-        (
-            "status  # the newest runs; a sweep is one row",
-            "status --state failed --since 7d",
-            "status last  # your newest run",
-            "status --watch  # live, until all have ended",
-        ),
         "runs",
     ),
     "usage": Verb(
@@ -207,11 +188,6 @@ VERBS: dict[str, Verb] = {
             SINCE,
             option("--by run|user|node", "what a row is; default: user, or run if you name a run or sweep"),
             JSON,
-        ),
-        (
-            "usage last  # your newest run",
-            "usage --since 7d --by run  # the last seven days, run by run",
-            "usage --by node  # which nodes cost most",
         ),
         "usage",
     ),
@@ -223,21 +199,18 @@ VERBS: dict[str, Verb] = {
             option("--rank N|all", "all prints each line with its rank", rank_or_all, default=0),
             option("--attempt N", "default: the latest", whole(1)),
         ),
-        ("logs last -f  # follow rank 0", "logs last --rank all --attempt 1  # every rank of the first attempt"),
         "runs",
     ),
     "cancel": Verb(
         "End a run for good. It saves a checkpoint if the grace time allows, and is not requeued.",
         (RUN, JSON),
-        ("cancel last",),
-        "requeue",
+        "quickstart",
         function="stop.main",
     ),
     "preempt": Verb(
         "Send a run the signal of a preemption, to test what happens. It saves, exits, is requeued and resumes; the "
         "output says how long that took.",
         (RUN, JSON),
-        ("preempt last",),
         "clusters",
         function="stop.main",
     ),
@@ -245,8 +218,7 @@ VERBS: dict[str, Verb] = {
         "Save and start again; start a waiting or held job now. It keeps its config: cancel, then resume RUN KEY=VALUE, "
         "changes it.",
         (RUN, JSON),
-        ("requeue last",),
-        "requeue",
+        "quickstart",
         function="stop.main",
     ),
     "drill": Verb(
@@ -270,12 +242,6 @@ VERBS: dict[str, Verb] = {
             option("--keep", "keep the folder of its runs even if everything has passed"),
             JSON,
         ),
-        (
-            "+cluster=a100x8 drill  # can this site interrupt and resume a job?",
-            "+cluster=a100x8 drill --ways preemption --leaving 60  # would a job that saves for a minute survive it?",
-            "drill last --steps 20  # does my run resume with the same bits?",
-            "+cluster=a100x8 drill -- python my_train.py --steps 100  # and my own program?",
-        ),
         "drill",
         composes=True,
         runs_program=True,
@@ -284,22 +250,12 @@ VERBS: dict[str, Verb] = {
         "Continue a run that has ended. From its newest checkpoint, with the config and code that it was submitted "
         "with. KEY=VALUE changes a field of the config, unless that would invalidate its checkpoints.",
         (RUN, option("--code", "take a new snapshot: continue with the current code"), JSON),
-        (
-            "resume last",
-            "resume last cluster.nodes=2 train.steps=+100  # on two nodes, and for 100 more steps",
-            "resume last optim.lr=1e-4 --code  # another value, and the current code",
-        ),
-        "requeue",
+        "quickstart",
         changes="continue with this value of a config field; train.steps=+N means N more steps",
         function="stop.resume",
     ),
     "runs": Verb(
         "Compare two runs, pack one to run elsewhere, remove ended ones; status lists them.",
-        examples=(
-            "runs compare A B",
-            "runs bundle last my-run.tar.gz  # then, anywhere: submit --from my-run.tar.gz",
-            "runs prune --older-than 30 --dry-run  # show what it would remove",
-        ),
         topic="runs",
         actions={
             "compare": Verb(
@@ -342,20 +298,10 @@ VERBS: dict[str, Verb] = {
             EVERY,
             JSON,
         ),
-        (
-            "report last  # report-RUN.html, to open in a browser or send to somebody",
-            "report last --png pictures",
-            "report last --serve  # live; prints its URL",
-        ),
         "runs",
     ),
     "sweep": Verb(
         "Show the points of a sweep, collect their metrics, retry or cancel them.",
-        examples=(
-            "sweep status last --watch",
-            "sweep collect last -o table.csv",
-            "sweep retry last  # submit failed points again",
-        ),
         topic="sweeps",
         actions={
             "status": Verb("Show every point: what varies, its state, step and loss.", arguments=(SWEEP, *WATCH, JSON)),
@@ -381,13 +327,6 @@ VERBS: dict[str, Verb] = {
         "List, verify, prune or export the checkpoints of a run; import weights. RUN may also be a directory of "
         "checkpoints, or one checkpoint; for import, it is the folder to create.",
         (option("RUN", f"{_RUN}; or the path of a directory of checkpoints, or of a checkpoint"), JSON),
-        (
-            "checkpoints last",
-            "checkpoints last verify",
-            "checkpoints last export my_model --format hf --dtype bfloat16  # for transformers, vLLM, ...",
-            "checkpoints last export model.safetensors",
-            "checkpoints /data/start import /data/weights.pt  # for checkpoint.restore_from",
-        ),
         "checkpoints",
         default_action="list",
         actions={
@@ -443,17 +382,12 @@ VERBS: dict[str, Verb] = {
             option("--again", "evaluate again although there is a result, for instance because the data changed"),
             JSON,
         ),
-        ("evaluate last --step 1000", "evaluate last --submit eval.cluster.time_limit_min=30  # as a job"),
         "evaluation",
         changes="change a field of eval, cluster or parallel",
     ),
     "layout": Verb(
         "Show the position of every rank under parallel=..., and how much memory it needs.",
         (option("--memory", "count the bytes on each rank: builds the sharded model, without GPUs"), JSON),
-        (
-            "+cluster=a100x8 cluster.nodes=8 model=llama3_8b parallel.tp=4 parallel.pp=2 layout",
-            "+cluster=h100x8 model=llama3_8b parallel=fsdp layout --memory",
-        ),
         "parallelism",
         composes=True,
         function="plan.layout",
@@ -465,11 +399,6 @@ VERBS: dict[str, Verb] = {
             option("--tokens N", "cost of N tokens (15T, 300B, 1.5e12), not train.steps", token_count),
             option("--from RUN", "use rates measured by a run on this cluster instead of data sheets", dest="rates_of"),
             JSON,
-        ),
-        (
-            "+cluster=h100x8 cluster.nodes=16 model=llama3_8b parallel=fsdp train.global_batch_size=1024 plan",
-            "+cluster=h100x8 cluster.nodes=16 model=qwen2_5_72b train.global_batch_size=512 plan --search",
-            "+cluster=a100x8 model=llama3_1b parallel=fsdp plan --tokens 300B --from last",
         ),
         "planning",
         composes=True,
@@ -487,10 +416,6 @@ VERBS: dict[str, Verb] = {
             option("--again", "measure all sizes again"),
             JSON,
         ),
-        (
-            "+cluster=h100x8 cluster.nodes=16 model=llama3_8b parallel=fsdp train.global_batch_size=256 scale",
-            "+cluster=a100x8 model=llama3_1b train.global_batch_size=64 scale --nodes 1,2,4 --strong --plot scaling.png",
-        ),
         "planning",
         composes=True,
     ),
@@ -502,10 +427,6 @@ VERBS: dict[str, Verb] = {
             NO_WAIT,
             JSON,
         ),
-        (
-            "+cluster=a100x8 cluster.nodes=4 preflight",
-            "+cluster=a100x8 cluster.nodes=4 data=prepared data.path=/data/tokens preflight --full",
-        ),
         "preflight",
         composes=True,
     ),
@@ -513,12 +434,6 @@ VERBS: dict[str, Verb] = {
         "Turn raw text into tokenised shards; verify them. If it was stopped, the same command continues. As a job: "
         "job=prepare ... submit.",
         (),
-        (
-            "prepare prepare.inputs=raw.jsonl prepare.output=tokens  # every byte is a token",
-            "prepare prepare.inputs='[raw/*.jsonl.zst]' prepare.output=tokens prepare.tokenizer=tokenizer.json",
-            "prepare prepare.records=chat prepare.inputs=chats.jsonl prepare.output=chats prepare.tokenizer=tokenizer.json",
-            "prepare verify /data/tokens",
-        ),
         "data",
         composes=True,
         actions={
@@ -533,13 +448,11 @@ VERBS: dict[str, Verb] = {
             option("STEP", "the step that it has reached, a whole number that grows", whole()),
             option("--of STEPS", "the last step; status then shows the time left", whole()),
         ),
-        ("progress 500 --of 10000",),
         "own-scripts",
         function="in_job.progress",
     ),
     "nodes": Verb(
         "Show which nodes your runs exclude, and why; blame or forgive one. A record counts for 24 hours.",
-        examples=("nodes list", "nodes blame n3 --reason 'its disk is full'", "nodes forgive --all"),
         topic="requeue",
         actions={
             "list": Verb("List incidents, and which nodes are excluded.", arguments=(CLUSTER, JSON)),
@@ -575,16 +488,10 @@ VERBS: dict[str, Verb] = {
             option("--check FILE", "instead, compare this file, or the cluster file of this name, with the cluster"),
             JSON,
         ),
-        (
-            "probe  # writes conf/cluster/NAME.yaml for the default partition",
-            "probe --partition gpu --out -  # only print it",
-            "probe --check conf/cluster/mine.yaml  # has the cluster changed since?",
-        ),
         "clusters",
     ),
     "sandbox": Verb(
         "Start a real, throwaway SLURM on this machine, without root.",
-        examples=("sandbox up --nodes 4 --cpus 4", "+cluster=sandbox submit --follow", "sandbox down"),
         topic="clusters",
         actions={
             "up": Verb(
@@ -607,7 +514,6 @@ VERBS: dict[str, Verb] = {
     "help": Verb(
         "Show a page of the manual, on a terminal in a pager; without TOPIC the list of topics.",
         (option("[TOPIC]", "a page of the manual, or a verb"),),
-        ("help requeue", "help troubleshooting | less"),
     ),
     "supervise": Verb(
         "For the batch script: start the ranks of a run, attempt after attempt, and decide how it goes on.",
