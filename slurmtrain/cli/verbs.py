@@ -411,7 +411,6 @@ VERBS: dict[str, Verb] = {
             option("--strong", "the same global batch at all sizes; by default it grows with the nodes"),
             option("--steps N", "steps per size", whole(10), default=50),
             option("--at-once N", "run at most N sizes at a time", whole(1)),
-            option("--plot FILE", "draw the result into a .png or .svg"),
             NO_WAIT,
             option("--again", "measure all sizes again"),
             JSON,
