@@ -484,21 +484,6 @@ def test_the_jobs_of_a_sandbox_that_is_down_are_gone_with_it(job: Job, tmp_path:
     assert said() == ("unknown", True)
 
 
-def test_a_status_reads_each_file_of_an_ended_run_once(job: Job, tmp_path: Path) -> None:
-    job.attempt(**ended("done", reason="finished"))
-    job.run.metrics_file.write_text('{"step": 3, "loss": 2.0}\n')
-    opened: list[Path] = []
-    real = records.open_regular
-
-    def open_and_note(path: Path) -> int:
-        opened.append(path)
-        return real(path)
-
-    job.monkeypatch.setattr(records, "open_regular", open_and_note)
-    assert "finished" in printed("status")
-    assert sorted(set(opened)) == sorted(opened) and {job.run.info_file, job.run.metrics_file} < set(opened)
-
-
 # Local runs.
 
 
