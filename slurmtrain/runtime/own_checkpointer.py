@@ -114,4 +114,4 @@ def _note(**changes: Any) -> None:
 
 def _note_saved(ending: SaveResult | CheckpointError) -> None:
     if isinstance(ending, SaveResult):
-        _note(last_step=ending.step)
+        _note(last_step=ending.step, saved=str(ending.path.absolute()))
