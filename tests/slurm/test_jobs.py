@@ -312,20 +312,22 @@ def test_a_model_of_the_users_own_comes_from_a_config_folder(brief: dict[str, Ru
     assert run.tensors()["model.embedding.weight"].shape == (256, 16)
 
 
-def test_an_own_loop_resumes_where_it_stopped(project: Project) -> None:
-    example = (Path(__file__).parents[2] / "jobs" / "own_loop.py").read_text()
-    (project.path / "own_loop.py").write_text(example)
+@pytest.mark.parametrize(("script", "length"), [("own_loop.py", "--steps 40"), ("own_epochs.py", "--epochs 3")])
+def test_an_own_loop_resumes_where_it_stopped(project: Project, script: str, length: str) -> None:
+    """The second has all that most scripts have: epochs over a shuffled DataLoader with workers, dropout, a scheduler, AMP."""
+    (project.path / script).write_text((Path(__file__).parents[2] / "jobs" / script).read_text())
 
     def submit(options: str, nodes: str) -> Run:
-        command = f"job.command='{PYTHON} own_loop.py --steps 40{options}'"
+        command = f"job.command='{PYTHON} {script} {length}{options}'"
         return project.submit("job=command", command, "cluster.tasks_per_node=1", small=False, nodes=nodes)
 
     plain, paced = submit("", "n0,n1"), submit(" --pause 0.1", "n2,n3")
-    paced.wait_for_attempt(1)
-    paced.cli("preempt", paced.run_dir.id)
+    for attempt in (1, 2):
+        paced.wait_for_attempt(attempt)
+        paced.cli("preempt", paced.run_dir.id)
     plain.finish()
     paced.finish()
-    assert len(paced.attempts()) == 2
+    assert len(paced.attempts()) == 3
     left, right = plain.tensors(), paced.tensors()
     assert left.keys() == right.keys()
     assert all(bool((left[name] == right[name]).all()) for name in left)
