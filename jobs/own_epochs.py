@@ -15,15 +15,17 @@ import slurmtrain  # +
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait in each step, to have time to interrupt")
+parser.add_argument("--out", default=os.environ.get("SLURMTRAIN_RUN_DIR", "."))
+parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait in each step")
 options = parser.parse_args()
 
 run = slurmtrain.init()  # +  was: dist.init_process_group()
 torch.manual_seed(0)
 dataset = TensorDataset(torch.randn(400, 8), torch.randint(0, 3, (400,)))
 sampler = DistributedSampler(dataset) if run.world_size > 1 else None
-# Was: torch's DataLoader.
-loader = slurmtrain.DataLoader(dataset, batch_size=10, shuffle=sampler is None, sampler=sampler, num_workers=2)
+loader = slurmtrain.DataLoader(  # was: torch.utils.data.DataLoader(
+    dataset, batch_size=10, shuffle=sampler is None, sampler=sampler, num_workers=2
+)
 model: nn.Module = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 3)).to(run.device)
 if run.world_size > 1:
     model = nn.parallel.DistributedDataParallel(model)
@@ -31,7 +33,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.epochs * len(loader))
 scaler = torch.amp.GradScaler(run.device.type)
 
-state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "loader": loader}  # +
+state = {"model": model, "optim": optimizer, "schedule": scheduler, "scaler": scaler, "loader": loader}  # +
 checkpointer = slurmtrain.Checkpointer()  # +
 checkpointer.restore(**state)  # +
 for epoch in range(loader.epoch, options.epochs):  # was: range(options.epochs)
@@ -47,4 +49,4 @@ for epoch in range(loader.epoch, options.epochs):  # was: range(options.epochs)
         checkpointer.after_step(loader.step, every=20, **state)  # +
     if run.rank == 0:
         print(f"epoch {epoch}  loss {loss.item():.6f}", flush=True)
-        torch.save(model.state_dict(), os.path.join(os.environ.get("SLURMTRAIN_RUN_DIR", "."), f"epoch-{epoch}.pt"))
+        torch.save(model.state_dict(), os.path.join(options.out, f"epoch-{epoch}.pt"))

@@ -312,22 +312,25 @@ def test_a_model_of_the_users_own_comes_from_a_config_folder(brief: dict[str, Ru
     assert run.tensors()["model.embedding.weight"].shape == (256, 16)
 
 
-@pytest.mark.parametrize(("script", "length"), [("own_loop.py", "--steps 40"), ("own_epochs.py", "--epochs 3")])
-def test_an_own_loop_resumes_where_it_stopped(project: Project, script: str, length: str) -> None:
+@pytest.mark.parametrize(
+    ("script", "stops", "pause_s"), [("own_loop.py --steps 40", 1, 0.1), ("own_epochs.py --epochs 3", 2, 0.3)]
+)
+def test_an_own_loop_resumes_where_it_stopped(project: Project, script: str, stops: int, pause_s: float) -> None:
     """The second has all that most scripts have: epochs over a shuffled DataLoader with workers, dropout, a scheduler, AMP."""
-    (project.path / script).write_text((Path(__file__).parents[2] / "jobs" / script).read_text())
+    name = script.split()[0]
+    (project.path / name).write_text((Path(__file__).parents[2] / "jobs" / name).read_text())
 
     def submit(options: str, nodes: str) -> Run:
-        command = f"job.command='{PYTHON} {script} {length}{options}'"
+        command = f"job.command='{PYTHON} {script}{options}'"
         return project.submit("job=command", command, "cluster.tasks_per_node=1", small=False, nodes=nodes)
 
-    plain, paced = submit("", "n0,n1"), submit(" --pause 0.1", "n2,n3")
-    for attempt in (1, 2):
+    plain, paced = submit("", "n0,n1"), submit(f" --pause {pause_s}", "n2,n3")
+    for attempt in range(1, stops + 1):
         paced.wait_for_attempt(attempt)
         paced.cli("preempt", paced.run_dir.id)
     plain.finish()
     paced.finish()
-    assert len(paced.attempts()) == 3
+    assert len(paced.attempts()) == stops + 1
     left, right = plain.tensors(), paced.tensors()
     assert left.keys() == right.keys()
     assert all(bool((left[name] == right[name]).all()) for name in left)
