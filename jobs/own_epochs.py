@@ -6,6 +6,7 @@ python -m slurmtrain +cluster=a100x4 submit -- python jobs/own_epochs.py
 import argparse
 import os
 import time
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ options = parser.parse_args()
 run = slurmtrain.init()  # +  was: dist.init_process_group()
 torch.manual_seed(0)
 dataset = TensorDataset(torch.randn(400, 8), torch.randint(0, 3, (400,)))
-sampler = DistributedSampler(dataset) if run.world_size > 1 else None
+sampler: Any = DistributedSampler(dataset) if run.world_size > 1 else None
 loader = slurmtrain.DataLoader(  # was: torch.utils.data.DataLoader(
     dataset, batch_size=10, shuffle=sampler is None, sampler=sampler, num_workers=2
 )
@@ -33,7 +34,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.epochs * len(loader))
 scaler = torch.amp.GradScaler(run.device.type)
 
-state = {"model": model, "optim": optimizer, "schedule": scheduler, "scaler": scaler, "loader": loader}  # +
+state: Any = {"model": model, "optim": optimizer, "schedule": scheduler, "scaler": scaler, "loader": loader}  # +
 checkpointer = slurmtrain.Checkpointer()  # +
 checkpointer.restore(**state)  # +
 for epoch in range(loader.epoch, options.epochs):  # was: range(options.epochs)

@@ -72,7 +72,7 @@ class DataLoader(data.DataLoader[T]):
             raise UsageError("slurmtrain.DataLoader has no `generator`.", hint="pass seed=NUMBER instead")
         # Its own generator: otherwise torch draws a number from the global one at the start of each epoch.
         arguments |= {"generator": torch.Generator(), "worker_init_fn": _WorkerStart(worker_init_fn)}
-        super().__init__(_Seeded(dataset), *args, **arguments)  # type: ignore[arg-type]
+        super().__init__(_Seeded(dataset), *args, **arguments)
         self.seed, self.epoch, self.batch = seed, 0, 0
         self._goes_on = False  # the next `iter` continues the epoch
         name = "sampler" if self.batch_sampler is None else "batch_sampler"
