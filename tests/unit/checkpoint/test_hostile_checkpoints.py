@@ -469,7 +469,6 @@ ACTIONS: dict[str, Callable[[Path, Path], None]] = {
     "list": verb("list"),
     "verify": verb("verify"),
     "prune": verb("prune", "--keep-last", "2"),
-    "prune by metric": verb("prune", "--best", "1"),
     "export": verb("export", "out.safetensors", "--force"),
     "export to torch": verb("export", "out.pt", "--force"),
     "restore by path": lambda directory, path: restore(directory, path=path),
