@@ -72,8 +72,9 @@ def test_all_calls_are_one_array_with_the_same_script(project: Path, slurm: Fake
 def test_calls_that_a_limit_on_jobs_keeps_out_are_said_and_left_to_sweep_retry(
     project: Path, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
 ) -> None:
-    slurm.fail("sbatch", "AssocMaxSubmitJobLimit", times=1)
+    slurm.fail("sbatch", "AssocMaxSubmitJobLimit")
     found = map_on_slurm(twice, range(5))
+    slurm.mend()
     assert "5 of 5 calls exceed the limit on jobs" in caplog.text and f"`sweep retry {found.id}`" in caplog.text
     with pytest.raises(RunStoppedError, match="not submitted yet"):
         found.results(timeout_s=60)
