@@ -103,7 +103,6 @@ FAULTS = [
     Fault("loop", 1, "did not come to where the others wait", WATCHED),
     Fault("lock", 0, "is in a call that holds Python's interpreter lock", SILENT),
     Fault("lock", 1, "is in a call that holds Python's interpreter lock", SILENT),
-    Fault("worker", 1, "waits for data", WATCHED),
 ]
 SMALL_RUN = [
     *(word for word in SMALL if "paced" not in word),
@@ -219,14 +218,14 @@ def test_a_rank_that_hangs_is_named_with_its_node_and_its_phase(hung: dict[str, 
     attempt = hung[str(fault)].run.attempt(1)
     assert (found := found_hang(attempt)) is not None, [log.read_text() for log in attempt.rank_logs().values()]
     assert found.sentence.startswith(f"rank {fault.rank} on {found.node} {fault.said} in step "), found.sentence
-    phase = "data" if fault.name == "worker" else "forward/backward"
+    phase = "forward/backward"
     if fault.name == "stopped":  # it cannot say where it is: what the others know of it is some seconds old
         phase = r"(last seen in step \d+, )?[a-z/ ]+;"
     assert re.search(rf" in step \d+, {phase}", found.sentence), found.sentence
     assert "1 other rank waited" in found.sentence
     page = attempt.hang_page.read_text()
     assert f"Rank {fault.rank} on {found.node}" in page
-    frame = {"loop": "spin", "lock": "faulty.py", "worker": "read_for_ever"}.get(fault.name)
+    frame = {"loop": "spin", "lock": "faulty.py"}.get(fault.name)
     if frame is not None:
         assert frame in page.split("## Ranks that waited")[0], page
         assert frame in found.sentence
@@ -274,6 +273,8 @@ def test_after_a_hang_and_a_crash_the_run_finishes_and_nothing_is_left(runs: dic
         ("finished", "done"),
     ]
     assert (hang.sentence or "").startswith(f"hung: rank 1 on {hang.nodes[0]} waits for data in step ")
+    assert "read_for_ever" in (hang.sentence or "")
+    assert "read_for_ever" in run.run_dir.attempt(1).hang_page.read_text().split("## Ranks that waited")[0]
     assert (crash.sentence or "").startswith("crashed: rank 1: ValueError: the eighth seal")
     for attempt in (hang, crash):
         assert attempt.ended is not None and attempt.stepping is not None

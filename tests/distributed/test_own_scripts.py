@@ -149,24 +149,6 @@ def rank_0_said(run: LocalRun, attempt: int, text: str) -> bool:
     return log.exists() and text in log.read_text()
 
 
-def test_submitted_it_is_preempted_requeued_resumed_and_finished_with_the_same_bits(
-    project: Project, undisturbed: Any
-) -> None:
-    run = submit_command(project, LOOP, pause_s=0.2)
-    wait_until(lambda: rank_0_said(run, 1, "step 10/"), "at step 10")
-    told = project.cli("preempt", "last")
-    assert told.returncode == 0, told.stdout
-    (project.path / "pause").unlink()
-    run.finish()
-    assert len(run.attempts()) == 2, run.output
-    first, second = run.attempts()
-    assert (first.reason, first.exit_code, second.reason) == ("asked", 75, "finished")
-    assert first.committed_step == first.last_step == second.first_step
-    assert rank_0_said(run, 2, f"resuming at step {first.last_step}")
-    assert_same_tensors(checkpoint_tensors(run.run_dir.checkpoints), undisturbed(2))
-    assert "finished" in project.cli("status", "last").stdout
-
-
 WITH_COPIES = """
 import os, sys, torch
 import slurmtrain
