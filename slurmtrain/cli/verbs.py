@@ -140,8 +140,6 @@ VERBS: dict[str, Verb] = {
         "(key=1,2) all points go into one array, and the same command again submits only what is missing.",
         (
             option("--dry-run", "print exactly what sbatch would get, and submit nothing"),
-            option("--explain", "as --dry-run, with the config field or SLURM requirement that each line comes from"),
-            option("--prepare", "make the run directory with its script, for you to edit and hand to sbatch"),
             option("--follow", "show rank 0 until the run has ended; exit code 0, or 75: stopped, 78: config, 1: else"),
             option("--after RUN[,RUN]", "start when these runs have finished"),
             option("--from BUNDLE", "run a file of `runs bundle`; key=value changes its config", dest="bundle"),
@@ -152,6 +150,19 @@ VERBS: dict[str, Verb] = {
         "quickstart",
         composes=True,
         runs_program=True,
+    ),
+    "render": Verb(
+        "Print the sbatch script, to read, edit and submit by hand; --explain explains each line. With -o, also "
+        "prepare a run directory and write the script to FILE: edit it and give it to sbatch yourself.",
+        (
+            option("--explain", "explain each line: the config field or SLURM requirement that it comes from"),
+            option("--json", "with --explain: print a list of {line, why}, for a program"),
+            option("-o, --output FILE", "write the script to FILE and prepare a run for it"),
+        ),
+        "quickstart",
+        composes=True,
+        runs_program=True,
+        function="submit.render",
     ),
     "train": Verb(
         "Train on this rank; started by srun, torchrun, or by hand.",
@@ -327,11 +338,15 @@ VERBS: dict[str, Verb] = {
             ),
             "prune": Verb(
                 "Remove checkpoints that need not be kept. The newest is verified first. The newest two always stay, "
-                "the newest from before numbers broke, and what somebody reads. Without --keep-last: by the run's own "
+                "the newest from before numbers broke, and what somebody reads. Without a rule: by the run's own "
                 "checkpoint.keep_* (no run: the last 2). What killed saves have left goes after an hour.",
                 (
                     option("--keep-last N", "keep the newest N, at least 2", whole(2)),
-                    option("--damaged", "instead, or with --keep-last, remove those that a restore has set aside"),
+                    option("--keep-every N", "also keep those whose step is a multiple of N", whole(1)),
+                    option("--best N", "also keep the N best by --metric", whole(1)),
+                    option("--metric NAME", "a metric that was saved with the checkpoints (default: valid_loss)"),
+                    MODE,
+                    option("--damaged", "instead, or with other rules, remove those that a restore has set aside"),
                     DRY_RUN,
                 ),
             ),
@@ -346,6 +361,7 @@ VERBS: dict[str, Verb] = {
                     STEP,
                     option("--only NAME", "the object that was saved as NAME", default="model"),
                     option("--dtype float32|float16|bfloat16|float64", "convert floating-point tensors"),
+                    option("--max-shard-size-gb N", "of each file, with --format hf (default: 5)", number(0.001)),
                     option("--force", "replace OUT if it exists"),
                 ),
             ),

@@ -9,6 +9,7 @@ class Event(StrEnum):
     """The name of an event; its value is what is written to events.jsonl."""
 
     # Its jobs.
+    RENDERED = "rendered"  # its batch script was written, for a person to submit
     SUBMITTING = "submitting"  # sbatch is about to be called
     SUBMITTED = "submitted"
     GONE_FROM_QUEUE = "gone from the queue"
