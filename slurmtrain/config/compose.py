@@ -42,7 +42,15 @@ from slurmtrain.config.fields import merge, plain, raise_all, typed
 from slurmtrain.config.folders import config_groups, search_folders
 from slurmtrain.config.frozen import SECRET_REFERENCE, resolve_secrets, to_values
 from slurmtrain.config.known_models import with_sizes
-from slurmtrain.config.overrides import fields_instead, kind_inside, kind_of, shipped_groups, unknown_field
+from slurmtrain.config.overrides import (
+    fields_instead,
+    in_shell,
+    kind_inside,
+    kind_of,
+    literal_override,
+    shipped_groups,
+    unknown_field,
+)
 from slurmtrain.config.schema import SHARES, Config
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, first_line, nearest, shown
 from slurmtrain.system.records import config_loader
@@ -61,8 +69,15 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 }
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)")  # with or without a default
 FUNCTIONS = create_functions()
+SHORT = 200  # characters of an override that a hint repeats
 # Puts a value into a word of job.command that stands in single quotes.
 OmegaConf.register_new_resolver("in_quotes", lambda value: str(value).replace("'", "'\"'\"'"), replace=True)
+# What suits the size of a model, for conf/optim and conf/data: Llama 3 was pretrained at 3e-4, 1.5e-4 and 8e-5 with a dim of
+# 4,096, 8,192 and 16,384, and on 8,192 tokens (arXiv:2407.21783, table 3 and section 3.4).
+OmegaConf.register_new_resolver(
+    "lr_of", lambda model: min(3e-3, float(f"{1.23 / (model.get('dim') or 1):.2g}")), replace=True
+)
+OmegaConf.register_new_resolver("seq_len_of", lambda model: min(model.get("max_seq_len") or 256, 8192), replace=True)
 OF_CHOICES = ("choice", "shuffle", "tag")  # functions whose arguments are values of the field
 
 
@@ -336,10 +351,13 @@ def parse(word: str, config_loader: Any = None) -> Override:
         if not parsed.key_or_group:
             raise ValueError
     except (HydraException, ValueError, RecursionError):  # the last two: digits without end, and brackets
-        raise UsageError(
-            f"cannot read the override {shown(word)!r}",
-            hint="write key=value, +key=value or ~key; quote a value with other characters: key='\"a=b#c\"'",
-        ) from None
+        said = f"cannot read the override {shown(word)!r}"
+        hint = "write key=value, +key=value or ~key; quote a value with other characters: key='\"a=b#c\"'"
+        key, _, value = word.partition("=")
+        if len(word) < SHORT and (value.count("'") % 2 or value.count('"') % 2):
+            said += ", in which a quote does not end"
+            hint = f"as a part of the value, it is typed {in_shell(literal_override(key, value))}"
+        raise UsageError(said, hint=hint) from None
     parsed.input_line, parsed.config_loader = word, config_loader
     key = parsed.key_or_group
     # A job that changes a field of its run may have no config files.

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+import slurmtrain
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from tests.support.children import children
@@ -93,15 +95,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tensors
 
 
-def added_lines() -> list[str]:
-    return [line for line in (JOBS / "own_loop.py").read_text().splitlines()[8:] if "# +" in line]
+@pytest.mark.parametrize(("script", "most"), [("own_loop.py", 14), ("own_epochs.py", 6)])
+def test_few_lines_are_added_to_a_loop(script: str, most: int) -> None:
+    code = (JOBS / script).read_text().split('"""', 2)[2].splitlines()
+    added = [line for line in code if "# +" in line]
+    assert 5 < len(added) <= most
+    for word in ("slurmtrain.", "checkpointer", "restored"):
+        unmarked = [line for line in code if word in line and line not in added and "# was:" not in line.lower()]
+        assert not unmarked, f"{word} is used in a line that is not marked"
 
 
-def test_fewer_than_15_lines_are_added_to_the_own_loop() -> None:
-    assert 5 < len(added_lines()) < 15
-    unmarked = [line for line in (JOBS / "own_loop.py").read_text().splitlines()[8:] if line not in added_lines()]
-    for word in ("slurmtrain", "checkpointer", "restored"):
-        assert not [line for line in unmarked if word in line], f"{word} is used in a line that is not marked"
+def test_the_page_shows_the_loop_over_epochs_whole() -> None:
+    code = (JOBS / "own_epochs.py").read_text().split('"""', 2)[2].strip()
+    page = (Path(slurmtrain.__file__).parent / "docs" / "own-scripts.md").read_text()
+    assert textwrap.indent(code, "    ") in page
 
 
 def test_alone_it_leaves_with_75_and_goes_on_when_it_is_started_again(folder: Path, undisturbed: Any) -> None:

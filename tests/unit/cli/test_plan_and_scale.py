@@ -50,7 +50,7 @@ def test_a_plan_says_what_a_person_asks_before_submitting() -> None:
         "is best (Daly 2006), for a failure every 9 d 15 h",
         "15 trillion tokens take ",
         "More than 128 nodes cannot share this step",
-        "note: 40% of the peak assumed for computation",
+        "note: 37% of the peak assumed for computation",
         "note: cluster.network_gb_per_s=400 assumed",
     ):
         assert words in text, words
@@ -191,6 +191,7 @@ def test_a_run_of_another_program_or_a_broken_one_is_refused_in_a_sentence(proje
 
 def test_of_a_range_of_nodes_the_memory_on_the_fewest_is_told_too() -> None:
     words = ["+cluster=h100x8", "model=llama3_70b", "parallel=fsdp", "train.global_batch_size=512"]
+    words += ["parallel.param_dtype=null", "data.seq_len=256"]
     text = " ".join(said([*words, "cluster.nodes=2-16"]).split())
     assert "77.8 GB of 79.0 on a rank" in text
     note = "the plan is for 16 nodes; on 2, the fewest that SLURM may give, a rank has 135.3 GB, and it does not fit"
@@ -246,8 +247,7 @@ def test_sizes_are_submitted_once_and_what_they_measured_is_shown(project: Path,
         "The first bottleneck: communication of dp_shard (parallel.dp_shard=32) that nothing hides takes longer" in text
     )
 
-    found: dict[str, Any] = json.loads(scale("--json", "--plot", "scaling.png"))
-    assert (project / "scaling.png").exists()
+    found: dict[str, Any] = json.loads(scale("--json"))
     assert [each["size"]["nodes"] for each in found["sizes"]] == [1, 2, 4]
     assert [each["size"]["tokens"] / 4096 for each in found["sizes"]] == [16, 32, 64]
     assert found["bottlenecks"][1]["axis"] == "dp_shard"
@@ -277,7 +277,6 @@ def test_a_size_that_failed_is_named_and_the_others_are_shown(project: Path, slu
         (["--nodes", "1"], 2, "expected at least two sizes"),
         (["train.global_batch_size=7", "--nodes", "1,x"], 2, "--nodes 1,x: expected numbers of nodes"),
         (["cluster.nodes=1"], 2, "cluster.nodes=1 leaves nothing to compare"),
-        (["--plot", "scaling.doc"], 2, "cannot draw into"),
         (["--at-once", "0"], 2, "--at-once: '0' is not a whole number of at least 1"),
         (["cluster=local", "cluster.nodes=1", "--nodes", "1,2"], 78, "cluster.backend=local has"),
         (["model=llama3_405b"], 78, "needs"),
