@@ -151,6 +151,9 @@ class Composer:
         self.parse = functools.lru_cache(maxsize=4096)(functools.partial(parse, config_loader=self._files))
         self._groups = config_groups(folders)
         self._merged: dict[tuple[str, ...], dict[str, Any]] = {}  # by the choices of groups
+        self._resolved: dict[
+            str, dict[str, Any]
+        ] = {}  # the groups with interpolations of the last config, by their text
 
     def compose(self, overrides: Sequence[str]) -> Config:
         """Return the checked config that overrides describe.
@@ -160,7 +163,7 @@ class Composer:
         """
         values = self.values(overrides)
         del values["hydra"]
-        return finish(typed(resolved(values), Config), overrides)
+        return finish(typed(resolved(values, self._resolved), Config), overrides)
 
     def values(self, overrides: Sequence[str]) -> dict[str, Any]:
         """Return the plain values that overrides describe, with their interpolations, and without checks of the values.
@@ -425,15 +428,33 @@ def defaults() -> dict[str, Any]:
     return values
 
 
-def resolved(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values with their interpolations resolved, except for those of secrets."""
-    if "${" not in repr(values):
+def resolved(values: dict[str, Any], last: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Return values with their interpolations resolved, except for those of secrets.
+
+    omegaconf takes a hundredth of a second for a whole config, and a sweep has thousands of them. So it only gets the groups
+    with interpolations, and those whose names are in them.
+
+    Args:
+        last: keeps these groups of the last config; the next point of a sweep often has the same.
+    """
+    texts = {name: repr(part) for name, part in values.items()}
+    groups = {name for name, text in texts.items() if "${" in text}
+    while more := {name for each in groups for name in re.findall(r"\w+", texts[each])} & values.keys() - groups:
+        groups |= more
+    if not groups:
         return values
     named = values.get("secrets")
-    kept = _without_secrets(values, frozenset(named if isinstance(named, Mapping) else ()))
-    with explaining():
-        setup_globals()  # the resolvers that Hydra's users know, such as ${now:}
-        return OmegaConf.to_container(OmegaConf.create(kept), resolve=True)  # type: ignore[return-value]
+    some = {name: part for name, part in values.items() if name in groups}
+    text = repr((some, named))
+    last = {} if last is None else last
+    if text not in last:
+        kept = _without_secrets(some, frozenset(named if isinstance(named, Mapping) else ()))
+        with explaining():
+            setup_globals()  # the resolvers that Hydra's users know, such as ${now:}
+            found: Any = OmegaConf.to_container(OmegaConf.create(kept), resolve=True)
+        last.clear()
+        last[text] = found
+    return {**values, **last[text]}
 
 
 def _without_secrets(value: Any, named: Collection[str], key: str = "") -> Any:
