@@ -14,11 +14,13 @@ import os
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from slurmtrain.cli.arguments import find_verb, visible_verbs
 from slurmtrain.cli.verbs import HYDRA, NO_VERB, VERBS, Argument
-from slurmtrain.config.folders import Primary, search_folders, search_path
+from slurmtrain.config.folders import search_folders, search_path
+from slurmtrain.config.frozen import to_values
 from slurmtrain.system.paths import runs_root
 
 NEWEST = 30  # so many runs are offered: a person looks for one of the last days
@@ -31,13 +33,13 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError, ConfigError: as for `compose`.
     """
-    from slurmtrain.config.compose import Composer, explaining, resolved, with_shares
+    from slurmtrain.config.compose import Composer, explaining
 
-    if arguments.cfg == "job" and not (arguments.package or arguments.multirun):
+    if arguments.cfg == "job":
         import yaml
 
-        values = with_shares(Composer(_primary(arguments)).values(arguments.overrides))
-        print(yaml.safe_dump(resolved(values) if arguments.resolve else values, sort_keys=False), end="")
+        config = Composer(_folders(arguments), arguments.config_name).compose(arguments.overrides)
+        print(yaml.safe_dump(to_values(config), sort_keys=False), end="")
         return 0
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     with explaining():
@@ -45,10 +47,9 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _primary(arguments: argparse.Namespace) -> Primary:
+def _folders(arguments: argparse.Namespace) -> list[Path]:
     """Return the folders that a verb would search, too."""
-    name = arguments.config_name
-    return Primary(name, search_folders(name, arguments.config_dir, arguments.config_path))
+    return search_folders(arguments.config_name, arguments.config_dir, arguments.config_path)
 
 
 def show(arguments: argparse.Namespace) -> None:
@@ -58,7 +59,7 @@ def show(arguments: argparse.Namespace) -> None:
     from slurmtrain.config.compose import register_schema
 
     register_schema()
-    first, *others = _primary(arguments).folders
+    first, *others = _folders(arguments)
     # The folders are given below: by itself, Hydra takes --config-path as relative to this file and then searches no other
     # folder, and seeks the primary config only there.
     sys.argv = ["slurmtrain", *arguments.overrides, *([search_path(others)] if others else [])]

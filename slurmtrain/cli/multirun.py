@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.choices import Backend, EvalMode, Pruner
 from slurmtrain.cli.columns import counts, summary
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.submit import next_steps, submitting_points
-from slurmtrain.config.folders import Primary, search_folders
+from slurmtrain.config.compose import BASIC_SWEEPER, Composer
+from slurmtrain.config.folders import search_folders
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
@@ -22,15 +23,13 @@ from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.planner.fit import share_of_gpu
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.sweep.plan import Composer, Grid, SweepPlan, composing, naming_point, plan_sweep, preview, validated
+from slurmtrain.sweep.plan import Choices, Grid, SweepPlan, choices_of, naming_point, plan_sweep, preview, validated
 from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
     from slurmtrain.sweep.study import Study
 
 log = logging.getLogger(__name__)
-
-BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # Hydra's own: choices and nothing else
 
 
 def submit(arguments: argparse.Namespace) -> int:
@@ -42,25 +41,24 @@ def submit(arguments: argparse.Namespace) -> int:
         )
     if arguments.follow:
         raise UsageError("--follow does not work with -m", hint="sweep status last shows the state of the points")
-    primary = Primary(name, search_folders(name, arguments.config_dir, arguments.config_path))
-    with composing(primary) as composer:
-        sweeper = composer.sweeper(arguments.overrides)
-        if sweeper["_target_"] != BASIC_SWEEPER:
-            return _search(composer, sweeper, arguments)
-        grid = composer.expand(arguments.overrides)
-        if not grid.keys:
-            log.info(
-                "nothing varies, so this is a sweep of one run; choices are written key=1,2, and a single run needs no -m"
-            )
-        first = with_absolute_paths(composer.compose(grid.points[0]), current_folder())
-        if first.search.pruner != Pruner.NONE:
-            raise UsageError(
-                f"search.pruner={first.search.pruner} ends trials of a search, but all points of this sweep are fixed",
-                hint="hydra/sweeper=optuna searches among the choices; without search.pruner, all are trained to the end",
-            )
-        if arguments.dry_run:
-            return _preview(composer, grid, first, arguments)
-        return _submit(composer, grid, first, arguments)
+    composer = Composer(search_folders(name, arguments.config_dir, arguments.config_path), name)
+    choices = choices_of(composer, arguments.overrides)
+    if choices.sweeper["_target_"] != BASIC_SWEEPER:
+        return _search(composer, choices, arguments)
+    grid = choices.grid()
+    if not grid.keys:
+        log.info(
+            "nothing varies, so this is a sweep of one run; choices are written key=1,2, and a single run needs no -m"
+        )
+    first = with_absolute_paths(composer.compose(grid.points[0]), current_folder())
+    if first.search.pruner != Pruner.NONE:
+        raise UsageError(
+            f"search.pruner={first.search.pruner} ends trials of a search, but all points of this sweep are fixed",
+            hint="hydra/sweeper=optuna searches among the choices; without search.pruner, all are trained to the end",
+        )
+    if arguments.dry_run:
+        return _preview(composer, grid, first, arguments)
+    return _submit(composer, grid, first, arguments)
 
 
 def _preview(composer: Composer, grid: Grid, first: Config, arguments: argparse.Namespace) -> int:
@@ -107,7 +105,7 @@ def _submit(composer: Composer, grid: Grid, first: Config, arguments: argparse.N
     parallelism, again = arguments.array_parallelism, arguments.again
     after, local = _awaited_runs(first, arguments.after), first.cluster.backend == Backend.LOCAL
     # The same command finds its sweep without composing all points.
-    command = command_of(arguments.overrides, composer.primary, first)
+    command = command_of(arguments.overrides, composer, first)
     sweep = None if again else find_by_command(first, command)
     if sweep is None:
         plan = _planned(composer, grid, arguments)
@@ -186,7 +184,7 @@ def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
     return EXIT_REQUEUE if not to_the_end else 0 if finished else 1
 
 
-def _search(composer: Composer, sweeper: Mapping[str, Any], arguments: argparse.Namespace) -> int:
+def _search(composer: Composer, choices: Choices, arguments: argparse.Namespace) -> int:
     """Submit a sweep whose points Optuna chooses by the results of earlier ones, and wait until it is done."""
     from slurmtrain.control.submitting import PointLook, may_change_request
     from slurmtrain.sweep.adaptive import open_sweep
@@ -194,9 +192,9 @@ def _search(composer: Composer, sweeper: Mapping[str, Any], arguments: argparse.
     from slurmtrain.sweep.study import TARGET, Study, TrialState
 
     overrides = arguments.overrides
-    if sweeper["_target_"] != TARGET:
+    if choices.sweeper["_target_"] != TARGET:
         raise UsageError(
-            f"hydra.sweeper is {sweeper['_target_']}, but a search works only with hydra/sweeper=optuna",
+            f"hydra.sweeper is {choices.sweeper['_target_']}, but a search works only with hydra/sweeper=optuna",
             hint="hydra/launcher=slurmtrain runs the jobs of a Hydra program of your own with any sweeper",
         )
     if arguments.dry_run:
@@ -204,19 +202,18 @@ def _search(composer: Composer, sweeper: Mapping[str, Any], arguments: argparse.
             "--dry-run cannot show a search: its points depend on the results of earlier ones",
             hint="without the choices and -m it shows one point",
         )
-    fixed, space = composer.fixed(overrides), composer.space(overrides)
-    if not space:
+    if not choices.space:
         raise UsageError("a search needs values to choose", hint="optim.lr='tag(log,interval(1e-5,1e-2))'")
-    base = with_absolute_paths(composer.compose(fixed), current_folder())
+    base = with_absolute_paths(composer.compose(choices.fixed), current_folder())
     validate(base)
     if base.eval.mode == EvalMode.JOB:
         raise UsageError(
             "eval.mode=job in a search: its evaluations may not be complete when the point finishes",
             hint="eval.mode=inline",
         )
-    study = Study(sweeper, space, base)
+    study = Study(choices.sweeper, choices.space, base)
     after = _awaited_runs(base, arguments.after)
-    varies = any(may_change_request(key) for key in space)
+    varies = any(may_change_request(key) for key in choices.space)
     asks = PointLook(base, varies=varies) if base.cluster.backend != Backend.LOCAL else None
 
     def look(config: Config) -> None:
@@ -239,7 +236,7 @@ def _search(composer: Composer, sweeper: Mapping[str, Any], arguments: argparse.
     _say_unless_awaited(after, opened.sweep)
     log.info("sweep %s: this shell waits for results; if it dies, repeat the command to continue", name)
     try:
-        Search(composer, opened, study, base, fixed, show=not arguments.json).run()
+        Search(composer, opened, study, base, choices.fixed, show=not arguments.json).run()
     except RunFailedError as failure:
         if not arguments.json:
             _say_trials(study)

@@ -12,7 +12,7 @@ from slurmtrain.cli.arguments import PROGRAM
 from slurmtrain.cli.columns import one_line
 from slurmtrain.cli.json_output import emit, fields_of
 from slurmtrain.config.compose import Composer
-from slurmtrain.config.folders import OWN_CLUSTERS, Primary, config_groups, search_folders, shipped
+from slurmtrain.config.folders import OWN_CLUSTERS, config_groups, search_folders, shipped
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.control.submitting import client_of
@@ -83,7 +83,7 @@ def _write(options: argparse.Namespace) -> int:
     refused, version = _refused(_composed(path)), facts.config.get("SLURM_VERSION")
     partitions = ", ".join(f"{each.name}{' (default)' if each.default else ''}" for each in facts.partitions)
     chosen = f"+cluster={path.stem}"
-    if folder not in search_folders("config", None, None):
+    if folder not in search_folders():
         chosen = f"--config-dir {folder} {chosen}"
     lines = [
         f"cluster {facts.name}, SLURM {version}, with the partitions {partitions}",
@@ -127,9 +127,9 @@ def _composed(path: Path) -> Config:
     """
     folders = [
         _folder_of(path),
-        *search_folders("config", None, None),
+        *search_folders(),
     ]  # its own first: a shipped one may have its name
-    return Composer(Primary("config", folders)).compose([f"cluster={path.stem}"])
+    return Composer(folders).compose([f"cluster={path.stem}"])
 
 
 def _refused(config: Config) -> str | None:
@@ -144,7 +144,7 @@ def _refused(config: Config) -> str | None:
 
 def _check(options: argparse.Namespace) -> int:
     """Describe the partition of a file once more, and print what is different: exit code 1, or 78 if no job can run."""
-    folders = search_folders("config", None, None)
+    folders = search_folders()
     named = [Path(options.check), *(folder / "cluster" / f"{options.check}.yaml" for folder in folders)]
     path = next((each for each in named if each.is_file()), None)
     if path is None:

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir, version
+from hydra import version
 from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.defaults_list import create_defaults_list
@@ -40,7 +39,7 @@ from packaging.version import Version
 
 from slurmtrain.config import secrets
 from slurmtrain.config.fields import merge, plain, raise_all, typed
-from slurmtrain.config.folders import Primary, config_groups, search_folders, search_path
+from slurmtrain.config.folders import config_groups, search_folders
 from slurmtrain.config.frozen import SECRET_REFERENCE, resolve_secrets, to_values
 from slurmtrain.config.known_models import with_sizes
 from slurmtrain.config.overrides import (
@@ -60,7 +59,14 @@ from slurmtrain.system.redaction import SECRET_NAME, hide
 T = TypeVar("T")
 R = TypeVar("R")
 SCHEMA = "schema"  # a name in defaults lists: the defaults of all fields, which every config begins with
-FOR_HYDRA = re.compile(r"(optional |override )*/?hydra/")  # an entry of a defaults list that is not about our config
+SWEEPER = "hydra/sweeper"  # the only group of Hydra's own that is read: what expands or chooses the points of a sweep
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"  # Hydra's own: choices and nothing else
+# An override, or an entry of a defaults list, that is about the rest of Hydra.
+FOR_HYDRA = re.compile(r"(optional |override )*/?hydra[/.](?!sweeper)")
+BUILT_IN: dict[str, dict[str, Any]] = {
+    SCHEMA: {},
+    f"{SWEEPER}/basic": {"_target_": BASIC_SWEEPER, "max_batch_size": None, "params": None},
+}
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)")  # with or without a default
 FUNCTIONS = create_functions()
 SHORT = 200  # characters of an override that a hint repeats
@@ -94,19 +100,20 @@ def compose(
         UsageError: an unknown key, group or option, or an override that cannot be parsed.
         ConfigError: a value of the wrong type, or outside of its range.
     """
-    return Composer(Primary(config_name, search_folders(config_name, config_dir, config_path))).compose(overrides)
+    return Composer(search_folders(config_name, config_dir, config_path), config_name).compose(overrides)
 
 
 class Files(ConfigRepository):
     """The config files in some folders, for Hydra; each is read once."""
 
-    def __init__(self, folders: Sequence[Path]):
+    def __init__(self, folders: Sequence[Path], primary: str):
+        self._primary = primary
         self.sources: list[ConfigSource] = [FileConfigSource("slurmtrain", f"file://{folder}") for folder in folders]
         self.load_config = functools.cache(self._load)  # type: ignore[method-assign]
 
     def _load(self, config_path: str) -> ConfigResult | None:
-        if config_path == SCHEMA:
-            return ConfigResult("slurmtrain", SCHEMA, {}, {"package": None}, [])  # type: ignore[arg-type]
+        if config_path in BUILT_IN:
+            return ConfigResult("slurmtrain", config_path, BUILT_IN[config_path], {"package": None}, [])  # type: ignore[arg-type]
         source = next((source for source in self.sources if source.is_config(config_path)), None)
         if source is None:
             return None
@@ -123,6 +130,8 @@ class Files(ConfigRepository):
         if not all(isinstance(each, str | dict) and all(isinstance(key, str) for key in each) for each in entries):
             raise ConfigError(f"{path}: defaults is not a list of configs", hint="defaults: [{cluster: local}, _self_]")
         kept = [each for each in entries if isinstance(each, str) or not any(map(FOR_HYDRA.match, each))]
+        if config_path == self._primary:
+            kept = [{SWEEPER: "basic"}, *kept]
         header = ConfigSource._get_header_dict(text[:512])
         result = ConfigResult("slurmtrain", str(path), values, header)  # type: ignore[arg-type]
         result.defaults_list = self._create_defaults_list(str(path), OmegaConf.create(kept))
@@ -130,12 +139,21 @@ class Files(ConfigRepository):
 
 
 class Composer:
-    """Composes any number of configs from the same folders; what they have in common is read and merged once."""
+    """Composes any number of configs from the same folders; what they have in common is read and merged once.
 
-    def __init__(self, primary: Primary):
-        self.primary, self._files = primary, Files(primary.folders)
-        self._groups = config_groups(primary.folders)
+    Args:
+        folders: the folders that are searched; the first one has the primary config.
+        config_name: the name of the primary config.
+    """
+
+    def __init__(self, folders: Sequence[Path], config_name: str = "config"):
+        self.folders, self.config_name, self._files = folders, config_name, Files(folders, config_name)
+        self.parse = functools.lru_cache(maxsize=4096)(functools.partial(parse, config_loader=self._files))
+        self._groups = config_groups(folders)
         self._merged: dict[tuple[str, ...], dict[str, Any]] = {}  # by the choices of groups
+        self._resolved: dict[
+            str, dict[str, Any]
+        ] = {}  # the groups with interpolations of the last config, by their text
 
     def compose(self, overrides: Sequence[str]) -> Config:
         """Return the checked config that overrides describe.
@@ -143,30 +161,32 @@ class Composer:
         Raises:
             UsageError, ConfigError: as for `compose`.
         """
-        return finish(typed(resolved(self.values(overrides)), Config), overrides)
+        values = self.values(overrides)
+        del values["hydra"]
+        return finish(typed(resolved(values, self._resolved), Config), overrides)
 
     def values(self, overrides: Sequence[str]) -> dict[str, Any]:
         """Return the plain values that overrides describe, with their interpolations, and without checks of the values.
 
+        Beside the config there is hydra.sweeper: the settings of what expands or chooses the points of a sweep.
+
         Raises:
             UsageError: an unknown key, group or option, or an override that cannot be parsed.
         """
-        parsed = _for_each(self._parsed, overrides)
-        choices = [override for override in parsed if self.chooses_group(override)]
+        parsed = [each for each in _for_each(self._checked, overrides) if not FOR_HYDRA.match(each.key_or_group)]
+        choices = [  # by Hydra's own rule
+            each
+            for each in parsed
+            if not isinstance(each.value(), dict) and self._files.group_exists(each.key_or_group)
+        ]
         chosen = tuple(str(override.input_line) for override in choices)
         with explaining():
             if chosen not in self._merged:
                 self._merged[chosen] = self._merge_files(choices)
         values = copy.deepcopy(self._merged[chosen])
-        fields = [each for each in parsed if not each.is_hydra_override() and each not in choices]
-        _for_each(lambda override: self._set(values, override), fields)
+        fields = (each for each in parsed if each not in choices)
+        _for_each(lambda override: set_field(values, override, self._hint), fields)
         return values
-
-    def chooses_group(self, override: Override) -> bool:
-        """Return whether an override chooses a file for a group, by Hydra's own rule."""
-        if override.is_hydra_override() or isinstance(override.value(), dict):
-            return False
-        return self._files.group_exists(override.key_or_group)
 
     def _merge_files(self, choices: list[Override]) -> dict[str, Any]:
         """Return what the chosen files say, each merged over those before it."""
@@ -174,7 +194,7 @@ class Composer:
         before, base.version_base = base.version_base, Version("1.3")
         try:
             found = create_defaults_list(
-                self._files, self.primary.name, choices, prepend_hydra=False, skip_missing=False
+                self._files, self.config_name, choices, prepend_hydra=False, skip_missing=False
             )
         finally:
             base.version_base = before
@@ -187,16 +207,16 @@ class Composer:
                 for name in reversed(package.split(".") if package else []):
                     inner = {name: inner}
                 merge(values, inner)
-        values.pop("hydra", None)
+        values["hydra"] = {"sweeper": values["hydra"]["sweeper"]}
         return values
 
-    def _parsed(self, word: str) -> Override:
+    def _checked(self, word: str) -> Override:
         """Parse an override.
 
         Raises:
             UsageError: it cannot be read, gives several values, or names a key or an option that does not exist.
         """
-        override: Override = parse(word)
+        override = self.parse(word)
         key, value, groups = override.key_or_group, override.value(), self._groups
         if override.is_sweep_override():
             raise UsageError(
@@ -221,38 +241,55 @@ class Composer:
                 raise UsageError(f"{key} is a group of fields and cannot have a value (in {shown(word)!r})", hint=hint)
         return override
 
-    def _set(self, values: dict[str, Any], override: Override) -> None:
-        """Set a field of `values`, add a key to an open group, or remove one."""
-        word, value = str(override.input_line), override.value()
-        *path, last = override.key_or_group.split(".")
-        inside: Any = values
-        for number, name in enumerate([*path, last]):
-            where = ".".join(path[:number])
-            if not isinstance(inside, dict):
-                raise UsageError(f"{where} is {shown(inside)}, and has no {name!r} (in {shown(word)!r})")
-            if name not in inside and not override.is_add() and not override.is_force_add():
-                hint = nearest(name, inside) if override.is_delete() else self._hint(word, where, name, inside)
-                raise UsageError(f"{where} has no key {name!r}", hint=hint)
-            if number < len(path):
-                inside = inside.setdefault(name, {})
-        if override.is_delete():
-            del inside[last]
-        elif isinstance(value, dict) and isinstance(inside.get(last), dict):
-            merge(inside[last], value)
-        else:
-            inside[last] = value
-
     def _hint(self, word: str, group: str, name: str, there: Mapping[str, Any]) -> str:
         """Return a hint about a key that an open group (model, data, cluster.env) lacks; another option may have it."""
         if group in self._groups and not difflib.get_close_matches(name, there, cutoff=0.75):
-            files = [path for folder in self.primary.folders for path in sorted((folder / group).glob("*.yaml"))]
+            files = [path for folder in self.folders for path in sorted((folder / group).glob("*.yaml"))]
             having = re.compile(rf"^{re.escape(name)}:", re.MULTILINE)
             others = [f"{group}={path.stem}" for path in files if having.search(path.read_text(errors="replace"))]
             if others:
                 return (
                     f"{' or '.join(others[:3])} has it, to be chosen in the same command; +{word} adds it to this one"
                 )
-        return f"{nearest(name, there)}; +{word} adds it" if there else f"write +{word}"
+        return hint_of_missing(word, group, name, there)
+
+
+def hint_of_missing(word: str, group: str, name: str, there: Mapping[str, Any]) -> str:
+    """Return a hint about a key that an open group lacks."""
+    return f"{nearest(name, there)}; +{word} adds it" if there else f"write +{word}"
+
+
+def set_field(
+    values: dict[str, Any],
+    override: Override,
+    hint: Callable[[str, str, str, Mapping[str, Any]], str] = hint_of_missing,
+) -> None:
+    """Set a field of a config's plain values, add a key to an open group, or remove one.
+
+    Args:
+        hint: returns what to write instead of an override, given its word, the group, and the key that is not among its keys.
+
+    Raises:
+        UsageError: there is no such key.
+    """
+    word, value = str(override.input_line), override.value()
+    *path, last = override.key_or_group.split(".")
+    inside: Any = values
+    for number, name in enumerate([*path, last]):
+        where = ".".join(path[:number])
+        if not isinstance(inside, dict):
+            raise UsageError(f"{where} is {shown(inside)}, and has no {name!r} (in {shown(word)!r})")
+        if name not in inside and not override.is_add() and not override.is_force_add():
+            instead = nearest(name, inside) if override.is_delete() else hint(word, where, name, inside)
+            raise UsageError(f"{where} has no key {name!r}", hint=instead)
+        if number < len(path):
+            inside = inside.setdefault(name, {})
+    if override.is_delete():
+        del inside[last]
+    elif isinstance(value, dict) and isinstance(inside.get(last), dict):
+        merge(inside[last], value)
+    else:
+        inside[last] = value
 
 
 def _for_each(do: Callable[[T], R], items: Iterable[T]) -> list[R]:
@@ -357,10 +394,12 @@ def finish(config: Config, overrides: Sequence[str] = ()) -> Config:
         ConfigError: the model does not fit the folder, or a secret is written out or not set.
     """
     config.model = with_sizes(config.model)
-    values, texts = secrets.read(config.secrets), to_values(config)
-    hide(values)
-    secrets.refuse_written_out(values, texts, overrides)
-    resolve_secrets(texts, {**os.environ, **values})  # said here when one is not set, not by every rank
+    texts = to_values(config)
+    if config.secrets or "${oc.env:" in repr(texts):
+        values = secrets.read(config.secrets)
+        hide(values)
+        secrets.refuse_written_out(values, texts, overrides)
+        resolve_secrets(texts, {**os.environ, **values})  # said here when one is not set, not by every rank
     return config
 
 
@@ -389,25 +428,33 @@ def defaults() -> dict[str, Any]:
     return values
 
 
-def with_shares(values: dict[str, Any]) -> dict[str, Any]:
-    """Put the numbers that follow train.steps into plain values, as `Config` does."""
-    steps = (values.get("train") or {}).get("steps")
-    for group, name, share in SHARES:
-        part = values.get(group)
-        if isinstance(steps, int) and isinstance(part, dict) and part.get(name) is None:
-            part[name] = share.of(steps)
-    return values
+def resolved(values: dict[str, Any], last: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Return values with their interpolations resolved, except for those of secrets.
 
+    omegaconf takes a hundredth of a second for a whole config, and a sweep has thousands of them. So it only gets the groups
+    with interpolations, and those whose names are in them.
 
-def resolved(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values with their interpolations resolved, except for those of secrets."""
-    if "${" not in repr(values):
+    Args:
+        last: keeps these groups of the last config; the next point of a sweep often has the same.
+    """
+    texts = {name: repr(part) for name, part in values.items()}
+    groups = {name for name, text in texts.items() if "${" in text}
+    while more := {name for each in groups for name in re.findall(r"\w+", texts[each])} & values.keys() - groups:
+        groups |= more
+    if not groups:
         return values
     named = values.get("secrets")
-    kept = _without_secrets(values, frozenset(named if isinstance(named, Mapping) else ()))
-    with explaining():
-        setup_globals()  # the resolvers that Hydra's users know, such as ${now:}
-        return OmegaConf.to_container(OmegaConf.create(kept), resolve=True)  # type: ignore[return-value]
+    some = {name: part for name, part in values.items() if name in groups}
+    text = repr((some, named))
+    last = {} if last is None else last
+    if text not in last:
+        kept = _without_secrets(some, frozenset(named if isinstance(named, Mapping) else ()))
+        with explaining():
+            setup_globals()  # the resolvers that Hydra's users know, such as ${now:}
+            found: Any = OmegaConf.to_container(OmegaConf.create(kept), resolve=True)
+        last.clear()
+        last[text] = found
+    return {**values, **last[text]}
 
 
 def _without_secrets(value: Any, named: Collection[str], key: str = "") -> Any:
@@ -460,25 +507,6 @@ def explaining() -> Iterator[None]:
         raise UsageError(first_line(error), hint="python -m slurmtrain --cfg job shows the composed config") from None
 
 
-# What needs all of Hydra: its own config, for a sweeper, and what it prints by itself.
-
-
 def register_schema() -> None:
     """Register the schema under the name in the defaults list of conf/config.yaml, for a program that composes with Hydra."""
     ConfigStore.instance().store(name=SCHEMA, node=defaults())
-
-
-@contextmanager
-def initialized(primary: Primary) -> Iterator[None]:
-    """Set Hydra up to compose from these folders."""
-    register_schema()
-    with initialize_config_dir(str(primary.folders[0]), version_base="1.3"):
-        yield
-
-
-def composed_by_hydra(primary: Primary, overrides: Sequence[str]) -> Any:
-    """Return the DictConfig that Hydra composes with its own node, interpolations unresolved. Called within `initialized`."""
-    others = primary.folders[1:]
-    with explaining():
-        words = [*overrides, *([search_path(others)] if others else [])]
-        return hydra_compose(primary.name, words, return_hydra_config=True)

@@ -7,21 +7,12 @@ clone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.errors import ConfigError, UsageError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 OWN_CLUSTERS = "conf/cluster"  # in the folder of the command
-
-
-@dataclass(frozen=True)
-class Primary:
-    """The primary config's name, and the folders that are searched, its own first."""
-
-    name: str
-    folders: Sequence[Path]
 
 
 def shipped(name: str) -> Path:
@@ -35,8 +26,10 @@ def is_installed_copy() -> bool:
     return (PACKAGE / "conf").is_dir()
 
 
-def search_folders(config_name: str, config_dir: str | None, config_path: str | None) -> list[Path]:
-    """Return the folders to search, in order.
+def search_folders(
+    config_name: str = "config", config_dir: str | None = None, config_path: str | None = None
+) -> list[Path]:
+    """Return the folders to search, in order, that of the primary config first.
 
     The last one is conf/ of the current folder if it describes clusters, as `probe` leaves it.
 

@@ -7,7 +7,7 @@ what to write instead. What a field alone can be is said by its type in the sche
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any
@@ -18,11 +18,11 @@ from slurmtrain.config.fields import CONTROL, raise_all, words_of, written
 from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.known_models import HUGGING_FACE, LINEAR_LAYERS, OUTPUTS, check_sizes, is_our_decoder
 from slurmtrain.config.launched_program import check_launched, has_launcher
-from slurmtrain.config.parallel_dims import ParallelDims, at_most, parallel_dims_of, sequence_lengths, usable_sizes
+from slurmtrain.config.parallel_dims import ParallelDims, at_most, parallel_dims_of, sequence_lengths
 from slurmtrain.config.ranges import profiled_steps
 from slurmtrain.config.schema import SHARES, Config
 from slurmtrain.config.secrets import scalars
-from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, nearest
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, SlurmtrainError, nearest
 from slurmtrain.system.redaction import SECRET_VARIABLE
 
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
@@ -69,10 +69,6 @@ EXCLUSIVE = (
     "cluster.venv cluster.conda_env",
     "cluster.slurm_conf cluster.sandbox",
 )
-
-
-def _differ(names: Sequence[str]) -> bool:
-    return len({"", "..", *names}) == 2 + len(names)
 
 
 # Fields that need something: their names, whether it is there, and what it is.
@@ -132,7 +128,9 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ("cluster.stage.code", lambda c: c.job.snapshot != SnapshotMode.NONE, "job.snapshot=auto"),
     (
         "cluster.stage.data",
-        lambda c: _differ([PurePosixPath(path).name for path in c.cluster.stage.data]),
+        lambda c: (
+            len({PurePosixPath(path).name for path in c.cluster.stage.data} - {"", ".."}) == len(c.cluster.stage.data)
+        ),
         "paths whose last parts differ, after which the copies are named",
     ),
     (OF_GPUS, lambda c: c.cluster.gpus_per_node, "cluster.gpus_per_node"),
@@ -187,8 +185,13 @@ def validate(config: Config) -> ParallelDims:
     Raises:
         ConfigError: the message gives the fields, their values, what was expected and a hint.
     """
-    raise_all([problem for rule in RULES for problem in _broken(rule, config)])
-    usable_sizes(config)
+    problems: list[SlurmtrainError] = []
+    for rule in RULES:
+        try:
+            problems += rule(config)
+        except ConfigError as error:
+            problems.append(error)
+    raise_all(problems)
     dims = parallel_dims_of(at_most(config))
     raise_all(list(_layout(config, dims)))
     if config.job.kind == JobKind.TRAIN and config.eval.mode == EvalMode.JOB:
@@ -200,13 +203,6 @@ def validate(config: Config) -> ParallelDims:
                 hint=f"eval.cluster and eval.parallel change it; {error.hint or 'by default it is one copy of the model'}",
             ) from None
     return dims
-
-
-def _broken(rule: Rule, config: Config) -> Iterator[ConfigError]:
-    try:
-        yield from rule(config)
-    except ConfigError as error:
-        yield error
 
 
 def _at(config: Config, key: str) -> Any:

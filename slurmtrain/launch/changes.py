@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmtrain.config.frozen import freeze, load_frozen, to_config, to_values
 from slurmtrain.config.overrides import fields_instead, unknown_field
@@ -40,6 +40,9 @@ from slurmtrain.runs.software import CodeRecord, read_code_record, record_of
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
 from slurmtrain.system.modes import folder_mode
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 log = logging.getLogger(__name__)
 
@@ -208,43 +211,38 @@ def changed(
         UsageError: an override cannot be read, or names what cannot be changed.
         ConfigError: an unknown field, or a value that cannot work.
     """
+    from slurmtrain.config.compose import set_field
+
     values = to_values(config)
     for word in overrides:
-        path, value, added = parse_override(word)
-        if ".".join(path) in fixed or path[0] == "hydra":
-            raise UsageError(f"{word}: {'.'.join(path)} was decided when the run was submitted", hint="submit it anew")
-        inside: Any = values
-        for number, part in enumerate(path):
-            if not isinstance(inside, dict) or (part not in inside and not added):
-                hint = f"config.yaml has all fields; `+{word}` adds one to an open group (model, data, cluster.env)"
-                key = ".".join(path[: number + 1])
-                raise UsageError(f"{word}: the config of this run has no {key}", hint=hint)
-            if number < len(path) - 1:
-                inside = inside.setdefault(part, {})
-        inside[path[-1]] = value
+        override = parse_override(word)
+        key = override.key_or_group
+        if key in fixed or key.startswith("hydra."):
+            raise UsageError(f"{word}: {key} was decided when the run was submitted", hint="submit it anew")
+        set_field(values, override)
     found = to_config(values)
     dims = validate(found)
     return with_absolute_paths(found, cwd), dims
 
 
-def parse_override(word: str) -> tuple[list[str], Any, bool]:
-    """Return the key and the value of an override that sets one field, and whether it may add it (`+key=value`).
+def parse_override(word: str) -> Override:
+    """Return an override that sets one field.
 
     Raises:
-        UsageError: it cannot be read, or sets something else than one field.
+        UsageError: it cannot be read, names no field, or sets something else than one field.
     """
     from slurmtrain.config.compose import parse
 
     parsed = parse(word)
     field, hint = parsed.key_or_group, None
     plain = not parsed.is_delete() and not parsed.is_sweep_override()
-    if plain and "." not in field and (unknown := unknown_field(field, f" (in {word!r})")) is not None:
+    if plain and not parsed.is_hydra_override() and (unknown := unknown_field(field, f" (in {word!r})")) is not None:
         raise unknown
     if plain and not isinstance(parsed.value(), dict):
         hint = fields_instead(field, str(parsed.value()))
     if "." not in field or hint is not None or not plain:
         raise UsageError(f"{word}: only single fields can be set", hint=hint or "such as optim.lr=1e-4")
-    return field.split("."), parsed.value(), parsed.is_add() or parsed.is_force_add()
+    return parsed
 
 
 def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
@@ -258,7 +256,7 @@ def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
     """
     keys = [each.partition("=")[0].partition("@")[0].replace("/", ".") for each in varied]
     for word in overrides:
-        field = ".".join(parse_override(word)[0])
+        field = parse_override(word).key_or_group
         if field.partition(".")[0] in OF_THE_SWEEP:
             why = f"{field} is the same for all runs that share a job"
         elif any(f"{field}.".startswith(f"{key}.") or key.startswith(f"{field}.") for key in keys):

@@ -185,7 +185,8 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
     """Return overrides in Hydra's grammar as nested values."""
     changes: dict[str, Any] = {}
     for word in overrides:
-        path, value, _ = parse_override(word)
+        override = parse_override(word)
+        path = override.key_or_group.split(".")
         if path[0] not in CHANGEABLE:
             raise UsageError(
                 f"evaluate cannot take {word!r}: the run is evaluated as it was trained",
@@ -194,7 +195,7 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
         inside = changes
         for part in path[:-1]:
             inside = inside.setdefault(part, {})
-        inside[path[-1]] = value
+        inside[path[-1]] = override.value()
     return changes
 
 

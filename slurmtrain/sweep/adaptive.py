@@ -79,7 +79,7 @@ class OpenSweep:
             SlurmtrainError: the config cannot be a point of this sweep, or it could not run.
         """
         config = with_absolute_paths(config, current_folder())
-        self.sweep_plan.check(config)
+        check_belongs(config, self.sweep_plan.first)
         if identity_of(config) not in self.points:
             self.look(config)
         identity = self.sweep_plan.add(config)

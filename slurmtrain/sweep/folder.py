@@ -23,9 +23,8 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slurmtrain.config.folders import Primary
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.import_paths import interpreter_of
@@ -40,6 +39,9 @@ from slurmtrain.sweep.plan import SweepPlan, identity_of
 from slurmtrain.system.files import write_json
 from slurmtrain.system.modes import file_mode, folder_mode
 from slurmtrain.system.trust import is_mine
+
+if TYPE_CHECKING:
+    from slurmtrain.config.compose import Composer
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ def _newest(first: Config, wanted: Callable[[Sweep], bool]) -> Sweep | None:
     return max(filter(wanted, mine), key=lambda sweep: float(sweep.info()["created"]), default=None)
 
 
-def command_of(overrides: Sequence[str], primary: Primary, first: Config) -> str | None:
+def command_of(overrides: Sequence[str], composer: Composer, first: Config) -> str | None:
     """Return the identity of a command line with choices, by which its sweep is found without composing all points.
 
     It covers the words, the config files, and the first point, on which the environment and all else leaves its mark.
@@ -73,10 +75,10 @@ def command_of(overrides: Sequence[str], primary: Primary, first: Config) -> str
     Returns:
         None: there are so many config files that reading them takes longer.
     """
-    files = [path for folder in primary.folders for path in itertools.islice(Path(folder).rglob("*.y*ml"), MOST_FILES)]
+    files = [path for folder in composer.folders for path in itertools.islice(Path(folder).rglob("*.y*ml"), MOST_FILES)]
     if len(files) >= MOST_FILES:
         return None
-    digest = hashlib.sha256(json.dumps([identity_of(first), primary.name, *overrides]).encode())
+    digest = hashlib.sha256(json.dumps([identity_of(first), composer.config_name, *overrides]).encode())
     for path in sorted(files):
         digest.update(os.fsencode(path) + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

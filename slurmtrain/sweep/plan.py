@@ -6,7 +6,6 @@ The grammar and the order of points are Hydra's.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -15,10 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmtrain.choices import Backend, RequeueMode
-from slurmtrain.config.folders import Primary
 from slurmtrain.config.frozen import freeze, to_values
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
@@ -32,6 +30,9 @@ from slurmtrain.launch.snapshot import find_source
 from slurmtrain.launch.submit import PLACEHOLDER_ID, slurm_conf_of, steps_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.sweep.arrays import plan_arrays, tasks_at_once
+
+if TYPE_CHECKING:
+    from slurmtrain.config.compose import Composer
 
 
 @dataclass(frozen=True)
@@ -59,30 +60,33 @@ def values_of(overrides: Iterable[str], keys: Iterable[str] | None = None) -> di
     return values if keys is None else {key: values[key] for key in (key.lstrip("+") for key in keys) if key in values}
 
 
-class Composer:
-    """A composer of points. Hydra is set up while it is open.
+@dataclass(frozen=True)
+class Choices:
+    """A command line with choices like `a=1,2`, `a=range(3)`, `group=glob(*)`, and those of hydra.sweeper.params, taken apart.
 
-    Args:
-        primary: the primary config of all points.
+    Attributes:
+        sweeper: the settings hydra.sweeper, of what expands or chooses the points.
+        fixed: the overrides that give no choice.
+        by_key: all overrides by key, of which the last one counts, as Hydra has parsed them.
     """
 
-    def __init__(self, primary: Primary, loader: Any):
-        from slurmtrain.config import compose
+    sweeper: Mapping[str, Any]
+    fixed: Sequence[str]
+    by_key: Mapping[str, Any]
 
-        self.primary = primary
-        self._configs = compose.Composer(primary)
-        self._parsed = functools.lru_cache(maxsize=4096)(functools.partial(compose.parse, config_loader=loader))
-        self._with_hydra = functools.lru_cache(maxsize=1)(self._compose_with_hydra)
+    @property
+    def space(self) -> dict[str, Any]:
+        """The overrides that vary, by key."""
+        return {key: override for key, override in self.by_key.items() if override.is_sweep_override()}
 
-    def expand(self, overrides: Sequence[str]) -> Grid:
-        """Return the points of choices like `a=1,2`, `a=range(3)` and `group=glob(*)`, including those of hydra.sweeper.params.
+    def grid(self) -> Grid:
+        """Return the points.
 
         Raises:
-            UsageError: an override cannot be read, or only a sweeper that chooses values understands it.
+            UsageError: only a sweeper that chooses values understands an override.
         """
         choices: dict[str, list[str]] = {}
-        by_key = self._by_key(overrides)
-        for key, override in by_key.items():
+        for key, override in self.by_key.items():
             if not override.is_sweep_override():
                 hydra = override.is_hydra_override()
                 choices[key] = [override.input_line if hydra else f"{key}={override.get_value_element_as_str()}"]
@@ -95,70 +99,24 @@ class Composer:
                     f"{override.input_line!r} gives a range, not choices",
                     hint="a sweeper that chooses values is needed: hydra/sweeper=optuna",
                 )
-        keys = tuple(key for key, override in by_key.items() if override.is_sweep_override())
-        return Grid([tuple(point) for point in itertools.product(*choices.values())], keys)
-
-    def space(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """Return the overrides that vary, as Hydra has parsed them, by key."""
-        return {key: override for key, override in self._by_key(overrides).items() if override.is_sweep_override()}
-
-    def _by_key(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """Return the parsed overrides by key, of which the last one counts, after the choices of hydra.sweeper.params.
-
-        Raises:
-            UsageError: an override cannot be read, or Hydra's own settings vary.
-        """
-        params: Mapping[str, Any] = self.sweeper(overrides).get("params") or {}
-        found = {}
-        for word in (*(f"{key}={value}" for key, value in params.items()), *overrides):
-            override = self._parsed(word)
-            if override.is_hydra_override() and override.is_sweep_override():
-                raise UsageError(f"{word!r}: Hydra's own settings cannot vary", hint="submit two sweeps")
-            found[override.get_key_element()] = override
-        return found
-
-    def sweeper(self, overrides: Sequence[str]) -> dict[str, Any]:
-        """Return hydra.sweeper as plain values: the sweeper that expands or chooses the points."""
-        from omegaconf import OmegaConf
-
-        values = OmegaConf.to_container(self._with_hydra(tuple(self.fixed(overrides))).hydra.sweeper, enum_to_str=True)
-        assert isinstance(values, dict)
-        return {str(key): value for key, value in values.items()}
-
-    def fixed(self, overrides: Sequence[str]) -> list[str]:
-        """Return the overrides that give no choice."""
-        return [word for word in overrides if not self._parsed(word).is_sweep_override()]
-
-    def compose(self, overrides: Sequence[str]) -> Config:
-        """Return the same `Config` as `compose` does.
-
-        Raises:
-            UsageError, ConfigError: as `compose`.
-        """
-        return self._configs.compose(overrides)
-
-    def _compose_with_hydra(self, overrides: tuple[str, ...]) -> Any:
-        from slurmtrain.config.compose import composed_by_hydra
-
-        self._configs.values(overrides)  # which says better than Hydra what is wrong with them
-        return composed_by_hydra(self.primary, [self._for_hydra(word) for word in overrides])
-
-    def _for_hydra(self, word: str) -> str:
-        """Return an override with which Hydra also sets what its own composition does not have."""
-        override = self._parsed(word)
-        plain = override.is_delete() or override.is_hydra_override() or self._configs.chooses_group(override)
-        return word if plain else f"++{word.lstrip('+')}"
+        return Grid([tuple(point) for point in itertools.product(*choices.values())], tuple(self.space))
 
 
-@contextmanager
-def composing(primary: Primary) -> Iterator[Composer]:
-    """Set Hydra up and give a composer of points."""
-    from hydra.core.global_hydra import GlobalHydra
+def choices_of(composer: Composer, overrides: Sequence[str]) -> Choices:
+    """Take a command line with choices apart.
 
-    from slurmtrain.config.compose import initialized
-
-    with initialized(primary):
-        yield Composer(primary, GlobalHydra.instance().config_loader())
+    Raises:
+        UsageError: an override cannot be read, or Hydra's own settings vary.
+    """
+    fixed = [word for word in overrides if not composer.parse(word).is_sweep_override()]
+    sweeper = composer.values(fixed)["hydra"]["sweeper"]
+    found = {}
+    for word in (*(f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()), *overrides):
+        override = composer.parse(word)
+        if override.is_hydra_override() and override.is_sweep_override():
+            raise UsageError(f"{word!r}: Hydra's own settings cannot vary", hint="submit two sweeps")
+        found[override.get_key_element()] = override
+    return Choices(sweeper, fixed, found)
 
 
 def validated(composer: Composer, grid: Grid) -> Iterator[tuple[Config, ParallelDims]]:
@@ -230,28 +188,13 @@ class SweepPlan:
         text = "\n".join(sorted(self.identities)) if self.search is None else self.search
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
-    def check(self, config: Config) -> None:
-        """Check that a config can be one more point.
-
-        Raises:
-            ConfigError: it cannot be in one sweep with the others.
-        """
-        first = self.first.job
-        if (config.job.name, config.job.runs_dir) != (first.name, first.runs_dir):
-            raise ConfigError(
-                "all points of a sweep need the same job.name and job.runs_dir; "
-                f"these differ: {first.name!r}, {config.job.name!r}",
-                hint="`sweep collect` shows varied keys as columns, so they need not be in the name",
-            )
-        check_belongs(config, self.first)
-
     def add(self, config: Config) -> str:
         """Add one more point, and return the identity of its config.
 
         Raises:
             ConfigError: it cannot be in one sweep with the others.
         """
-        self.check(config)
+        check_belongs(config, self.first)
         values = to_values(config)
         identity = _identity(values)
         self.identities.append(identity)
@@ -311,7 +254,15 @@ def check_belongs(config: Config, first: Config) -> None:
     Raises:
         ConfigError: it cannot be a point of any sweep, or not of this one.
     """
-    if _cluster_of(config) != _cluster_of(first):
+    names = [(each.job.name, each.job.runs_dir) for each in (first, config)]
+    if names[0] != names[1]:
+        raise ConfigError(
+            "all points of a sweep need the same job.name and job.runs_dir; "
+            f"these differ: {first.job.name!r}, {config.job.name!r}",
+            hint="`sweep collect` shows varied keys as columns, so they need not be in the name",
+        )
+    clusters = [(each.backend, each.slurm_conf, each.sandbox) for each in (first.cluster, config.cluster)]
+    if clusters[0] != clusters[1]:
         raise ConfigError("the points of a sweep must be on the same cluster", hint="submit a sweep for each")
     if config.sweep.pack != first.sweep.pack:
         raise ConfigError(
@@ -330,10 +281,6 @@ def check_belongs(config: Config, first: Config) -> None:
             f"sweep.pack={config.sweep.pack} with requeue.mode=resubmit: runs of one job cannot be resubmitted separately",
             hint="requeue=requeue, where the cluster allows it, or requeue=off and `sweep retry`",
         )
-
-
-def _cluster_of(config: Config) -> tuple[str | None, ...]:
-    return (config.cluster.backend, config.cluster.slurm_conf, config.cluster.sandbox)
 
 
 def _shape(values: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from slurmtrain.choices import Pruner
+from slurmtrain.config.compose import Composer
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, RunFailedError, SlurmtrainError, UnreadableRecordError
 from slurmtrain.observe import read_metrics
@@ -25,7 +26,6 @@ from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep.adaptive import OpenSweep, Runs
-from slurmtrain.sweep.plan import Composer
 from slurmtrain.sweep.study import Study, Trial, TrialState
 from slurmtrain.system import records
 

@@ -76,7 +76,7 @@ def test_the_words_of_a_program_follow_the_config(
     overrides: list[str], program: list[str], command: str, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (project / "x.py").touch(0o700)
-    assert main([*overrides, "--cfg", "job", "--resolve", "submit", "--", *program]) == 0
+    assert main([*overrides, "--cfg", "job", "submit", "--", *program]) == 0
     words = shlex.split(yaml.safe_load(capsys.readouterr().out)["job"]["command"])
     assert command in " ".join(words)
 

@@ -174,7 +174,7 @@ def ended(waiting: RunDir, slurm: FakeSlurm) -> RunDir:
         (["train.steps=0"], EXIT_CONFIG, "train.steps=0 must be at least 1"),
         (["train.steps=9", "optim.warmup_steps=1"], EXIT_USAGE, "train.steps=9 is less than 10"),
         (["cluster.nodes=3", "train.global_batch_size=16"], EXIT_CONFIG, "train.global_batch_size"),
-        (["nothing.here=1"], EXIT_USAGE, "the config of this run has no nothing"),
+        (["nothing.here=1"], EXIT_USAGE, "there is no config key 'nothing'"),
         (["cluster.partition=nowhere"], 1, "invalid partition specified"),
         (
             ["train.seed=7", "cluster.nodes=2"],
@@ -233,8 +233,8 @@ def test_who_was_killed_before_the_run_was_submitted_types_the_same_again(
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("optim.lrr=1", "the config of this run has no optim.lrr"),
-        ("model.width=8", "the config of this run has no model.width"),
+        ("optim.lrr=1", "optim has no field 'lrr'"),
+        ("model.width=8", "model has no key 'width'"),
         ("optim.lr=[", "cannot read the override"),
         ("optim.lr=1,2", "single fields can be set"),
         ("model=small", "single fields can be set"),
@@ -257,7 +257,7 @@ def test_what_cannot_be_set_is_refused_in_a_sentence(override: str, told: str, t
         ("model.dim=8", "its sweep varies model.dim"),
         ("cluster.nodes=2", "cluster.nodes is the same for all runs that share a job"),
         ("requeue.mode=requeue", "requeue.mode is the same"),
-        ("+hooks.end=[true]", "hooks.end is the same"),
+        ("hooks.on_finish=true", "hooks.on_finish is the same"),
     ],
 )
 def test_of_a_run_in_a_sweep_nothing_is_set_that_the_sweep_decides(override: str, told: str) -> None:
@@ -265,7 +265,7 @@ def test_of_a_run_in_a_sweep_nothing_is_set_that_the_sweep_decides(override: str
     with pytest.raises(UsageError, match=f"{told}.*") as error:
         check_of_one_run(["train.steps=9", override], ["optim.lr=0.1", "model=tiny"])
     assert error.value.hint == "submit it as a separate run"
-    check_of_one_run(["train.steps=9", "optim.lr_min=1"], ["optim.lr=0.1", "model=tiny"])
+    check_of_one_run(["train.steps=9", "prepare.parts=2"], ["prepare.part=1", "model=tiny"])
 
 
 @pytest.mark.parametrize("words", [["last", "optim.lr"], ["last", "--code", "lr"]])

@@ -13,19 +13,18 @@ import pytest
 from hydra.core.utils import JobReturn, JobStatus
 
 from slurmtrain.choices import Backend
-from slurmtrain.config.folders import Primary, search_folders
+from slurmtrain.config.compose import Composer
+from slurmtrain.config.folders import search_folders
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.runtime.jobs.hydra_task import _pickled
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep.adaptive import open_sweep
 from slurmtrain.sweep.jobs import submit_runs
-from slurmtrain.sweep.plan import SweepPlan, composing
+from slurmtrain.sweep.plan import SweepPlan
 from slurmtrain.system.file_claims import is_claimed
 from slurmtrain.system.redaction import hide
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
-
-PRIMARY = Primary("config", search_folders("config", None, None))
 
 
 class StubbornError(Exception):
@@ -88,8 +87,9 @@ def test_no_secret_of_a_program_lies_on_disk(cli: Cli, project: Path, beside: st
 
 @pytest.fixture
 def sweep_plan(project: Path) -> SweepPlan:
-    with composing(PRIMARY) as composer:
-        config = composer.compose(["cluster=local", "job=command", "job.command=true", "job.snapshot=none"])
+    config = Composer(search_folders()).compose(
+        ["cluster=local", "job=command", "job.command=true", "job.snapshot=none"]
+    )
     return SweepPlan(with_absolute_paths(config, project), search="the same")
 
 

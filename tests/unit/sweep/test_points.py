@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from slurmtrain.config.compose import compose
-from slurmtrain.config.folders import Primary, search_folders
+from slurmtrain.config.compose import Composer, compose, register_schema
+from slurmtrain.config.folders import search_folders, shipped
 from slurmtrain.errors import ConfigError, UsageError
-from slurmtrain.sweep.plan import Composer, composing, validated
+from slurmtrain.sweep.plan import choices_of, validated
+from slurmtrain.sweep.study import GRID, TARGET
 
 LINES = [
     "optim.lr=1e-4,3e-4 model.dim=64,128",
@@ -32,39 +33,32 @@ LINES = [
 
 
 @pytest.fixture
-def primary() -> Primary:
-    return Primary("config", search_folders("config", None, None))
-
-
-@pytest.fixture
-def composer(primary: Primary) -> Iterator[Composer]:
-    with composing(primary) as composer:
-        yield composer
+def composer() -> Composer:
+    return Composer(search_folders())
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_points_are_those_of_hydras_own_sweeper_and_compose_as_they_do_alone(composer: Composer, line: str) -> None:
     words = shlex.split(line)
-    parsed = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader()).parse_overrides(words)
-    (batch,) = BasicSweeper.split_arguments(parsed, None)
-    points = composer.expand(words).points
+    register_schema()
+    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        parsed = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader()).parse_overrides(words)
+        (batch,) = BasicSweeper.split_arguments(parsed, None)
+    points = choices_of(composer, words).grid().points
     assert [list(point) for point in points] == batch
-    found = [composer.compose(point) for point in points]
-    GlobalHydra.instance().clear()
-    assert found == [compose(point) for point in points]
+    assert [composer.compose(point) for point in points] == [compose(point) for point in points]
 
 
 def test_what_varies_is_told_by_key(composer: Composer) -> None:
-    grid = composer.expand(["+model.extra=a,b", "train.seed=3", "optim.lr=1e-4,1e-3"])
+    grid = choices_of(composer, ["+model.extra=a,b", "train.seed=3", "optim.lr=1e-4,1e-3"]).grid()
     assert grid.keys == ("+model.extra", "optim.lr")
     assert grid.varied(1) == {"model.extra": "a", "optim.lr": "0.001"}
 
 
-def test_text_that_looks_like_a_number_stays_as_it_is_typed_in_every_point(primary: Primary) -> None:
+def test_text_that_looks_like_a_number_stays_as_it_is_typed_in_every_point(composer: Composer) -> None:
     words = ["cluster.account=1e5,1_000", "job.name=true", "+cluster.env.A=1.0", "cluster.modules=1.10,[1e5,gcc]"]
-    with composing(primary) as composer:
-        grid = composer.expand(words)
-        configs = [composer.compose(point) for point in grid.points]
+    grid = choices_of(composer, words).grid()
+    configs = [composer.compose(point) for point in grid.points]
     assert grid.varied(2) == {"cluster.account": "1_000", "cluster.modules": "1.10"}
     assert [config.cluster.account for config in configs] == ["1e5", "1e5", "1_000", "1_000"]
     assert [config.cluster.modules for config in configs] == [["1.10"], ["1e5", "gcc"]] * 2
@@ -77,12 +71,26 @@ def test_choices_in_the_config_are_swept_and_the_command_line_wins(tmp_path: Pat
     (tmp_path / "experiment" / "grid.yaml").write_text(
         "# @package _global_\nhydra:\n  sweeper:\n    params:\n      optim.lr: 1e-4,1e-3\n      train.seed: range(2)\n"
     )
-    folders = search_folders("config", str(tmp_path), None)
-    with composing(Primary("config", folders)) as composer:
-        grid = composer.expand(["experiment=grid", "optim.lr=5"])
-        assert [point[0] for point in grid.points] == ["optim.lr=5", "optim.lr=5"]
-        assert grid.keys == ("train.seed",)
-        assert [config.train.seed for config, _ in validated(composer, grid)] == [0, 1]
+    composer = Composer(search_folders(config_dir=str(tmp_path)))
+    grid = choices_of(composer, ["experiment=grid", "optim.lr=5"]).grid()
+    assert [point[0] for point in grid.points] == ["optim.lr=5", "optim.lr=5"]
+    assert grid.keys == ("train.seed",)
+    assert [config.train.seed for config, _ in validated(composer, grid)] == [0, 1]
+
+
+def test_a_config_chooses_the_sweeper_and_the_command_line_wins(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [config, _self_, override hydra/sweeper: optuna, override hydra/job_logging: disabled]\n"
+        "hydra: {sweeper: {n_trials: 7, params: {optim.lr: 'interval(1e-4,1e-2)'}}}\n"
+    )
+    composer = Composer(search_folders("mine", str(tmp_path)), "mine")
+    choices = choices_of(composer, ["hydra.sweeper.n_jobs=3", "hydra/sweeper/sampler=grid"])
+    assert choices.sweeper["_target_"] == TARGET and choices.sweeper["sampler"]["_target_"] == GRID
+    assert (choices.sweeper["n_trials"], choices.sweeper["n_jobs"], list(choices.space)) == (7, 3, ["optim.lr"])
+    with pytest.raises(UsageError, match="gives a range, not choices"):
+        choices_of(composer, ["hydra/sweeper=basic"]).grid()
+    with pytest.raises(UsageError, match="sweeper has no key 'n_trails'"):
+        choices_of(composer, ["hydra.sweeper.n_trails=3"])
 
 
 @pytest.mark.parametrize(
@@ -96,27 +104,26 @@ def test_choices_in_the_config_are_swept_and_the_command_line_wins(tmp_path: Pat
 )
 def test_what_cannot_be_swept_is_refused(composer: Composer, words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said.replace("(", r"\(")):
-        composer.expand(words)
+        choices_of(composer, words).grid()
 
 
 def test_a_wrong_point_is_named_before_anything_is_submitted(composer: Composer) -> None:
-    grid = composer.expand(["train.seed=1,2", "optim.lr=0.1,fast"])
+    grid = choices_of(composer, ["train.seed=1,2", "optim.lr=0.1,fast"]).grid()
     with pytest.raises(ConfigError, match=r"point 1 \(train.seed=1 optim.lr=fast\): .*fast"):
         list(validated(composer, grid))
-    grid = composer.expand(["train.steps=50,-1"])
+    grid = choices_of(composer, ["train.steps=50,-1"]).grid()
     with pytest.raises(ConfigError, match=r"point 1 \(train.steps=-1\): .*train.steps"):
         list(validated(composer, grid))
 
 
-def test_a_point_composes_many_times_faster_than_hydra_alone(primary: Primary) -> None:
+def test_a_point_composes_many_times_faster_than_hydra_alone(composer: Composer) -> None:
     """Not a figure: a guard against composing everything again for each point, which takes ten times as long."""
     words = ["train.seed=range(30)"]
     began = time.process_time()
     compose(["train.seed=1"])
     one = time.process_time() - began
-    with composing(primary) as composer:
-        grid = composer.expand(words)
-        composer.compose(grid.points[0])
-        began = time.process_time()
-        assert len(list(validated(composer, grid))) == 30
-        assert time.process_time() - began < 30 * one / 3
+    grid = choices_of(composer, words).grid()
+    composer.compose(grid.points[0])
+    began = time.process_time()
+    assert len(list(validated(composer, grid))) == 30
+    assert time.process_time() - began < 30 * one / 3

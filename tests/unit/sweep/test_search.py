@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from optuna.storages.journal import JournalFileBackend
 
 from slurmtrain.choices import Pruner
 from slurmtrain.cli import main
-from slurmtrain.config.folders import Primary, search_folders
+from slurmtrain.config.compose import Composer
+from slurmtrain.config.folders import search_folders
 from slurmtrain.config.schema import Config, SearchConfig
 from slurmtrain.control.submitting import PointLook
 from slurmtrain.errors import ClusterError, ConfigError, RunFailedError, UnreadableRecordError
@@ -27,14 +28,13 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep.adaptive import OpenSweep, open_sweep
 from slurmtrain.sweep.jobs import Submission
-from slurmtrain.sweep.plan import Composer, SweepPlan, composing
+from slurmtrain.sweep.plan import SweepPlan, choices_of
 from slurmtrain.sweep.search import Search, result_of, to_ask, to_report
 from slurmtrain.sweep.study import Study, Trial, TrialState
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.recorded_slurm import answers_of, play
 
-PRIMARY = Primary("config", search_folders("config", None, None))
 FIXED = ["cluster=local", "job=command", "job.command=true", "job.snapshot=none"]
 HERE = ["-m", "+cluster=local", "job=command", "job.command='bash point.sh'", "job.snapshot=none"]
 
@@ -117,10 +117,10 @@ def test_slurm_is_asked_whether_it_accepts_each_point_of_a_search(project: Path,
     answers = answers_of("alpha_24_11")
     play(slurm, answers)
     words = ["cluster=a100x4", "cluster.partition=gpu", "cluster.cpus_per_task=15", "cluster.mem_per_node_gb=0"]
-    with composing(PRIMARY) as composer:
-        large, small = (
-            with_absolute_paths(composer.compose([*words, f"cluster.nodes={nodes}"]), project) for nodes in (99, 2)
-        )
+    composer = Composer(search_folders())
+    large, small = (
+        with_absolute_paths(composer.compose([*words, f"cluster.nodes={nodes}"]), project) for nodes in (99, 2)
+    )
     look = PointLook(large, varies=True)  # whose points may have fewer nodes
     opened = open_sweep(SweepPlan(large, search="this search"), [], None, look=look)
     opened.add({}, large)
@@ -170,9 +170,8 @@ def test_a_pruner_is_told_each_step_once_and_a_long_log_thinned() -> None:
 
 
 @pytest.fixture
-def composer() -> Iterator[Composer]:
-    with composing(PRIMARY) as composer:
-        yield composer
+def composer() -> Composer:
+    return Composer(search_folders())
 
 
 @pytest.fixture
@@ -190,7 +189,8 @@ def studies(composer: Composer, base: Config, tmp_path: Path) -> Studies:
     def opened(*words: str, name: str = "s", **search: Any) -> Study:
         line = [*FIXED, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=9", *words]
         (tmp_path / name).mkdir(exist_ok=True)
-        study = Study(composer.sweeper(line), composer.space(line), replace(base, search=SearchConfig(**search)))
+        choices = choices_of(composer, line)
+        study = Study(choices.sweeper, choices.space, replace(base, search=SearchConfig(**search)))
         study.open(Sweep(tmp_path / name))
         return study
 
@@ -349,7 +349,8 @@ class Searches:
         )
 
     def _study(self) -> Study:
-        return Study(self._composer.sweeper(LINE), self._composer.space(LINE), self._base)
+        choices = choices_of(self._composer, LINE)
+        return Study(choices.sweeper, choices.space, self._base)
 
     def open(self, name: str = "the same") -> OpenSweep:
         return open_sweep(SweepPlan(self._base, search=name), [], None, parallelism=3)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
+from slurmtrain.config.compose import Composer
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.sweep.plan import Composer
 from slurmtrain.system import process
 from tests.support.commands import Cli, refusal
 from tests.support.fake_slurm import FakeSlurm
