@@ -102,7 +102,7 @@ def write_rows(found: dict[str, list[float]]) -> list[Row]:
 
 def read_rows(found: dict[str, list[float]]) -> list[Row]:
     rows = [Row(f"restore: {name}", values) for name, values in found.items()]
-    return [*rows, ratio("restore: ours / dcp.load", found["ours"], found["dcp"], "<= 1")]
+    return [*rows, ratio("restore: ours / dcp.load", found["ours"], found["dcp"])]
 
 
 class Training:
