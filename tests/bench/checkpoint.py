@@ -6,7 +6,7 @@ state in memory (eight where it is replicated) and seven times in free disk spac
     stall of a step by an asynchronous save         <= 0.5 x DCP async_save, thread or process; <= 1.2 x memcpy
     all time lost by it                             <= 1 x the best of DCP
     save and wait for the commit, digests included  <= 1 x dcp.save + fsync
-    restore, everything verified                    <= 1 x dcp.load
+    restore, everything verified                    against dcp.load
 
 The replicated layout is what DDP has: ours stages and writes one half on each of two ranks, and DCP stages everything on each
 of them and writes one half. In the sharded one (FSDP2) both stage what a rank holds. Memcpy moves what a rank of ours writes.
