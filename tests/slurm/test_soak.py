@@ -28,7 +28,7 @@ LANES = ("n0,n1", "n2,n3", "n4,n5", "n6,n7")
 WORDS = (
     *(f"train.steps={STEPS}", "cluster.tasks_per_node=1", "+model.pause_s=0.1", "cluster.time_limit_min=60"),
     *("watchdog.min_s=10", "watchdog.factor=2", "watchdog.save_s=20", "watchdog.evaluation_s=20"),
-    *("watchdog.first_step_s=60", "requeue.max_attempts_without_progress=99", "requeue.max_attempts=99"),
+    *("watchdog.first_step_s=60", "requeue.max_attempts_without_progress=99"),
 )
 WAYS = (
     *("preemption", "kill of a rank", "kill of the supervisor", "kill of srun", "scancel", "scontrol requeue"),
@@ -75,7 +75,12 @@ def disturb(run: Run, way: str, chance: random.Random) -> None:
         case "the verb requeue":
             run.cli("requeue", run.run_dir.id)
         case "time limit":
+            number = len(run.attempts())
             slurm.run(["scontrol", "update", f"JobId={run.job_id}", "TimeLimit=1"])
+            run.wait_until(
+                lambda: len(run.attempts()) > number or run.attempts()[-1].verdict is not None, "at its limit"
+            )
+            slurm.run(["scontrol", "update", f"JobId={run.job_id}", "TimeLimit=60"])
         case "restart of the controller":
             with one_restart_at_a_time:
                 slurm.run(["scontrol", "shutdown", "slurmctld"])
@@ -123,8 +128,6 @@ def soak(project: Project, lane: str, number: int, ways: tuple[str, ...]) -> tup
             go_on(run, attempt)
         else:
             resumed = go_on(run, attempt + 1)
-        if way == "time limit":
-            run.cluster.run(["scontrol", "update", f"JobId={run.job_id}", "TimeLimit=60"], check=False)
         ended = run.attempts()[attempt - 1]
         story.append(f"{way} at step {step}: {ended.reason}, {ended.verdict}{', resumed' * resumed}")
     run.finish()
