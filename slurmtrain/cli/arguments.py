@@ -19,6 +19,7 @@ from slurmtrain.errors import UsageError, nearest, shown
 
 PROGRAM = "python -m slurmtrain"
 HELP_COLUMNS = 100  # longer lines are hard to read
+EXAMPLES = 8  # that the help of a verb shows
 _OVERRIDE = re.compile(r"(?!-)(~|.*=)", re.DOTALL)
 _PROGRAM = re.compile(r"(.*/)?python[\d.]*|.*\.(py|sh)")  # a word with which a program begins
 _CHANGE = re.compile(r"[+~]{0,2}\w[\w.@-]*=")  # not a path with a = in it
@@ -131,7 +132,7 @@ def parser_of(name: str | None, action: str | None = None) -> Parser:
     parser = Parser(
         prog=" ".join(filter(None, [PROGRAM, name, action, actions])),
         description=textwrap.fill(verb.help, width),
-        epilog=_epilog(verb),
+        epilog=_epilog([each for each in (name, action) if each], verb),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=width, max_help_position=26),
         add_help=name is not None,
         allow_abbrev=False,
@@ -150,14 +151,22 @@ def parser_of(name: str | None, action: str | None = None) -> Parser:
     return parser
 
 
-def _epilog(verb: Verb) -> str:
-    """Return the actions of a verb, its examples, and the page of the manual that explains it."""
+def _epilog(words: Sequence[str], verb: Verb) -> str:
+    """Return the actions of a verb, the page of the manual that explains it, and the command lines there with these words."""
+    if not verb.topic:
+        return ""
+    from slurmtrain.config.folders import PACKAGE
+
+    page = (PACKAGE / "docs" / f"{verb.topic}.md").read_text(encoding="utf-8")
+    shown: dict[tuple[str, ...], str] = {}
+    for line in re.findall(r"^    ((?:python -m )?slurmtrain (?:.*\\\n)*.*)$", page, re.MULTILINE):
+        own, _ = split_program(line.partition("#")[0].split())
+        if {*words} <= {*own}:
+            shown.setdefault(tuple(own), f"  {line.rstrip()}")
     actions = [f"  {name:<10}{each.summary}" for name, each in verb.actions.items()]
-    lines = [example.partition("  # ") for example in verb.examples]
-    width = max((len(line) for line, _, what in lines if what), default=0)
-    examples = [f"  {PROGRAM} {line:<{width}}  # {what}" if what else f"  {PROGRAM} {line}" for line, _, what in lines]
+    examples = [*shown.values()][:EXAMPLES]
     parts = ["\n".join([title, *each]) for title, each in (("actions:", actions), ("examples:", examples)) if each]
-    return "\n\n".join([*parts, f"more: {PROGRAM} help {verb.topic}"] if verb.topic else parts)
+    return "\n\n".join([*parts, f"more: {PROGRAM} help {verb.topic}"])
 
 
 # Words that cannot be understood.
@@ -173,7 +182,10 @@ def _unknown(word: str, words: Sequence[str], name: str | None, verb: Verb) -> U
         if name is not None and VERBS[name].actions:
             actions = VERBS[name].actions
             return UsageError(f"{word!r} is not one of {'|'.join(actions)}", hint=nearest(word, actions))
-        return UsageError(f"one word too many: {word!r}", hint=f"{PROGRAM} {name} --help shows what it takes")
+        hint = f"{PROGRAM} {name} --help shows what it takes"
+        if name == "requeue" and _CHANGE.match(word):
+            hint = f"a run that is alive keeps its config: cancel RUN, then resume RUN {shlex.quote(word)}"
+        return UsageError(f"one word too many: {word!r}", hint=hint)
     option, _, value = word.partition("=")
     hint = nearest(option, verb.options)
     if verb.runs_program and (program := [each for each in words if _PROGRAM.fullmatch(each)]):

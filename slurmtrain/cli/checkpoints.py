@@ -26,7 +26,7 @@ from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.stop import say_which
 from slurmtrain.cli.units import format_size, with_unit
-from slurmtrain.errors import CheckpointError, UnreadableError, UnreadableRecordError, UsageError, nearest
+from slurmtrain.errors import CheckpointError, UnreadableError, UnreadableRecordError, UsageError
 from slurmtrain.report.checkpoints import inspect
 from slurmtrain.report.page.units import plural
 from slurmtrain.runs import lookup, ownership
@@ -38,7 +38,7 @@ from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
 from slurmtrain.system.trust import user_in_words
 
-HEADER = ("checkpoint", "size", "age", "layout", "metrics", "torch", "written by", "state")
+HEADER = ("checkpoint", "size", "age", "layout", "metrics", "state")
 # Fields of the section `checkpoint` of a config, by the field of Keep.
 KEEP = {"last": "keep_last", "every": "keep_every", "best": "keep_best", "metric": "best_metric", "mode": "best_mode"}
 SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth")}
@@ -178,8 +178,7 @@ def _row(facts: dict[str, Any]) -> list[str]:
     except OSError:
         age = "?"
     size = "" if facts["bytes"] is None else format_size(facts["bytes"])
-    about = (facts.get("torch", ""), facts.get("written_by", ""), facts["state"])
-    return [printable(str(cell)) for cell in (path.name, size, age, layout, ", ".join(metrics), *about)]
+    return [printable(cell) for cell in (path.name, size, age, layout, ", ".join(metrics), facts["state"])]
 
 
 # verify
@@ -267,7 +266,7 @@ def _prune(target: Target, options: argparse.Namespace) -> int:
         owner = user_in_words(folder.lstat().st_uid)
         raise UsageError(f"{folder} belongs to {owner}: only they may prune it")
     keep, found = _keep(target, options), target.committed()
-    sound, soundness = _sound(found, asked_metric=keep.metric if keep is not None and options.best else None)
+    sound, soundness = _sound(found)
 
     def unwanted() -> list[Path]:
         return [] if keep is None else retention.unwanted(folder, sound, keep, soundness=soundness)
@@ -314,25 +313,24 @@ def remove_all(
 
 
 def _keep(target: Target, options: argparse.Namespace) -> Keep | None:
-    """Return what to keep, by the options or else by the run's config. None: checkpoints are not removed."""
-    if options.best is None and (options.metric or options.mode):
-        raise UsageError("--metric and --mode define which checkpoints are best", hint="add --best N")
-    asked = {"last": options.keep_last, "every": options.keep_every, "best": options.best}
-    asked |= {"metric": options.metric, "mode": options.mode}
-    asked = {name: value for name, value in asked.items() if value is not None}
+    """Return what to keep, by --keep-last or else by the run's config. None: checkpoints are not removed."""
     run = target.run
-    if asked or options.damaged or run is None or not run.config_file.exists():
-        return Keep(**asked) if asked or not options.damaged else None
+    if options.keep_last is not None:
+        return Keep(last=options.keep_last)
+    if options.damaged:
+        return None
+    if run is None or not run.config_file.exists():
+        return Keep()
     try:
         settings: Any = run.config_values()["checkpoint"]
         return Keep(**{name: settings[field] for name, field in KEEP.items() if field in settings})
     except (CheckpointError, UnreadableRecordError, ValueError, TypeError, KeyError, AttributeError):
         raise UsageError(
-            f"{run.config_file} does not define what to keep", hint="say it here: prune --keep-last N [--keep-every N]"
+            f"{run.config_file} does not define what to keep", hint="say it here: prune --keep-last N"
         ) from None
 
 
-def _sound(found: list[Path], *, asked_metric: str | None) -> tuple[list[Path], Soundness]:
+def _sound(found: list[Path]) -> tuple[list[Path], Soundness]:
     """Return the checkpoints that have all their files, and what the newest says of the numbers of older ones.
 
     Visibly damaged ones are neither counted nor removed: a restore sets them aside.
@@ -344,12 +342,6 @@ def _sound(found: list[Path], *, asked_metric: str | None) -> tuple[list[Path], 
             print(printable(f"{path.name} is damaged and is left alone: {damage[0]}"))
         else:
             sound[path] = manifest
-    known = {name for manifest in sound.values() for name in manifest.metrics}
-    if asked_metric is not None and sound and asked_metric not in known:
-        raise UsageError(
-            f"no checkpoint was saved with the metric {asked_metric!r}",
-            hint=nearest(asked_metric, known) if known else "none has any metrics",
-        )
     state: Any = list(sound.values())[-1].state if sound else None
     for name in ("trainer", "health", "sound_step"):
         state = state.get(name) if isinstance(state, dict) else None
@@ -375,8 +367,6 @@ def _export(target: Target, options: argparse.Namespace) -> int:
     """Write the weights of one checkpoint to a file or folder, and print how many tensors it has."""
     path, out, only = target.of_step(options.step)[-1], Path(options.out), options.only
     kind = _format_of(out, options.format)
-    if kind != "hf" and options.max_shard_size_gb is not None:
-        raise UsageError(f"--max-shard-size-gb is for --format hf, and this is {kind}")
     if kind in ("hf", "peft") and only != "model":
         raise UsageError(
             f"--only {only}: a Hugging Face folder always contains the whole model", hint="--format safetensors"
@@ -386,17 +376,13 @@ def _export(target: Target, options: argparse.Namespace) -> int:
     notes: tuple[str, ...] = ()
     with _progress_bar(path.name, read_manifest(path).size) as progress:
         if kind == "hf":
-            from slurmtrain.checkpoint.hf_folder import SHARD_BYTES
             from slurmtrain.models.hf_export import export_hf
 
-            size = round(1e9 * options.max_shard_size_gb) if options.max_shard_size_gb else SHARD_BYTES
-            folder = export_hf(path, out, dtype=options.dtype, force=options.force, shard_bytes=size, progress=progress)
-            done, notes = folder.exported, folder.notes
+            done, notes = export_hf(path, out, dtype=options.dtype, force=options.force, progress=progress)
         elif kind == "peft":
             from slurmtrain.models.hf_export import export_peft
 
-            folder = export_peft(path, out, force=options.force, progress=progress)
-            done, notes = folder.exported, folder.notes
+            done, notes = export_peft(path, out, force=options.force, progress=progress)
         else:
             from slurmtrain.checkpoint.dcp import export_dcp
             from slurmtrain.checkpoint.export import export

@@ -40,8 +40,12 @@ def submit(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "--from submits one run, but -m makes a sweep", hint="submit --from BUNDLE once for each value"
         )
-    if arguments.follow:
-        raise UsageError("--follow does not work with -m", hint="sweep status last shows the state of the points")
+    for option in ("follow", "explain", "prepare"):
+        if getattr(arguments, option):
+            raise UsageError(
+                f"--{option} does not work with -m",
+                hint="sweep status last shows the state of the points" if option == "follow" else "--dry-run",
+            )
     primary = Primary(name, search_folders(name, arguments.config_dir, arguments.config_path))
     with composing(primary) as composer:
         sweeper = composer.sweeper(arguments.overrides)

@@ -27,7 +27,7 @@ from slurmtrain.system.paths import current_folder
 
 ADDRESS = re.compile(r"[\w.%+-]+(@[\w.%+-]+)?")
 SSH_FAILED = 255  # `man ssh`, EXIT STATUS
-ONLY_HERE = ("train", "render", "sandbox")  # what they start or write would be looked for on this machine
+ONLY_HERE = ("train", "sandbox")  # what they start or write would be looked for on this machine
 
 # Run by a login shell, which knows what the person has set up there. $folder, $python, $address, $code and $below are set.
 _BEGIN = r"""

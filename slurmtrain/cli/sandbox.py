@@ -19,18 +19,15 @@ from slurmtrain.slurm.command_environment import programs_beside
 from slurmtrain.slurm.node_ledger import ALL, NodeEvent, NodeRecord, append_to_ledger, ledger_file
 
 PROG = f"{PROGRAM} sandbox"
+OF_SPEC = ("nodes", "cpus", "gpus", "preempt_mode", "accounting")  # options that are fields of `SandboxSpec`
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    directory = Path(options.dir).absolute() if options.dir else default_directory(options.name)
-    # The options by which the next command means the same sandbox, and the overrides of one with +cluster=sandbox.
-    suffix, override = "", ""
-    if options.dir:
-        suffix = f" --dir {shlex.quote(options.dir)}"
-        override = f" cluster.sandbox=null cluster.slurm_conf={shlex.quote(str(directory / 'slurm.conf'))}"
-    elif options.name != "default":
-        suffix, override = f" --name {options.name}", f" cluster.sandbox={options.name}"
+    directory = default_directory(options.name)
+    # By which the next command means the same sandbox.
+    other = options.name != "default"
+    suffix, override = (f" --name {options.name}", f" cluster.sandbox={options.name}") if other else ("", "")
     if options.action == "up":
         _up(options, directory)
         print(f"  {PROGRAM} +cluster=sandbox{override} submit")
@@ -62,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _up(options: argparse.Namespace, directory: Path) -> None:
-    spec = SandboxSpec(**{name: getattr(options, name) for name in SandboxSpec.__dataclass_fields__})
+    spec = SandboxSpec(**{name: getattr(options, name) for name in OF_SPEC})
     began = time.monotonic()
     sandbox = up(spec, directory, Path(options.slurm_prefix) if options.slurm_prefix else None)
     took_s = time.monotonic() - began

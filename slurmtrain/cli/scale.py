@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 from slurmtrain.cli.columns import print_sentence, print_table
 from slurmtrain.cli.json_output import fields_of, print_json
@@ -16,9 +15,8 @@ from slurmtrain.control.checks import check, warn_of_memory
 from slurmtrain.control.submitting import client_of
 from slurmtrain.errors import EXIT_REQUEUE, UnreadableRecordError, UsageError
 from slurmtrain.planner.scaling import WORTH_IT
-from slurmtrain.report.page.pictures import draw, kind_of_picture
 from slurmtrain.report.page.units import plural
-from slurmtrain.report.scaling import ScalingTest, chart_of, scaling_test
+from slurmtrain.report.scaling import ScalingTest, scaling_test
 from slurmtrain.report.status.state import RunStatus
 from slurmtrain.report.step_times import StepTimes, read_step_times
 from slurmtrain.report.waiting import as_they_end
@@ -36,8 +34,6 @@ log = logging.getLogger(__name__)
 def main(arguments: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
     cwd = current_folder()
-    if arguments.plot is not None:
-        kind_of_picture(Path(arguments.plot))  # refused now: it is drawn last, hours later
     asked = parse_sizes(arguments.nodes) if arguments.nodes is not None else None
     config, _ = compose_and_validate(arguments)
     sizes = asked or sizes_up_to(config.cluster.node_range.most)
@@ -112,9 +108,6 @@ def _report(sweep: Sweep, configs: Sequence[Config], arguments: argparse.Namespa
             print(
                 f"these start again with the next line; then the same command\n{next_steps(f'sweep retry {sweep.id}')}"
             )
-    if test is not None and arguments.plot is not None and len(test.measurements) > 1:
-        draw(chart_of(test), Path(arguments.plot))
-        log.info("drawn into %s", arguments.plot)
     return EXIT_REQUEUE if failed else 0
 
 

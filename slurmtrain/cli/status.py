@@ -7,6 +7,7 @@ import contextlib
 import fnmatch
 import functools
 import logging
+import shlex
 import shutil
 import sys
 import time
@@ -189,7 +190,6 @@ def _object(run_dir: RunDir) -> dict[str, Any]:
         "evaluations": [evaluation_object(*each) for each in evaluations.items()],
         "left_out": left_out_of(run_dir, now.job_id),
         "slow_ranks": slow_ranks(run_dir.events()),
-        "next_change": _next_change(run_dir, now),
         "goodput": goodput_object(goodput_of(run_dir, alive=_alive(now))),
     }
 
@@ -229,7 +229,6 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
             in_words(found.findings) for folder in folders[-1:] if (found := read_preflight(folder)) is not None
         ),
         "left out": lambda: "; ".join(each.sentence(time.time()) for each in left_out),
-        "next attempt": lambda: f"with {' '.join(change)}" if (change := _next_change(run_dir, now)) else "",
         "stacks": lambda: "".join(str(page) for page in hung[-1:] if page.exists()),
         "sweep": lambda: _place_in_sweep(run_dir),
     }
@@ -243,7 +242,7 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
     width = terminal_width()
     return [
         *(line for sentence in sentences for line in columns.sentence_lines(sentence, 4, width)),
-        f"  overrides: {one_line(' '.join(info['overrides'])) or 'none'}",  # whole, to be copied
+        f"  overrides: {one_line(shlex.join(info['overrides'])) or 'none'}",  # whole, to be pasted
         f"  {one_line(str(run_dir.path))}",
     ]
 
@@ -272,15 +271,6 @@ def _place_in_sweep(run_dir: RunDir) -> str:
 def _alive(now: RunState) -> bool | None:
     """Return whether a run is alive; None if SLURM, or its host, could not be asked."""
     return None if now.status == RunStatus.UNKNOWN else now.alive
-
-
-def _next_change(run_dir: RunDir, now: RunState) -> list[str]:
-    """Return what `requeue RUN KEY=VALUE` has set for the next attempt of a run that has not ended."""
-    if not now.alive or not run_dir.next_change_file.exists():
-        return []
-    from slurmtrain.launch.changes import kept_for_next_attempt
-
-    return kept_for_next_attempt(run_dir)
 
 
 def _evaluation_row(evaluation: RunDir, now: RunState) -> list[str]:

@@ -1,12 +1,12 @@
-"""submit and render, and the code that submitting a run, a grid and a search have in common."""
+"""submit, and the code that submitting a run, a grid and a search have in common."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import logging
-import shutil
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,11 +21,11 @@ from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.control.checks import check, warn_of_memory
 from slurmtrain.errors import UsageError
+from slurmtrain.launch.directives import Line
 from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import dry_run, explained, preparing
 from slurmtrain.report.page.units import plural
 from slurmtrain.runs import lookup
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.paths import current_folder
 
@@ -41,6 +41,8 @@ def main(arguments: argparse.Namespace) -> int:
         from slurmtrain.cli import multirun
 
         return multirun.submit(arguments)
+    if arguments.dry_run + arguments.explain + arguments.prepare + arguments.follow > 1:
+        raise UsageError("--dry-run, --explain, --prepare and --follow exclude each other", hint="give one of them")
     for option, given in (("--array-parallelism", arguments.array_parallelism), ("--again", arguments.again)):
         if given:
             raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
@@ -61,18 +63,22 @@ def main(arguments: argparse.Namespace) -> int:
             config, dims = bundles.config_of(bundle, overrides, cwd, config_dir=arguments.config_dir)
             folder = cwd if source is None else bundle.workdir
             overrides = [*bundle.info()["overrides"], *overrides]
+        shows = arguments.dry_run or arguments.explain
         # A dry run queues nothing, and may be used on another machine.
-        check(config, dims, folder, later=after is not None, look_at_files=not arguments.dry_run)
+        check(config, dims, folder, later=after is not None, look_at_files=not shows)
         local = config.cluster.backend == Backend.LOCAL
-        if after is not None and (local or arguments.dry_run):
+        if after is not None and (local or shows):
             from slurmtrain.launch.dependencies import starting_after
 
             config = starting_after(config, after)
+        if arguments.explain:
+            _explain(explained(config, cwd, source), as_json=arguments.json)
+            return 0
         if arguments.dry_run:
             print(dry_run(config, cwd, source), end="")
             log.info("this job has %s", size_of(config))
             return 0
-        if local:
+        if local or arguments.prepare:
             warn_of_memory(config, dims)
             with preparing(config, overrides, cwd, source) as run_dir:
                 pass
@@ -80,6 +86,11 @@ def main(arguments: argparse.Namespace) -> int:
             from slurmtrain.control.submitting import submit_run
 
             run_dir, job_id = submit_run(config, dims, overrides, cwd, after=after, source=source)
+    if arguments.prepare:
+        start = f"{PROGRAM} resume {run_dir.id}" if local else f"sbatch {shlex.quote(str(run_dir.script))}"
+        said = f"prepared run {run_dir.id} in {run_dir.path}\n  start it with: {start}"
+        emit({"run": run_dir.id, "path": str(run_dir.path), "job_ids": []}, said, as_json=arguments.json)
+        return 0
     if local:
         return _run_here(run_dir, config)
     say_submitted(run_dir, job_id, config, as_json=arguments.json)
@@ -88,6 +99,15 @@ def main(arguments: argparse.Namespace) -> int:
     from slurmtrain.cli.logs import follow_to_the_end
 
     return follow_to_the_end(run_dir)
+
+
+def _explain(lines: Sequence[Line], *, as_json: bool) -> None:
+    """Print a script, with the reason for each line, or for several, below it."""
+    text: list[str] = []
+    for why, group in groupby(lines, key=lambda line: line.why):
+        text += [line.text for line in group]
+        text += sentence_lines(f"    | {why}", len("    | "), terminal_width()) if why else []
+    emit([{"line": line.text, "why": line.why} for line in lines], "\n".join(text), as_json=as_json)
 
 
 def _run_here(run_dir: RunDir, config: Config) -> int:
@@ -147,33 +167,3 @@ def submitting_points(sweep: Sweep) -> Iterator[None]:
     except KeyboardInterrupt:
         log.info("sweep %s: the same command submits the rest; sweep cancel %s ends it", sweep.id, sweep.id)
         raise
-
-
-def render(arguments: argparse.Namespace) -> int:
-    """Print the script of a job, explained with --explain, or write it with a run directory for it."""
-    config, dims = compose_and_validate(arguments)
-    check(config, dims, current_folder())
-    target = arguments.output
-    if arguments.explain:
-        if target is not None:
-            raise UsageError("--explain prints, but -o writes a script", hint="leave one of them out")
-        lines = explained(config, current_folder())
-        text: list[str] = []
-        for why, group in groupby(lines, key=lambda line: line.why):
-            text += [line.text for line in group]
-            text += sentence_lines(f"    | {why}", len("    | "), terminal_width()) if why else []
-        emit([{"line": line.text, "why": line.why} for line in lines], "\n".join(text), as_json=arguments.json)
-        return 0
-    if arguments.json:
-        raise UsageError("--json needs --explain", hint="render --explain --json")
-    if target is None:
-        print(dry_run(config, current_folder()), end="")
-        return 0
-    output = Path(target)
-    if output.is_dir() or not output.resolve().parent.is_dir():
-        raise UsageError(f"cannot write {output}: it is a folder, or its folder does not exist", hint="-o job.sbatch")
-    with preparing(config, arguments.overrides, current_folder()) as run_dir:
-        shutil.copyfile(run_dir.script, output)
-    run_dir.event(Event.RENDERED, file=str(output.resolve()))
-    print(f"wrote {output} for run {run_dir.id} in {run_dir.path}\n  start it with: sbatch {output}")
-    return 0

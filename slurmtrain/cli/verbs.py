@@ -1,4 +1,4 @@
-"""The verbs: what each does, its options and examples, and the function that runs it.
+"""The verbs: what each does, its options, and the function that runs it.
 
 `arguments` makes the parsers from this table; help, tab completion and --host read it, too. To give a verb an option,
 declare it here; its function finds the value in the namespace that it gets. Nothing heavy is imported, since every command
@@ -61,7 +61,7 @@ class Verb(NamedTuple):
         composes: its words are those of a config, and Hydra's options.
         changes: what KEY=VALUE among its words does; "": it takes none.
         runs_program: the words after -- are a program.
-        topic: the page of the manual that explains it.
+        topic: the page of the manual that explains it; `--help` shows the command lines there that have this verb.
         default_action: of a verb without one of its actions; None: it needs one.
         function: "module.function" of this package, which gets the namespace and returns the exit code; "": `main` of the
             module that is called like the verb.
@@ -69,7 +69,6 @@ class Verb(NamedTuple):
 
     help: str
     arguments: Sequence[Argument] = ()
-    examples: Sequence[str] = ()
     topic: str = ""
     composes: bool = False
     changes: str = ""
@@ -93,8 +92,7 @@ class Verb(NamedTuple):
     def with_action(self, action: str) -> Verb:
         """Return one of its actions as a verb: with the arguments of both."""
         its = self.actions[action]
-        examples = [line for line in self.examples if action in line.split()]
-        return its._replace(arguments=[*self.arguments, *its.arguments], examples=examples, topic=self.topic)
+        return its._replace(arguments=[*self.arguments, *its.arguments], topic=self.topic)
 
 
 STATES = (
@@ -113,10 +111,7 @@ CLUSTER = option("--cluster NAME", "SLURM's name of the cluster; default: the on
 MODE = option("--mode min|max", "whether lower or higher values are better (default: min for a loss)")
 EVERY = option("--every SECONDS", "seconds between updates", number(1), default=5.0)
 WATCH = (option("-w, --watch", "redraw the table in place until everything has ended; Ctrl-C stops"), EVERY)
-SANDBOX = (
-    option("--name NAME", "name, to run several at the same time", default="default"),
-    option("--dir DIR", "directory of the sandbox (default: in the system's temporary directory)"),
-)
+SANDBOX = option("--name NAME", "name, to run several at the same time", default="default")
 # Options of every verb that composes a config, and of a command line without a verb. Hydra handles those that are hidden
 # from the help, and those that print something.
 HYDRA = (
@@ -140,12 +135,14 @@ NO_VERB = Verb(
 
 VERBS: dict[str, Verb] = {
     "submit": Verb(
-        "Submit a run, a sweep (-m) or your own program (--); cluster=local runs it here. The config is composed, "
-        "checked and frozen in a run directory, and the script handed to sbatch. With -m and choices (key=1,2) all "
-        "points go into one array, and the same command again submits only what is missing. The words after -- are "
-        "your own program, run word for word.",
+        "Submit a run, a sweep (-m) or your own program (--); cluster=local runs it here. With -m and choices "
+        "(key=1,2) all points go into one array, and the same command again submits only what is missing.",
         (
             option("--dry-run", "print exactly what sbatch would get, and submit nothing"),
+            option("--explain", "as --dry-run, with the config field or SLURM requirement that each line comes from"),
+            option(
+                "--prepare", "make the run directory, and leave its sbatch script to you, to edit and submit by hand"
+            ),
             option(
                 "--follow",
                 "show the output of rank 0 until the run has ended; exit code 0: finished, 75: stopped, 78: config, 1: else",
@@ -156,41 +153,15 @@ VERBS: dict[str, Verb] = {
             option("--again", "with -m: submit another sweep of the same points"),
             JSON,
         ),
-        (
-            "+cluster=a100x4 cluster.nodes=4 submit --dry-run  # read the script first",
-            "-m +cluster=a100x4 optim.lr=1e-4,3e-4 submit  # a sweep of two points",
-            "+cluster=a100x4 submit -- python my_train.py --lr 1e-3  # your own program",
-            "+cluster=a100x4 submit --from my-run.tar.gz  # somebody else's run, on this cluster",
-            "+cluster=a100x4 job.launcher=torchrun submit -- my_train.py  # with torchrun on each node",
-        ),
         "quickstart",
         composes=True,
         runs_program=True,
-    ),
-    "render": Verb(
-        "Print the sbatch script, to read, edit and submit by hand; --explain explains each line. With -o, also "
-        "prepare a run directory and write the script to FILE: edit it and give it to sbatch yourself.",
-        (
-            option("--explain", "explain each line: the config field or SLURM requirement that it comes from"),
-            option("--json", "with --explain: print a list of {line, why}, for a program"),
-            option("-o, --output FILE", "write the script to FILE and prepare a run for it"),
-        ),
-        ("+cluster=a100x4 render -o job.sbatch  # then: sbatch job.sbatch", "+cluster=a100x4 render --explain"),
-        "quickstart",
-        composes=True,
-        runs_program=True,
-        function="submit.render",
     ),
     "train": Verb(
-        "Train on this rank; started by srun, torchrun, or by hand. The supervisor starts this verb on every rank, "
-        "with a run directory. By hand it takes overrides, and needs no batch job.",
+        "Train on this rank; started by srun, torchrun, or by hand.",
         (
             option("[DIRECTORY]", "train this run, with its own config", dest="run_directory"),
             option("--standby", "for the supervisor: load PyTorch, then wait for an attempt"),
-        ),
-        (
-            "+experiment=smoke train  # one process, a few seconds",
-            "+cluster=a100x4 train  # or: torchrun --nproc-per-node 4 -m slurmtrain +cluster=a100x4 train",
         ),
         "quickstart",
         composes=True,
@@ -198,8 +169,7 @@ VERBS: dict[str, Verb] = {
         function="in_job.train",
     ),
     "status": Verb(
-        "Show all runs, or one attempt by attempt. Newest first: step, loss, tokens per second, time left, why each "
-        "attempt ended, why the job waits and when SLURM expects to start it.",
+        "Show all runs, newest first, or one attempt by attempt.",
         (
             option("[RUN|SWEEP]", RUN_OR_SWEEP, dest="run"),
             option("--limit N", "show the newest N; default: as many as fit on the terminal", whole(1)),
@@ -209,71 +179,52 @@ VERBS: dict[str, Verb] = {
             *WATCH,
             JSON,
         ),
-        (
-            "status  # the newest runs; a sweep is one row",
-            "status --state failed --since 7d",
-            "status last  # your newest run",
-            "status --watch  # live, until all have ended",
-        ),
         "runs",
     ),
     "usage": Verb(
-        "Show where the GPU hours went: productive, start-up, redone, hung, lost and why. Without a name, show all "
-        "runs, with one row per person. It reads run directories, and SLURM's accounting if there is one.",
+        "Show where the GPU hours went: productive, start-up, redone, hung, lost and why.",
         (
             option("[RUN|SWEEP]", "a run or a sweep; default: all runs here", dest="name"),
             SINCE,
             option("--by run|user|node", "what a row is; default: user, or run if you name a run or sweep"),
             JSON,
         ),
-        (
-            "usage last  # your newest run",
-            "usage --since 7d --by run  # the last seven days, run by run",
-            "usage --by node  # which nodes cost most",
-        ),
         "usage",
     ),
     "logs": Verb(
-        "Print the output of a rank, or follow it. With -f through all attempts until the run has ended.",
+        "Print the output of a rank, or follow it.",
         (
             RUN,
             option("-f, --follow", "follow it through all attempts until the run has ended"),
             option("--rank N|all", "all prints each line with its rank", rank_or_all, default=0),
             option("--attempt N", "default: the latest", whole(1)),
         ),
-        ("logs last -f  # follow rank 0", "logs last --rank all --attempt 1  # every rank of the first attempt"),
         "runs",
     ),
     "cancel": Verb(
         "End a run for good. It saves a checkpoint if the grace time allows, and is not requeued.",
         (RUN, JSON),
-        ("cancel last",),
-        "requeue",
+        "quickstart",
         function="stop.main",
     ),
     "preempt": Verb(
         "Send a run the signal of a preemption, to test what happens. It saves, exits, is requeued and resumes; the "
         "output says how long that took.",
         (RUN, JSON),
-        ("preempt last",),
         "clusters",
         function="stop.main",
     ),
     "requeue": Verb(
-        "Save and start again; start a waiting or held job now. KEY=VALUE changes a field of the config for the next "
-        "attempt.",
+        "Save and start again; start a waiting or held job now. It keeps its config: cancel, then resume RUN KEY=VALUE, "
+        "changes it.",
         (RUN, JSON),
-        ("requeue last", "requeue last cluster.nodes=2-4 optim.lr=1e-4  # with other values"),
-        "requeue",
-        changes="the next attempt has this value of a config field; train.steps=+N means N more steps",
+        "quickstart",
         function="stop.main",
     ),
     "drill": Verb(
         "Interrupt tiny jobs, or your own run, in every possible way, and check that they resume with the same bits. "
-        "Without RUN, and with words of cluster and requeue only, test the site: a tiny job for each way is warned, "
-        "requeued, killed and preempted, and the report says whether it was told, saved, came back and ended with the "
-        "bits of an uninterrupted one; if not, what to set. With RUN, other words of a config, or a program after --, "
-        "do the same with its config and code for a few steps, in scratch directories. All its jobs end with it. Exit "
+        "Without RUN, and with words of cluster and requeue only, test the site with tiny jobs. With RUN, other words "
+        "of a config, or a program after --, take its config and code for a few steps, in scratch directories. Exit "
         "code 0: everything that could be tried has passed, 1: something has failed, 75: nothing was judged.",
         (
             OPTIONAL_RUN,
@@ -291,12 +242,6 @@ VERBS: dict[str, Verb] = {
             option("--keep", "keep the folder of its runs even if everything has passed"),
             JSON,
         ),
-        (
-            "+cluster=a100x8 drill  # can this site interrupt and resume a job?",
-            "+cluster=a100x8 drill --ways preemption --leaving 60  # would a job that saves for a minute survive it?",
-            "drill last --steps 20  # does my run resume with the same bits?",
-            "+cluster=a100x8 drill -- python my_train.py --steps 100  # and my own program?",
-        ),
         "drill",
         composes=True,
         runs_program=True,
@@ -305,28 +250,16 @@ VERBS: dict[str, Verb] = {
         "Continue a run that has ended. From its newest checkpoint, with the config and code that it was submitted "
         "with. KEY=VALUE changes a field of the config, unless that would invalidate its checkpoints.",
         (RUN, option("--code", "take a new snapshot: continue with the current code"), JSON),
-        (
-            "resume last",
-            "resume last cluster.nodes=2 train.steps=+100  # on two nodes, and for 100 more steps",
-            "resume last optim.lr=1e-4 --code  # another value, and the current code",
-        ),
-        "requeue",
+        "quickstart",
         changes="continue with this value of a config field; train.steps=+N means N more steps",
+        function="stop.resume",
     ),
     "runs": Verb(
         "Compare two runs, pack one to run elsewhere, remove ended ones; status lists them.",
-        examples=(
-            "runs compare A B",
-            "runs bundle last my-run.tar.gz  # then, anywhere: submit --from my-run.tar.gz",
-            "runs prune --older-than 30 --dry-run  # show what it would remove",
-        ),
         topic="runs",
         actions={
             "compare": Verb(
-                "Show what differs between two runs. Config, code, what they ran with (packages, driver, CUDA, NCCL, "
-                "image, variables), the first step where the samples that they have seen, their metrics or their "
-                "weights differ, and the last values. Metrics of the machine, such as speed and memory, always differ; "
-                "they do not count.",
+                "Show what differs between two runs: config, code, what they ran with, samples, metrics and weights.",
                 (
                     option("RUN_A", _RUN, dest="a"),
                     option("RUN_B", _RUN, dest="b"),
@@ -337,8 +270,7 @@ VERBS: dict[str, Verb] = {
             ),
             "bundle": Verb(
                 "Pack a run into one file to run it elsewhere. Config, code, revision and list of packages, for "
-                "`submit --from FILE`, without checkpoints, logs and data. It holds the code as the run's snapshot has "
-                "it: read it before you publish it. The same run gives the same bytes.",
+                "`submit --from FILE`, without checkpoints, logs and data. Read it before you publish it.",
                 (RUN, option("[FILE]", "default: NAME-RUN.tar.gz here; one with .tar is plain"), JSON),
             ),
             "prune": Verb(
@@ -354,9 +286,7 @@ VERBS: dict[str, Verb] = {
         },
     ),
     "report": Verb(
-        "Show a run or a sweep as one HTML page: curves, attempts, goodput, config. It needs no network, and has the "
-        "phases of a step, the timeline of attempts and conspicuous nodes; for a sweep, its points, parallel "
-        "coordinates and curves. With --serve, show it on this machine, refreshed while the run continues.",
+        "Show a run or a sweep as one HTML page: curves, attempts, goodput, config. It needs no network.",
         (
             option("RUN|SWEEP", RUN_OR_SWEEP, dest="what"),
             option("--out FILE", "the page (default: report-NAME.html here); - for standard output"),
@@ -368,20 +298,10 @@ VERBS: dict[str, Verb] = {
             EVERY,
             JSON,
         ),
-        (
-            "report last  # report-RUN.html, to open in a browser or send to somebody",
-            "report last --png pictures",
-            "report last --serve  # live; prints its URL",
-        ),
         "runs",
     ),
     "sweep": Verb(
         "Show the points of a sweep, collect their metrics, retry or cancel them.",
-        examples=(
-            "sweep status last --watch",
-            "sweep collect last -o table.csv",
-            "sweep retry last  # submit failed points again",
-        ),
         topic="sweeps",
         actions={
             "status": Verb("Show every point: what varies, its state, step and loss.", arguments=(SWEEP, *WATCH, JSON)),
@@ -407,13 +327,6 @@ VERBS: dict[str, Verb] = {
         "List, verify, prune or export the checkpoints of a run; import weights. RUN may also be a directory of "
         "checkpoints, or one checkpoint; for import, it is the folder to create.",
         (option("RUN", f"{_RUN}; or the path of a directory of checkpoints, or of a checkpoint"), JSON),
-        (
-            "checkpoints last",
-            "checkpoints last verify",
-            "checkpoints last export my_model --format hf --dtype bfloat16  # for transformers, vLLM, ...",
-            "checkpoints last export model.safetensors",
-            "checkpoints /data/start import /data/weights.pt  # for checkpoint.restore_from",
-        ),
         "checkpoints",
         default_action="list",
         actions={
@@ -425,21 +338,16 @@ VERBS: dict[str, Verb] = {
             ),
             "prune": Verb(
                 "Remove checkpoints that need not be kept. The newest is verified first. The newest two always stay, "
-                "the newest from before numbers broke, and what somebody reads. Without a rule: by the run's own "
+                "the newest from before numbers broke, and what somebody reads. Without --keep-last: by the run's own "
                 "checkpoint.keep_* (no run: the last 2). What killed saves have left goes after an hour.",
                 (
                     option("--keep-last N", "keep the newest N, at least 2", whole(2)),
-                    option("--keep-every N", "also keep those whose step is a multiple of N", whole(1)),
-                    option("--best N", "also keep the N best by --metric", whole(1)),
-                    option("--metric NAME", "a metric that was saved with the checkpoints (default: valid_loss)"),
-                    MODE,
-                    option("--damaged", "instead, or with other rules, remove those that a restore has set aside"),
+                    option("--damaged", "instead, or with --keep-last, remove those that a restore has set aside"),
                     DRY_RUN,
                 ),
             ),
             "export": Verb(
-                "Export the weights for other programs: a Hugging Face folder, or a file. The tensors of one object, "
-                "whatever number of ranks saved them. A folder of Hugging Face has config.json and the tokenizer, too.",
+                "Export the weights for other programs: a Hugging Face folder, or a file.",
                 (
                     option("OUT", "a folder for --format hf, peft and dcp; FILE.safetensors, FILE.pt or FILE.pth"),
                     option(
@@ -450,7 +358,6 @@ VERBS: dict[str, Verb] = {
                     STEP,
                     option("--only NAME", "the object that was saved as NAME", default="model"),
                     option("--dtype float32|float16|bfloat16|float64", "convert floating-point tensors"),
-                    option("--max-shard-size-gb N", "of each file, with --format hf (default: 5)", number(0.001)),
                     option("--force", "replace OUT if it exists"),
                 ),
             ),
@@ -475,87 +382,57 @@ VERBS: dict[str, Verb] = {
             option("--again", "evaluate again although there is a result, for instance because the data changed"),
             JSON,
         ),
-        ("evaluate last --step 1000", "evaluate last --submit eval.cluster.time_limit_min=30  # as a job"),
         "evaluation",
         changes="change a field of eval, cluster or parallel",
     ),
     "layout": Verb(
-        "Show the position of every rank under parallel=..., and how much memory it needs. Its node, its index on "
-        "every axis, and the ranks that it shares an axis with.",
+        "Show the position of every rank under parallel=..., and how much memory it needs.",
         (option("--memory", "count the bytes on each rank: builds the sharded model, without GPUs"), JSON),
-        (
-            "+cluster=a100x8 cluster.nodes=8 model=llama3_8b parallel.tp=4 parallel.pp=2 layout",
-            "+cluster=h100x8 model=llama3_8b parallel=fsdp layout --memory",
-        ),
         "parallelism",
         composes=True,
+        function="plan.layout",
     ),
     "plan": Verb(
-        "Compute memory, time, checkpoints and cost of a run; say whether more nodes help. Without GPUs and before "
-        "anything is submitted: bytes per GPU, communication per axis and step, time per step, MFU, how often to save, "
-        "goodput and GPU hours.",
+        "Compute memory, time, checkpoints and cost of a run; say whether more nodes help. By arithmetic, without GPUs.",
         (
             option("--search", "rank the layouts that fit, the fastest first"),
             option("--tokens N", "cost of N tokens (15T, 300B, 1.5e12), not train.steps", token_count),
             option("--from RUN", "use rates measured by a run on this cluster instead of data sheets", dest="rates_of"),
             JSON,
         ),
-        (
-            "+cluster=h100x8 cluster.nodes=16 model=llama3_8b parallel=fsdp train.global_batch_size=1024 plan",
-            "+cluster=h100x8 cluster.nodes=16 model=qwen2_5_72b train.global_batch_size=512 plan --search",
-            "+cluster=a100x8 model=llama3_1b parallel=fsdp plan --tokens 300B --from last",
-        ),
         "planning",
         composes=True,
     ),
     "scale": Verb(
-        "Train a few steps on 1, 2, 4 and more nodes: efficiency of each doubling, and the bottleneck. Submit the same "
-        "training on each size up to cluster.nodes, wait, and report how efficient each doubling is (80 % is the "
-        "threshold) and what plan predicts. Repeating the command submits only what is missing, and shows the results.",
+        "Train a few steps on 1, 2, 4 and more nodes: efficiency of each doubling, and the bottleneck. Repeating the "
+        "command submits only what is missing, and shows the results.",
         (
             option("--nodes 1,2,4", "numbers of nodes to measure; default: 1, 2, 4, ... up to cluster.nodes"),
             option("--strong", "the same global batch at all sizes; by default it grows with the nodes"),
             option("--steps N", "steps per size", whole(10), default=50),
             option("--at-once N", "run at most N sizes at a time", whole(1)),
-            option("--plot FILE", "draw the result into a .png or .svg"),
             NO_WAIT,
             option("--again", "measure all sizes again"),
             JSON,
-        ),
-        (
-            "+cluster=h100x8 cluster.nodes=16 model=llama3_8b parallel=fsdp train.global_batch_size=256 scale",
-            "+cluster=a100x8 model=llama3_1b train.global_batch_size=64 scale --nodes 1,2,4 --strong --plot scaling.png",
         ),
         "planning",
         composes=True,
     ),
     "preflight": Verb(
-        "Check the nodes of an allocation like the config's, without training. Compare versions, packages, code, data, "
-        "clocks, disks, GPUs, network and shared folder. With --full, also measure GPUs and the network, and name slow "
-        "nodes and pairs of nodes. Every training does the quick part by itself (preflight=off|quick|full).",
+        "Check the nodes of an allocation like the config's, without training. Every training does the quick part by "
+        "itself (preflight=off|quick|full).",
         (
             option("--full", "also measure GPUs, collectives and pairs of nodes; takes about a minute"),
             NO_WAIT,
             JSON,
         ),
-        (
-            "+cluster=a100x8 cluster.nodes=4 preflight",
-            "+cluster=a100x8 cluster.nodes=4 data=prepared data.path=/data/tokens preflight --full",
-        ),
         "preflight",
         composes=True,
     ),
     "prepare": Verb(
-        "Turn raw text into tokenised shards; verify them. From jsonl, parquet, text or a saved Hugging Face data set, "
-        "also .gz and .zst, on all CPUs of this machine. If it was stopped, the same command continues. As a job: "
+        "Turn raw text into tokenised shards; verify them. If it was stopped, the same command continues. As a job: "
         "job=prepare ... submit.",
         (),
-        (
-            "prepare prepare.inputs=raw.jsonl prepare.output=tokens  # every byte is a token",
-            "prepare prepare.inputs='[raw/*.jsonl.zst]' prepare.output=tokens prepare.tokenizer=tokenizer.json",
-            "prepare prepare.records=chat prepare.inputs=chats.jsonl prepare.output=chats prepare.tokenizer=tokenizer.json",
-            "prepare verify /data/tokens",
-        ),
         "data",
         composes=True,
         actions={
@@ -565,20 +442,16 @@ VERBS: dict[str, Verb] = {
         function="in_job.prepare",
     ),
     "progress": Verb(
-        "Report the progress of your own program, from inside its run. status shows it, and a run that makes progress "
-        "is not given up.",
+        "Report the progress of your own program, from inside its run.",
         (
             option("STEP", "the step that it has reached, a whole number that grows", whole()),
             option("--of STEPS", "the last step; status then shows the time left", whole()),
         ),
-        ("progress 500 --of 10000",),
         "own-scripts",
         function="in_job.progress",
     ),
     "nodes": Verb(
-        "Show which nodes your runs exclude, and why; blame or forgive one. From the ledger that your jobs on this "
-        "cluster keep. A record counts for requeue.blame_expiry_h, 24 hours by default.",
-        examples=("nodes list", "nodes blame n3 --reason 'its disk is full'", "nodes forgive --all"),
+        "Show which nodes your runs exclude, and why; blame or forgive one. A record counts for 24 hours.",
         topic="requeue",
         actions={
             "list": Verb("List incidents, and which nodes are excluded.", arguments=(CLUSTER, JSON)),
@@ -603,10 +476,8 @@ VERBS: dict[str, Verb] = {
         },
     ),
     "probe": Verb(
-        "Write conf/cluster/NAME.yaml from what SLURM reports; --check: has the cluster changed since? The file "
-        "describes one partition: limits, nodes, GPUs, preemption, accounts and containers. It has a question in place "
-        "of each value that SLURM does not report. --check shows what probe would write differently today and exits "
-        "with 0: nothing, 1: something, or 78: jobs of the file cannot run.",
+        "Write conf/cluster/NAME.yaml from what SLURM reports; --check: has the cluster changed since? It shows what "
+        "probe would write differently today and exits with 0: nothing, 1: something, or 78: jobs of the file cannot run.",
         (
             option("--partition NAME", "the partition to describe (default: the cluster's default)"),
             option("--account NAME", "the account of the jobs (default: your default account)"),
@@ -616,45 +487,32 @@ VERBS: dict[str, Verb] = {
             option("--check FILE", "instead, compare this file, or the cluster file of this name, with the cluster"),
             JSON,
         ),
-        (
-            "probe  # writes conf/cluster/NAME.yaml for the default partition",
-            "probe --partition gpu --out -  # only print it",
-            "probe --check conf/cluster/mine.yaml  # has the cluster changed since?",
-        ),
         "clusters",
     ),
     "sandbox": Verb(
         "Start a real, throwaway SLURM on this machine, without root.",
-        examples=("sandbox up --nodes 4 --cpus 4", "+cluster=sandbox submit --follow", "sandbox down"),
         topic="clusters",
         actions={
             "up": Verb(
                 "Start one; returns when all nodes are idle.",
                 arguments=(
-                    *SANDBOX,
+                    SANDBOX,
                     option("--nodes N", "number of nodes", whole(), default=4),
                     option("--cpus N", "CPUs per node, not necessarily there", whole(), default=4),
                     option("--gpus N", "GPUs per node, for SLURM's eyes only", whole(), default=0),
-                    option("--memory-mb N", "memory per node, not enforced", whole(), default=4000),
-                    option("--grace-s N", "GraceTime of partition low", whole(), default=10),
-                    option("--kill-wait-s N", "from SIGTERM to SIGKILL", whole(), default=30),
-                    option("--slurmd-timeout-s N", "silence of a node that is down", whole(), default=20),
-                    option("--cred-expire-s N", "wait of a requeued job", whole(), default=6),
                     option("--preempt-mode requeue|cancel|suspend", "for jobs in partition low", default="requeue"),
                     option("--slurm-prefix DIR", "take SLURM from DIR/bin and DIR/sbin (default: from PATH)"),
                     option("--accounting", "with slurmdbd: an account, limits, and QOS that preempt each other"),
-                    option("--user-signal", "preemption sends a job's own --signal, not SIGTERM"),
                 ),
             ),
-            "down": Verb("End it: its jobs, its daemons, its directory.", arguments=SANDBOX),
-            "status": Verb("Say whether it runs, and in which state its nodes are.", arguments=(*SANDBOX, JSON)),
-            "env": Verb("Print the line that points SLURM's commands at it.", arguments=SANDBOX),
+            "down": Verb("End it: its jobs, its daemons, its directory.", arguments=(SANDBOX,)),
+            "status": Verb("Say whether it runs, and in which state its nodes are.", arguments=(SANDBOX, JSON)),
+            "env": Verb("Print the line that points SLURM's commands at it.", arguments=(SANDBOX,)),
         },
     ),
     "help": Verb(
         "Show a page of the manual, on a terminal in a pager; without TOPIC the list of topics.",
         (option("[TOPIC]", "a page of the manual, or a verb"),),
-        ("help requeue", "help troubleshooting | less"),
     ),
     "supervise": Verb(
         "For the batch script: start the ranks of a run, attempt after attempt, and decide how it goes on.",

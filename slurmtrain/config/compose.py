@@ -43,7 +43,15 @@ from slurmtrain.config.fields import merge, plain, raise_all, typed
 from slurmtrain.config.folders import Primary, config_groups, search_folders, search_path
 from slurmtrain.config.frozen import SECRET_REFERENCE, resolve_secrets, to_values
 from slurmtrain.config.known_models import with_sizes
-from slurmtrain.config.overrides import fields_instead, kind_inside, kind_of, shipped_groups, unknown_field
+from slurmtrain.config.overrides import (
+    fields_instead,
+    in_shell,
+    kind_inside,
+    kind_of,
+    literal_override,
+    shipped_groups,
+    unknown_field,
+)
 from slurmtrain.config.schema import SHARES, Config
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, first_line, nearest, shown
 from slurmtrain.system.records import config_loader
@@ -55,6 +63,7 @@ SCHEMA = "schema"  # a name in defaults lists: the defaults of all fields, which
 FOR_HYDRA = re.compile(r"(optional |override )*/?hydra/")  # an entry of a defaults list that is not about our config
 ENVIRONMENT = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)")  # with or without a default
 FUNCTIONS = create_functions()
+SHORT = 200  # characters of an override that a hint repeats
 # Puts a value into a word of job.command that stands in single quotes.
 OmegaConf.register_new_resolver("in_quotes", lambda value: str(value).replace("'", "'\"'\"'"), replace=True)
 OF_CHOICES = ("choice", "shuffle", "tag")  # functions whose arguments are values of the field
@@ -302,10 +311,13 @@ def parse(word: str, config_loader: Any = None) -> Override:
         if not parsed.key_or_group:
             raise ValueError
     except (HydraException, ValueError, RecursionError):  # the last two: digits without end, and brackets
-        raise UsageError(
-            f"cannot read the override {shown(word)!r}",
-            hint="write key=value, +key=value or ~key; quote a value with other characters: key='\"a=b#c\"'",
-        ) from None
+        said = f"cannot read the override {shown(word)!r}"
+        hint = "write key=value, +key=value or ~key; quote a value with other characters: key='\"a=b#c\"'"
+        key, _, value = word.partition("=")
+        if len(word) < SHORT and (value.count("'") % 2 or value.count('"') % 2):
+            said += ", in which a quote does not end"
+            hint = f"as a part of the value, it is typed {in_shell(literal_override(key, value))}"
+        raise UsageError(said, hint=hint) from None
     parsed.input_line, parsed.config_loader = word, config_loader
     key = parsed.key_or_group
     # A job that changes a field of its run may have no config files.

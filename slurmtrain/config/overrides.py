@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import re
+import shlex
 import typing
 from collections.abc import Iterator
 from enum import StrEnum
@@ -125,6 +126,11 @@ def literal_override(key: str, text: str) -> str:
     text = re.sub(r"(\\*)'", lambda match: match.group(1) * 2 + r"\'", text)
     text = re.sub(r"(\\+)\Z", lambda match: match.group(1) * 2, text)
     return f"{key}='{text}'"
+
+
+def in_shell(word: str) -> str:
+    """Return a word as a person types it in a shell."""
+    return shlex.quote(word) if re.search(r'[$`"!]', word) else f'"{word}"'
 
 
 def normalise(override: str) -> str:

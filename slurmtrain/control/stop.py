@@ -9,7 +9,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from slurmtrain.choices import Backend, RequeueMode
@@ -25,7 +25,6 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.file_claims import claimed, claims, is_claimed
 from slurmtrain.system.files import read_json
-from slurmtrain.system.paths import current_folder
 from slurmtrain.system.process import ProcessMark
 
 log = logging.getLogger(__name__)
@@ -105,57 +104,13 @@ def preempt(run_dir: RunDir) -> str:
     return "\n".join([said, *_how_long_leaving_took(run_dir, now, asked)])
 
 
-def requeue(run_dir: RunDir, overrides: Sequence[str] = ()) -> str:
-    """Let a run save and start again, with these fields of its config changed; return what was done.
-
-    Raises:
-        ClusterError: as `cancel`, or there is no next attempt that could have another config.
-    """
-    if not overrides:
-        return _stop_and_start_again(run_dir, RunAction.REQUEUE)[0]
-    _refuse_copy(run_dir)
-    _check_changeable(run_dir, state(run_dir), overrides)
-    local = run_dir.info()["backend"] == Backend.LOCAL
-    from slurmtrain.launch.changes import record_next_change
-
-    with record_next_change(run_dir, overrides, current_folder(), None if local else client(run_dir)) as lines:
-        said, _ = _stop_and_start_again(run_dir, RunAction.REQUEUE, changed=True)
-    return "\n".join([said, *lines])
+def requeue(run_dir: RunDir) -> str:
+    """Let a run save and start again; return what was done. Raises as `cancel`."""
+    return _stop_and_start_again(run_dir, RunAction.REQUEUE)[0]
 
 
-def _check_changeable(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> None:
-    """Look whether the next attempt of a run can have another config than this one.
-
-    Raises:
-        ClusterError: it cannot, or there is no next attempt.
-    """
-    resume = " ".join(["resume", run_dir.id, *overrides])
-    if not now.alive:
-        raise ClusterError(f"run {run_dir.id} is not running: {now.explanation}", hint=resume)
-    mode = load_frozen(run_dir.config_file, with_secrets=False).requeue.mode
-    why = None
-    if now.packed or lookup.is_sweep(run_dir.path.parent):
-        why = "its job is that of its sweep, too"
-    elif mode == RequeueMode.CHAIN:
-        why = "the next jobs of its chain are in the queue with the config of before"
-    elif mode == RequeueMode.OFF:
-        why = "it does not start again by itself (requeue.mode=off)"
-    elif _by_hand(run_dir, now):
-        why = "it was started by hand"
-    elif now.status in WAITING:
-        why = "its job waits in the queue"
-    if why is not None:
-        raise ClusterError(
-            f"run {run_dir.id} cannot be changed while it is alive: {why}", hint=f"cancel it, then {resume}"
-        )
-
-
-def _stop_and_start_again(run_dir: RunDir, action: RunAction, *, changed: bool = False) -> tuple[str, RunState]:
-    """Stop a running job with the signal of a preemption or the early warning; return what was done, and its state before.
-
-    Args:
-        changed: its next attempt has another config.
-    """
+def _stop_and_start_again(run_dir: RunDir, action: RunAction) -> tuple[str, RunState]:
+    """Stop a running job with the signal of a preemption or the early warning; return what was done, and its state before."""
     _refuse_copy(run_dir)
     now = state(run_dir)
     if not now.alive:
@@ -174,7 +129,7 @@ def _stop_and_start_again(run_dir: RunDir, action: RunAction, *, changed: bool =
             f"run {run_dir.id} has been told to end for good ({ended_by}), and is leaving",
             hint=f"`resume {run_dir.id}` continues it when it has ended",
         )
-    next_step = _next_step(run_dir, now, changed=changed)
+    next_step = _next_step(run_dir, now)
     number, name = (signal.SIGTERM, "TERM") if action == RunAction.PREEMPT else (signal.SIGUSR2, "USR2")
     if has_no_job(run_dir, now) or not now.own_job:
         _signal_rank_0(run_dir, now, action, number)
@@ -193,7 +148,7 @@ def _cannot(run_dir: RunDir, now: RunState, status: RunStatus | None = None) -> 
     return ClusterError(f"run {run_dir.id} {why.format(now)}", hint=hint.format(now, run_dir.id))
 
 
-def _next_step(run_dir: RunDir, now: RunState, *, changed: bool) -> str | None:
+def _next_step(run_dir: RunDir, now: RunState) -> str | None:
     """Describe how the run continues after a stop; None when it does not."""
     config = load_frozen(run_dir.config_file, with_secrets=False)
     mode = config.requeue.mode
@@ -203,8 +158,6 @@ def _next_step(run_dir: RunDir, now: RunState, *, changed: bool) -> str | None:
         return "it starts again and resumes by itself"
     if mode == RequeueMode.CHAIN:
         return f"the next job of its chain, {now.following[0]}, resumes it" if now.following else None
-    if changed:
-        return "a new job with the changed config resumes it by itself"
     if mode == RequeueMode.RESUBMIT:
         return "it is submitted again and resumes by itself"
     others = " when the others of its pack have left, too" if now.packed else ""

@@ -1,21 +1,18 @@
-"""`resume RUN KEY=VALUE`, `resume RUN --code` and `requeue RUN KEY=VALUE`: continue with another config, or with today's code.
+"""`resume RUN KEY=VALUE` and `resume RUN --code`: continue a run with another config, or with today's code.
 
 A change is made when no rank is at work. All that it replaces is first written into a folder of the run directory; the
 description of the change, which is written last, decides that it is made. Whoever finds such a folder later completes the
 change (`finish_change`). The former files stay beside the new ones: config.0001.yaml, job.0001.sbatch, code.0001.
-
-For a running job, the change is stored in the run directory, and made before the next attempt.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
-from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
+from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch import submit_once
 from slurmtrain.launch.change_rules import check_meaning, describe, differences, with_steps
 from slurmtrain.launch.directives import without_past
@@ -269,73 +266,3 @@ def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
         else:
             continue
         raise UsageError(f"{word}: this is a run of a sweep, and {why}", hint="submit it as a separate run")
-
-
-# For the next attempt of a running job.
-
-
-@contextlib.contextmanager
-def record_next_change(
-    run_dir: RunDir, overrides: Sequence[str], cwd: Path, client: SlurmClient | None
-) -> Iterator[list[str]]:
-    """Store a change for the run's next attempt, after all checks, and yield sentences that say what will be different.
-
-    It is dropped if the block fails.
-
-    Args:
-        client: asked whether SLURM accepts the changed script; None: there is none.
-
-    Raises as `change`.
-    """
-    if waiting := kept_for_next_attempt(run_dir):
-        raise UsageError(
-            f"{' '.join(waiting)} already waits for the next attempt of run {run_dir.id}",
-            hint="type this command again when that has begun",
-        )
-    before = load_frozen(run_dir.config_file, with_secrets=False)
-    after, words = plan(run_dir, before, overrides, cwd)
-    if client is not None:
-        check_accepted(run_dir, render_script(after, job_paths([run_dir.path], run_dir.info())), client)
-    files.write_json(run_dir.next_change_file, {"set": words, "cwd": str(cwd)})
-    try:
-        yield describe(before, after, reached_step.newest_checkpoint_step(run_dir))
-    except BaseException:
-        run_dir.next_change_file.unlink(missing_ok=True)
-        raise
-    run_dir.event(Event.CHANGE_ASKED, set=words)
-
-
-def apply_next_change(run_dir: RunDir, *, in_this_job: bool = False) -> bool:
-    """Make the change that is stored for the next attempt, and return whether it was made.
-
-    Called when no rank is at work, by whoever starts the next attempt. A change that cannot be made any more is recorded, and
-    the run continues without it.
-
-    Args:
-        in_this_job: the next attempt begins in this job, so nothing is done if the change needs another script.
-    """
-    kept = files.read_json(run_dir.next_change_file)
-    if kept is None:
-        return False
-    words, cwd = kept["set"], Path(kept["cwd"])
-    try:
-        finish_change(run_dir)
-        if in_this_job:
-            after, _ = plan(run_dir, load_frozen(run_dir.config_file, with_secrets=False), words, cwd)
-            if render_script(after, job_paths([run_dir.path], run_dir.info())) != run_dir.script.read_text():
-                return False
-        for line in change(run_dir, words, cwd):
-            log.info(line)
-    except Exception as error:  # the next try would fail in the same way, and requeue the job again and again
-        why = error.message if isinstance(error, SlurmtrainError) else f"{type(error).__name__}: {error}"
-        log.warning("the run continues without %s: %s", " ".join(words), why)
-        run_dir.event(Event.NOT_CHANGED, set=words, why=why)
-        run_dir.next_change_file.unlink(missing_ok=True)
-        return False
-    run_dir.next_change_file.unlink(missing_ok=True)
-    return True
-
-
-def kept_for_next_attempt(run_dir: RunDir) -> list[str]:
-    """Return what will be set before the run's next attempt, as KEY=VALUE; nothing if no change is stored."""
-    return list((files.read_json(run_dir.next_change_file) or {}).get("set", ()))

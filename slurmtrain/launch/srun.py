@@ -1,4 +1,4 @@
-"""The command line of srun that starts the ranks: the supervisor runs it, and `render --explain` shows it."""
+"""The command line of srun that starts the ranks: the supervisor runs it, and `submit --explain` shows it."""
 
 from __future__ import annotations
 

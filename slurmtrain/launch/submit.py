@@ -42,13 +42,13 @@ def dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> str:
     return render_script(config, _paths_of_a_dry_run(config, cwd, source))
 
 
-def explained(config: Config, cwd: Path) -> list[Line]:
+def explained(config: Config, cwd: Path, source: CodeSource | None = None) -> list[Line]:
     """Return the lines of `dry_run` with the reason of each."""
     config = with_absolute_paths(config, cwd)
-    return explain_script(config, _paths_of_a_dry_run(config, cwd))
+    return explain_script(config, _paths_of_a_dry_run(config, cwd, source))
 
 
-def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> JobPaths:
+def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None) -> JobPaths:
     run_dir = folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID
     source = source or find_source(config.job, cwd, interpreter_of(config.cluster))
     return JobPaths([run_dir], source.workdir, shared_interpreter(), roots=source.roots, submit_dir=cwd)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,8 +49,7 @@ LOOKED_AT = 1 << 16  # tokens of chat data that show how its answers end
 TO_FILE = "export to a file: --format safetensors"
 
 
-@dataclass(frozen=True)
-class ExportedFolder:
+class ExportedFolder(NamedTuple):
     """The folder that was written, and what a person should know of it, one sentence each."""
 
     exported: Exported

@@ -14,8 +14,6 @@ from slurmtrain.planner.hardware import hardware_of
 from slurmtrain.planner.plan import check_plannable
 from slurmtrain.planner.scaling import Doubling, Size, doublings, losses_of
 from slurmtrain.planner.step_time import StepTime, step_time
-from slurmtrain.report.page import figures
-from slurmtrain.report.page.contents import Chart
 from slurmtrain.report.step_times import StepTimes
 
 
@@ -134,30 +132,3 @@ def _planned(
         return None
     steps = [before, after] if before is first else [first, before, after]
     return doublings([_planned_size(config, each) for each in steps])[-1]
-
-
-def chart_of(test: ScalingTest) -> Chart:
-    """Return the chart of the speed at each size: ideal, measured with the efficiency of each doubling, and planned."""
-    nodes = [each.nodes for each in test.measurements]
-    speed = [each.size.tokens_per_s for each in test.measurements]
-    said = [""]
-    for doubling, found in zip(test.doublings, test.bottlenecks, strict=True):
-        why = "" if found is None else f", {found.kind}{f' ({found.axis})' if found.axis else ''}"
-        said.append(f"{doubling.efficiency:.0%}{why}")
-    planned = [(each.nodes, each.size.tokens / each.planned_s) for each in test.measurements if each.planned_s]
-    lines = [
-        ("ideal", nodes, [speed[0] * each / nodes[0] for each in nodes], "--c7"),
-        ("measured", nodes, speed, "--c0"),
-        ("planned", [x for x, _ in planned], [y for _, y in planned], "--c1"),
-    ]
-    data = [
-        figures.points(xs, ys, [name] * len(xs), color=color, name=name) | {"mode": "lines+markers"}
-        for name, xs, ys, color in lines
-        if xs
-    ]
-    data[1] |= {"mode": "lines+markers+text", "text": said}
-    xaxis = {"type": "log", "tickvals": nodes, "ticktext": [str(each) for each in nodes], "title": {"text": "nodes"}}
-    title = f"{'Strong' if test.strong else 'Weak'} scaling, with the efficiency of each step"
-    legend = tuple((color, name) for name, xs, _, color in lines if xs)
-    layout = figures.layout(340, xaxis=xaxis, yaxis={"type": "log"})
-    return Chart("scaling", title, {"data": data, "layout": layout}, "tokens/s", legend)

@@ -9,7 +9,6 @@ class Event(StrEnum):
     """The name of an event; its value is what is written to events.jsonl."""
 
     # Its jobs.
-    RENDERED = "rendered"  # its batch script was written, for a person to submit
     SUBMITTING = "submitting"  # sbatch is about to be called
     SUBMITTED = "submitted"
     GONE_FROM_QUEUE = "gone from the queue"
@@ -28,8 +27,6 @@ class Event(StrEnum):
     STOP_FILE_FOUND = "the file stop was found"
     SAVE_FILE_FOUND = "the file save was found"
     CHANGED = "changed"  # its config or its code
-    CHANGE_ASKED = "change asked"  # of its config, for its next attempt
-    NOT_CHANGED = "not changed"  # what was asked for its next attempt cannot be any more
     LENGTHENED = "lengthened"  # it had finished, and was given more steps
 
     # Its attempts.

@@ -100,7 +100,6 @@ class RunDir:
     evaluations_file = PathBelow("evaluations.jsonl")  # metrics of evaluation jobs, in the format of metrics.jsonl
     result_file = PathBelow("result.json")  # of an evaluation
     request_file = PathBelow("request.json")  # a person's request: `cancel`, `preempt`, `requeue`
-    next_change_file = PathBelow("next_change.json")  # of the config, before the next attempt: `requeue RUN KEY=VALUE`
     interrupted_file = PathBelow("interrupted.json")  # the step at which `drill` has interrupted this run of its own
 
     # Files that anybody who may write here can make, with `touch`.

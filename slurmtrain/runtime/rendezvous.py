@@ -306,8 +306,10 @@ def _await_word(
                 )
             pauses.pause()
         word = store.get("everybody").decode()
-        store.set(f"heard/{environment.rank}", "")
-        _check_size(store, environment, own)
+        try:
+            _check_size(store, environment, own)
+        finally:  # the last that this rank wants of the store: rank 0 may leave then, and the store with it
+            store.set(f"heard/{environment.rank}", "")
     except dist.DistError:  # the store lives in rank 0
         if stop_requested():
             raise StopDuringStartError from None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 
 from slurmtrain.config.schema import Config
-from slurmtrain.launch.changes import apply_next_change
 from slurmtrain.runs import attempts, jobs, requests
 from slurmtrain.runs.attempts import Attempt, came_to_an_end, claimed_by
 from slurmtrain.runs.events import Event
@@ -30,20 +29,13 @@ log = logging.getLogger(__name__)
 
 
 def look(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) -> Verdict | None:
-    """Return what has been decided of a run that a job which starts therefore does not touch; None: its next attempt begins.
-
-    RESUBMIT: SLURM has started this job again by itself, but the run goes on with another script.
-    """
+    """Return what has been decided of a run that a job which starts therefore does not touch; None: its next attempt begins."""
     # A node that has just come up may not have its file systems right. Without an answer, the job trains what has ended.
     over = patiently(lambda: _ended(run_dir, config, job_id, client), RESTORE)
     if over is not None:
         log.info("run %s has ended before this start of job %s: %s", run_dir.id, job_id, over)
         jobs.cancel_rest(run_dir, job_id, client)
-        return over
-    if own_restart_count() and run_dir.next_change_file.exists() and run_dir.attempt_numbers():
-        apply_next_change(run_dir, in_this_job=True)
-        return Verdict.RESUBMIT if run_dir.next_change_file.exists() else None  # it needs another script
-    return None
+    return over
 
 
 def _ended(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) -> Verdict | None:

@@ -53,8 +53,6 @@ def finish_attempt(
         facts = (client.job_and_clock if can_start_again else client.job)(job_id or "")
         if config.requeue.mode == RequeueMode.CHAIN:
             links_left = len(jobs.waiting_after(run_dir, job_id, client))
-    # A change for the next attempt needs a new job: this one was submitted with the script of before.
-    can_start_again = can_start_again and not run_dir.next_change_file.exists()
     decides = policy(config, links_left, can_start_again=can_start_again)
     by_slurm = client is not None
     evidence = evidence_of(

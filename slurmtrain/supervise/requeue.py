@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from slurmtrain.choices import RequeueMode
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, SlurmtrainError
-from slurmtrain.launch.changes import apply_next_change
 from slurmtrain.launch.job import submit_existing_script, token
 from slurmtrain.launch.node_exclusion import leave_out
 from slurmtrain.runs import attempts, requests
@@ -42,8 +41,7 @@ def go_on(runs: Sequence[tuple[RunDir, int]], config: Config, job_id: str, clien
     A run that cannot go on has ended: its last attempt says why, and it can be resumed.
     """
     try:
-        changed = len(runs) == 1 and apply_next_change(runs[0][0])  # this job has the script of before
-        if changed or config.requeue.mode != RequeueMode.REQUEUE:
+        if config.requeue.mode != RequeueMode.REQUEUE:
             _submit(runs, job_id, client)
         else:
             _requeue(runs, config, job_id, client)

@@ -7,7 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
-BENCHES = ("cli", "runs", "sweep", "training", "checkpoint", "hf_checkpoint", "data", "recovery", "gpu")
+BENCHES = ("cli", "runs", "sweep", "training", "checkpoint", "hf_checkpoint", "data", "gpu")
 
 
 def main() -> None:

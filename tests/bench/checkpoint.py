@@ -1,18 +1,17 @@
-"""Checkpoints against torch.distributed.checkpoint (DCP), memcpy, dd and plain reads. Wanted: a stall of half of DCP's.
+"""Checkpoints against torch.distributed.checkpoint (DCP) and memcpy. Wanted: a stall of half of DCP's.
 
 Two processes hold parameters with Adam, and all take turns in them; a value is that of the slower rank. Needs six times the
 state in memory (eight where it is replicated) and seven times in free disk space, in TMPDIR or here: /tmp may be in memory.
 
-    stall of a step by an asynchronous save         <= 0.5 x DCP async_save as it is, thread or process; <= 1.2 x memcpy;
-                                                    <= 1 x DCP async_save with buffers that it keeps
+    stall of a step by an asynchronous save         <= 0.5 x DCP async_save, thread or process; <= 1.2 x memcpy
     all time lost by it                             <= 1 x the best of DCP
-    save and wait for the commit, digests included  <= 1 x dcp.save + fsync; <= 1.3 x memcpy + dd with fsync
-    restore, everything verified                    <= 1.4 x plain reads of the same files, from the disk
+    save and wait for the commit, digests included  <= 1 x dcp.save + fsync
+    restore, everything verified                    <= 1 x dcp.load
 
 The replicated layout is what DDP has: ours stages and writes one half on each of two ranks, and DCP stages everything on each
-of them and writes one half. In the sharded one (FSDP2) both stage what a rank holds. Memcpy and dd move what a rank of ours
-writes. A stall is what `save` takes and what the optimiser's step right behind it takes longer than usual, where nothing hides
-the copying; all time lost has what the background takes from the steps until it is over, too.
+of them and writes one half. In the sharded one (FSDP2) both stage what a rank holds. Memcpy moves what a rank of ours writes.
+A stall is what `save` takes and what the optimiser's step right behind it takes longer than usual, where nothing hides the
+copying; all time lost has what the background takes from the steps until it is over, too.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ import gc
 import os
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +36,6 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import _async_process_executor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,8 +46,8 @@ import slurmtrain
 from tests.bench.side_by_side import Row, in_turn, options, ratio, seconds_of, show
 from tests.support.gloo import rank_variables
 
-RANKS, WIDTH, USUAL_STEPS, BLOCK_BYTES = 2, 2048, 3, 16 << 20
-DCP = ("DCP thread", "DCP process", "DCP thread, kept", "DCP process, kept")
+RANKS, WIDTH, USUAL_STEPS = 2, 2048, 3
+DCP = ("DCP thread", "DCP process")
 
 
 def main(words: list[str]) -> None:
@@ -74,7 +70,7 @@ def run_rank(rank: int, layout: str, folder: Path, chosen: argparse.Namespace) -
         stalls = {kind: partial(bench.stall, kind) for kind in ("memcpy", "ours", *chosen.kinds)}
         rows += stall_rows(in_turn(stalls, chosen.rounds))
     if "writes" in chosen.only:
-        writes = {"ours": bench.save_ours, "dcp": bench.save_dcp, "dd": bench.dd, "memcpy": bench.memcpy}
+        writes = {"ours": bench.save_ours, "dcp": bench.save_dcp}
         rows += write_rows(in_turn(writes, chosen.rounds))
     if "reads" in chosen.only:
         rows += read_rows(in_turn(bench.readers(), chosen.rounds))
@@ -92,30 +88,21 @@ def stall_rows(found: dict[str, list[tuple[float, float]]]) -> list[Row]:
     rows += [Row(f"all time lost: {name}", values) for name, values in in_all.items() if name != "memcpy"]
     rows.append(ratio("stall: ours / memcpy", at_once["ours"], at_once["memcpy"], "<= 1.2"))
 
-    def against(what: str, of: dict[str, list[float]], kinds: list[str], wanted: str) -> None:
-        if kinds:
+    for what, of, wanted in (("stall", at_once, "<= 0.5"), ("all time lost", in_all, "<= 1")):
+        if kinds := [kind for kind in of if kind in DCP]:
             best = [min(values) for values in zip(*(of[kind] for kind in kinds), strict=True)]
-            rows.append(ratio(what, of["ours"], best, wanted))
-
-    against("stall: ours / better DCP", at_once, [kind for kind in at_once if kind in DCP[:2]], "<= 0.5")
-    against("stall: ours / better DCP, kept buffers", at_once, [kind for kind in at_once if kind in DCP[2:]], "<= 1")
-    against("all time lost: ours / best DCP", in_all, [kind for kind in in_all if kind in DCP], "<= 1")
+            rows.append(ratio(f"{what}: ours / better DCP", of["ours"], best, wanted))
     return rows
 
 
 def write_rows(found: dict[str, list[float]]) -> list[Row]:
-    bound = [copy + write for copy, write in zip(found["memcpy"], found["dd"], strict=True)]
-    return [
-        *(Row(f"save and wait: {name}", values) for name, values in found.items()),
-        ratio("save and wait: ours / dcp.save + fsync", found["ours"], found["dcp"], "<= 1"),
-        ratio("save and wait: ours / (memcpy + dd)", found["ours"], bound, "<= 1.3"),
-    ]
+    rows = [Row(f"save and wait: {name}", values) for name, values in found.items()]
+    return [*rows, ratio("save and wait: ours / dcp.save + fsync", found["ours"], found["dcp"], "<= 1")]
 
 
 def read_rows(found: dict[str, list[float]]) -> list[Row]:
     rows = [Row(f"restore: {name}", values) for name, values in found.items()]
-    rows.append(ratio("restore: ours / plain reads", found["ours"], found["plain reads"], "<= 1.4"))
-    return [*rows, ratio("restore: ours / dcp.load", found["ours"], found["dcp"])]
+    return [*rows, ratio("restore: ours / dcp.load", found["ours"], found["dcp"], "<= 1")]
 
 
 class Training:
@@ -171,9 +158,6 @@ class Bench:
         self.buffer = torch.empty(self.own_bytes // 4).fill_(1.0)  # its pages are there
         self.checkpointer = slurmtrain.Checkpointer(folder / "ours")
         self.group = dist.new_group(backend="gloo")
-        self.source = folder / f"source-{rank}"
-        self.source.write_bytes(os.urandom(BLOCK_BYTES) * (self.own_bytes // BLOCK_BYTES + 1))
-        os.sync()
 
     def together(self, action: Callable[[], object]) -> float:
         """Seconds that `action` takes on the slower rank, begun on all at once."""
@@ -205,16 +189,14 @@ class Bench:
         directory = self.folder / "dcp"
         dist.barrier()
         lost = seconds_of(lambda: save.save(self.training, directory))
-        lost += seconds_of(lambda: self.optimizer_step(save)) - usual_optimizer
+        lost += (
+            seconds_of(self.training.optimizer.step) - usual_optimizer
+        )  # a hook waits for what is still being copied
         in_all = lost
         while slowest(0.0 if save.done() else 1.0):
             in_all += seconds_of(self.training.step) - usual
         self.remove(directory)
         return slowest(lost), slowest(in_all)
-
-    def optimizer_step(self, save: OurAsync | DcpAsync) -> None:
-        save.before_optimizer_step()
-        self.training.optimizer.step()
 
     def save_ours(self) -> float:
         """With nothing else to do, as at a preemption."""
@@ -244,20 +226,8 @@ class Bench:
         self.remove(directory)
         return took
 
-    def dd(self) -> float:
-        """As many bytes on the disk; past the page cache, as ours writes, where the file system can."""
-        target = self.folder / f"dd-{self.rank}"
-        words = ["dd", f"if={self.source}", f"of={target}", "bs=16M", f"count={self.own_bytes}", "iflag=count_bytes"]
-        words.append("conv=fsync")
-        quiet = partial(subprocess.run, stderr=subprocess.DEVNULL, check=False)
-        took = self.together(lambda: quiet([*words, "oflag=direct"]).returncode == 0 or quiet(words))
-        assert target.stat().st_size == self.own_bytes
-        target.unlink()
-        os.sync()
-        return took
-
     def readers(self) -> dict[str, Callable[[], float]]:
-        """The last checkpoint of each into the live model, and plain reads of ours; from the disk."""
+        """The last checkpoint of each into the live model, from the disk."""
         saved = OurAsync(self.checkpointer)
         saved.save(self.training, self.folder)
         files = sorted(saved.pending.result().path.iterdir())
@@ -275,13 +245,6 @@ class Bench:
             model, optimizer = self.training.model, self.training.optimizer
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
-        def plain() -> None:
-            block = memoryview(bytearray(BLOCK_BYTES))
-            for path in files[self.rank :: RANKS]:
-                with path.open("rb", buffering=0) as file:
-                    while file.readinto(block):
-                        pass
-
         def cold(action: Callable[[], object]) -> float:
             os.sync()
             for path in (*files, *of_dcp.iterdir()):
@@ -289,7 +252,7 @@ class Bench:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             return self.together(action)
 
-        return {name: partial(cold, each) for name, each in (("ours", ours), ("dcp", load), ("plain reads", plain))}
+        return {name: partial(cold, each) for name, each in (("ours", ours), ("dcp", load))}
 
     def remove(self, directory: Path) -> None:
         """And wait for the disk: freeing gigabytes must not fall into the next measurement."""
@@ -310,9 +273,6 @@ class OurAsync:
         step = (self._checkpointer.last_step or 0) + 1
         self.pending = self._checkpointer.save(step, model=training.model, optimizer=training.optimizer)
 
-    def before_optimizer_step(self) -> None:
-        """A hook on the optimiser waits for what is still being copied."""
-
     def done(self) -> bool:
         """Committed, read back, and older ones removed."""
         return self.pending.done() and self._checkpointer.idle
@@ -322,19 +282,11 @@ class OurAsync:
 
 
 class DcpAsync:
-    """`dcp.async_save` on its own gloo group.
-
-    Args:
-        kind: "thread" and "process" are what DCP does when it is told nothing else: a fresh copy each time, made before
-            `async_save` returns. "kept": with a stager of one's own that copies in the background, into the same buffers each
-            time, the best that DCP can do.
-    """
+    """`dcp.async_save` on its own gloo group: a fresh copy each time, made before `async_save` returns."""
 
     def __init__(self, kind: str, group: dist.ProcessGroup):
-        self._group, process = group, "process" in kind
-        self._type = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
-        self._stager = DefaultStager(StagingOptions(False, process, True, False)) if "kept" in kind else None
-        self._staged: Future[Any] | None = None
+        self._group = group
+        self._type = AsyncCheckpointerType.PROCESS if "process" in kind else AsyncCheckpointerType.THREAD
 
     def save(self, training: Training, directory: Path) -> None:
         answer = dcp.async_save(
@@ -342,26 +294,14 @@ class DcpAsync:
             storage_writer=dcp.FileSystemWriter(directory),
             process_group=self._group,
             async_checkpointer_type=self._type,
-            async_stager=self._stager,
         )
-        if isinstance(answer, AsyncSaveResponse):
-            self._staged, self._written = answer.staging_completion, answer.upload_completion
-        else:
-            self._written = answer
-
-    def before_optimizer_step(self) -> None:
-        """Until the state may be changed."""
-        if self._staged is not None:
-            self._staged.result()
+        self._written = answer.upload_completion if isinstance(answer, AsyncSaveResponse) else answer
 
     def done(self) -> bool:
         return self._written.done()
 
     def close(self) -> None:
         """Give back all memory. DCP's process keeps what it has written last, and would stay for good."""
-        if self._stager is not None:
-            self._stager.close()
-        self._staged = self._stager = None
         del self._written
         _async_process_executor._CHECKPOINT_PROCESS = None
         gc.collect()

@@ -2,18 +2,14 @@
 
 Wanted: with one worker at least half as fast as slicing by hand, for the same windows and the same int64 tensors, by processor
 time, of which a node has little to spare (less where rows are masked or packed, which by hand they are not); the first batch
-after a resume at 10^11 tokens within 50 ms; best-fit packing that leaves less than 1 % free. And each mechanism of the way
-from a worker to its rank (shared memory, messages of several batches, compact rows) has to make some kind of data at least 10 %
-faster by processor time, or it has to go: `mechanisms` measures the loader with and without each.
+after a resume at 10^11 tokens within 50 ms.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +17,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -29,13 +24,8 @@ from numpy.typing import NDArray
 
 from slurmtrain.data import BatchLoader, Mixture, PreparedText
 from slurmtrain.data.format.manifest import KINDS, Manifest, Shard, Split, TokenizerFacts, shard_file
-from slurmtrain.data.format.packing import best_fit_rows
 from slurmtrain.data.format.reading import _opened
-from slurmtrain.data.loading import batches, loader, workers
-from slurmtrain.data.loading.batches import WholeBatch
-from slurmtrain.data.loading.samples import fetch_batches
-from slurmtrain.data.loading.shared_memory import Message
-from tests.bench.side_by_side import Row, in_turn, options, ratio, seconds_of, show
+from tests.bench.side_by_side import Row, in_turn, options, ratio, show
 from tests.support.prepared import write_shard
 
 BATCH, SEQUENCE, VOCABULARY = 8, 2048, 50_257
@@ -44,22 +34,17 @@ TOKENIZER = TokenizerFacts(kind="bytes", file=None, sha256=None, vocab_size=VOCA
 
 
 def main(words: list[str]) -> None:
-    only = ("batches", "mechanisms", "seek", "packing")
+    only = ("batches", "seek")
     chosen = options(__doc__, words, rounds=7, batches=1000, tokens=1 << 26, only=only)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         tokens, sparse = Path(name, "tokens"), Path(name, "sparse")
-        if {"batches", "mechanisms"} & set(chosen.only):
-            write_tokens(tokens, chosen.tokens)
         if "batches" in chosen.only:
+            write_tokens(tokens, chosen.tokens)
             show(f"batches of {BATCH} x {SEQUENCE}", batch_rows(tokens, chosen.rounds, chosen.batches))
-        if "mechanisms" in chosen.only:
-            show("with each mechanism / without, processor time", mechanisms(tokens, chosen.rounds, chosen.batches))
         if "seek" in chosen.only:
             took = seek(sparse, chosen.rounds)
             show("10^11 tokens", [Row("opened, and the first batch after a resume", took, "ms", "<= 50")])
-        if "packing" in chosen.only:
-            show("best fit", packing())
 
 
 def document_lengths(random: np.random.Generator, count: int) -> NDArray[np.int64]:
@@ -95,19 +80,6 @@ class ByHand:
         order = np.random.default_rng(0).permutation((len(self._tokens) - 1) // SEQUENCE)
         for first in range(0, len(order) // BATCH * BATCH, BATCH):
             yield self.get_batch(order[first : first + BATCH])
-
-
-class Images:
-    """Images as float arrays, some of them again and again, by a user's own `get_batch`."""
-
-    def __init__(self, side: int):
-        self._pixels = np.random.default_rng(0).random((64, 3, side, side), dtype=np.float32)
-
-    def __len__(self) -> int:
-        return 1 << 20
-
-    def get_batch(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        return {"inputs": torch.from_numpy(self._pixels[indices % 64]), "targets": torch.from_numpy(indices)}
 
 
 def sources_of(folder: Path) -> dict[str, Any]:
@@ -167,41 +139,6 @@ def batch_rows(folder: Path, rounds: int, count: int) -> list[Row]:
     return table
 
 
-def expanded_by_the_worker(*arguments: Any, **options: Any) -> Iterator[WholeBatch]:
-    for group in fetch_batches(*arguments, **options):
-        yield from (WholeBatch(rows.batch(), rows.num_targets) for rows in group.split())
-
-
-# What to replace for a loader that lacks it. Without room in shared memory, torch sends tensors its own way.
-MECHANISMS: dict[str, list[tuple[Any, str, Any]]] = {
-    "shared memory": [(Message, "_reserved", lambda *arguments: None), (batches, "SLOT_BYTES", -1)],
-    "messages of several batches": [(workers, "MESSAGE_S", 0.0)],
-    "compact rows": [(loader, "fetch_batches", expanded_by_the_worker)],
-}
-
-
-def loaded_without(mechanism: str, source: Any, count: int) -> Iterator[Any]:
-    with contextlib.ExitStack() as replaced:
-        for place, name, instead in MECHANISMS.get(mechanism, []):
-            replaced.enter_context(mock.patch.object(place, name, instead))
-        yield from loaded(source, 1, count)
-
-
-def mechanisms(folder: Path, rounds: int, count: int) -> list[Row]:
-    """One worker with and without each mechanism, for several kinds of data."""
-    sources = {**sources_of(folder), **{f"images of {side} x {side}": Images(side) for side in (32, 224)}}
-    rows, gains = [], dict[str, list[float]]()
-    for name, source in sources.items():
-        few = count // 10 if name == "images of 224 x 224" else count
-        made = {which: partial(loaded_without, which, source, few) for which in ("", *MECHANISMS)}
-        found = in_turn({which: partial(speed, each, few) for which, each in made.items()}, rounds)
-        for one in MECHANISMS:
-            pairs = zip(found[""], found[one], strict=True)
-            rows.append(Row(f"{one}: {name}", [whole[1] / lacking[1] for whole, lacking in pairs], "x"))
-            gains.setdefault(one, []).append(statistics.median(rows[-1].values))
-    return rows + [Row(f"{one}: the most", [max(gains[one])], "x", ">= 1.1") for one in MECHANISMS]
-
-
 def seek(folder: Path, rounds: int) -> list[float]:
     """Open 10^11 tokens in 100 shards and have the first batch of a run that goes on somewhere in its first epoch."""
     (folder / "train").mkdir(parents=True)
@@ -226,16 +163,3 @@ def seek(folder: Path, rounds: int) -> list[float]:
         return in_turn({"": first_batch}, rounds)[""]
     finally:
         gc.enable()
-
-
-def packing() -> list[Row]:
-    lengths = document_lengths(np.random.default_rng(0), 2_000_000)
-    rows = []
-    for length in (2048, 8192):
-        packed: list[Any] = []
-        took = seconds_of(lambda: packed.extend(best_fit_rows(np.cumsum(lengths).astype(np.uint64), 0, length)))  # noqa: B023
-        pieces, counts = packed
-        free = 100 * (1 - pieces["pairs"].sum(dtype=np.int64) / (len(counts) * length))
-        rows.append(Row(f"left free of rows of {length}", [free], "%", "<= 1"))
-        rows.append(Row(f"2 million documents into rows of {length}", [took]))
-    return rows

@@ -41,8 +41,8 @@ OPEN_KEYS = (
 ).split()
 BASES = (
     ["+cluster=a100x4", "submit", "--dry-run"],
-    ["+cluster=local", "job=command", "job.command=true", "render"],
-    ["+cluster=sandbox", "eval=job", "render"],
+    ["+cluster=local", "job=command", "job.command=true", "submit", "--dry-run"],
+    ["+cluster=sandbox", "eval=job", "submit", "--dry-run"],
     ["-m", "+cluster=a100x4", "train.seed=1,2", "submit", "--dry-run"],
 )
 

@@ -542,16 +542,16 @@ exec {shutil.which("touch")} "$@"
     assert (job["ExcNodeList"], job["Restarts"]) == (first.nodes[0], "2")
 
 
-def test_a_rendered_script_can_be_handed_to_sbatch_and_with_other_ranks_says_both_and_is_not_retried(
+def test_a_prepared_script_can_be_handed_to_sbatch_and_with_other_ranks_says_both_and_is_not_retried(
     project: Project,
 ) -> None:
     words = ["+cluster=sandbox", "cluster.sandbox=null", *counting(20)]
     jobs = {}
     for options in ([], ["--ntasks-per-node=2"]):
-        project.cluster.run([PYTHON, "-m", "slurmtrain", *words, "render", "-o", "job.sbatch"], cwd=project.path)
-        (rendered,) = {each.id: each for each in all_runs(project.path / "runs") if each.id not in jobs}.values()
-        command = ["sbatch", "--parsable", *options, "job.sbatch"]
-        jobs[rendered.id] = project.cluster.run(command, cwd=project.path).stdout.strip(), rendered
+        project.cluster.run([PYTHON, "-m", "slurmtrain", *words, "submit", "--prepare"], cwd=project.path)
+        (prepared,) = {each.id: each for each in all_runs(project.path / "runs") if each.id not in jobs}.values()
+        command = ["sbatch", "--parsable", *options, str(prepared.script)]
+        jobs[prepared.id] = project.cluster.run(command, cwd=project.path).stdout.strip(), prepared
     (job_id, plain), (_, other) = jobs.values()
     run = Run(plain, project.cluster, project.path)
     run.wait_until_done()

@@ -21,25 +21,12 @@ from slurmtrain.report.table_files import write_whole
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-KINDS = ("png", "svg")
 DPI, PIXELS_PER_INCH = 150, 72
 MARKERS = {
     "circle": "o", "triangle-up": "^", "triangle-down": "v", "line-ns": "|", "diamond": "D", "x": "x",
     "star": "*", "square": "s", "cross": "P",
 }  # fmt: skip
 MOST_NAMED = 20  # things that a legend lists
-
-
-def kind_of_picture(path: Path) -> str:
-    """Return the kind of picture that a file's name asks for, "png" or "svg".
-
-    Raises:
-        UsageError: another kind of file.
-    """
-    kind = path.suffix.lower().removeprefix(".")
-    if kind not in KINDS:
-        raise UsageError(f"cannot draw into {path.name!r}", hint="give a name that ends in .png or .svg")
-    return kind
 
 
 def draw_all(page: Page, folder: Path) -> list[Path]:
@@ -62,9 +49,8 @@ def draw(chart: Chart, path: Path) -> None:
     """Draw a chart into a PNG or SVG file.
 
     Raises:
-        UsageError: another kind of file, matplotlib is not installed, or the file cannot be written.
+        UsageError: matplotlib is not installed, or the file cannot be written.
     """
-    kind = kind_of_picture(path)
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -87,7 +73,7 @@ def draw(chart: Chart, path: Path) -> None:
         if 1 < len(chart.legend) <= MOST_NAMED:
             beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if chart.wide else {}
             axis.legend(fontsize="x-small", **beside)
-        figure.savefig(content, format=kind, dpi=DPI)
+        figure.savefig(content, format=path.suffix.removeprefix("."), dpi=DPI)
     write_whole(path, content.getvalue())
 
 

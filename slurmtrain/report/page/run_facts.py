@@ -39,7 +39,6 @@ class RunFacts:
         metrics_left_out: number of further metrics, which are not shown.
         goodput: its time by cause; None if it is not known.
         left_out: nodes that its latest job leaves out.
-        next_change: what the config is changed by before the next attempt.
         gpu_use: how busy the GPUs of the newest attempt were, by node.
         environment: what the newest attempt that recorded it ran with, in groups.
         hang_pages: number of an attempt that hung -> the page with the stacks of its ranks.

@@ -23,7 +23,6 @@ from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import node_shape
-from slurmtrain.launch.changes import apply_next_change
 from slurmtrain.report.status.sentences import how_to_continue
 from slurmtrain.runs.failures import record_killed_task
 from slurmtrain.runs.outcome import AttemptOutcome
@@ -176,9 +175,6 @@ class ThisMachine:
             remove_run(Path(self.config.checkpoint.local), self._run_dir.checkpoints, self._run_dir.id)
         if outcome.verdict is not Verdict.REQUEUE:
             return exit_code_of_run(outcome.verdict, outcome.reason, code)
-        if self._run_dir.next_change_file.exists():
-            apply_next_change(self._run_dir)
-            self._read_config()
         return None
 
 

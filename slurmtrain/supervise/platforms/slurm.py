@@ -77,10 +77,6 @@ class SlurmJob:
         from slurmtrain.supervise import anything_left
 
         over = anything_left.look(self._run_dir, self.config, self.job_id, self.client)
-        if over is Verdict.RESUBMIT and self._sharing == 1:
-            self.let_go_on([(self._run_dir, self._run_dir.attempt_numbers()[-1])])
-            return EXIT_REQUEUE
-        self._read_config()  # a change that waited for this start has been made
         # Not 0 after another end, which would start jobs that wait for the success of this run.
         return {Verdict.DONE: 0, Verdict.END: 1}.get(over) if over is not None else None
 

@@ -112,59 +112,12 @@ def test_one_changed_bit_is_found_wherever_it_is_and_nothing_live_is_touched(tmp
     assert open_below(tmp_path) == []
 
 
-class Disk:
-    """Stands in for pwrite and preadv: fails the n-th call, or does less than it was asked to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fail: int | None = None, at_most: int | None = None):
-        self.calls, self._fail, self._at_most = 0, fail, at_most
-        self._lock = threading.Lock()
-        self._pwrite, self._preadv = os.pwrite, os.preadv
-        monkeypatch.setattr(os, "pwrite", self.pwrite)
-        monkeypatch.setattr(os, "preadv", self.preadv)
-
-    def _count(self) -> None:
-        with self._lock:
-            self.calls += 1
-            if self.calls == self._fail:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
-        self._count()
-        return self._pwrite(descriptor, data[: self._at_most], offset)
-
-    def preadv(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        self._count()
-        return self._preadv(descriptor, [buffers[0][: self._at_most]], offset)
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("number", range(1, 7))
-def test_a_write_that_fails_in_any_thread_fails_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    with monkeypatch.context() as patch:
-        disk = Disk(patch, fail=number)
-        with pytest.raises(CheckpointError, match="Input/output error"):
-            save(tmp_path, model_of(6 * BLOCK))
-        assert disk.calls >= number
-    assert list(tmp_path.glob("checkpoint_*")) == [] and open_below(tmp_path) == []
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("number", [1, 7, 9])
-def test_a_read_that_fails_once_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    save(tmp_path, model := model_of(9000, 9000))
-    fresh = model_of(9000, 9000, seed=None)
-    with monkeypatch.context() as patch:
-        disk = Disk(patch, fail=number)
-        restore(tmp_path, fresh)
-    assert disk.calls >= number
-    assert_equal(fresh, model)
-
-
 @pytest.mark.usefixtures("small_blocks")
 def test_a_disk_that_does_a_part_of_it_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Disk(monkeypatch, at_most=700)
+    pwrite: Callable[..., int] = os.pwrite
+    preadv: Callable[..., int] = os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, data[:700], offset))
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][:700]], offset))
     check_round_trip(tmp_path, 2 * BLOCK + 77)
 
 

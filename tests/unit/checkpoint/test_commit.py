@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import signal
 import stat
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format import manifest as format_manifest
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import committed, set_aside, step_of
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest, read_manifest
-from slurmtrain.checkpoint.store import commit, retention
+from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import Incarnation, check_fence, claim
-from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.errors import CheckpointError
 
 FIRST, SECOND = Incarnation(1, "job 7, restart 0"), Incarnation(2, "job 7, restart 1")
@@ -64,82 +58,10 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_was_committed_is_read_back(directory: Path) -> None:
-    path = save(directory, 3)
-    manifest = read_manifest(path)
-    assert (manifest.step, manifest.incarnation, manifest.state) == (3, 1, {"step": 3})
-    assert blocks.find_damage(path, manifest.files.items()) == []
-    assert steps(directory) == [3]
-
-
 def test_checkpoints_are_ordered_by_step_beyond_seven_digits(directory: Path) -> None:
     for step in (9_999_999, 10_000_000, 5):
         save(directory, step)
     assert steps(directory) == [5, 9_999_999, 10_000_000]
-
-
-# Which call of which function of the commit the process dies in.
-KILLED_AT = {
-    "before the manifest": (format_manifest, "write_synced", 1),
-    "before COMPLETE": (format_manifest, "write_synced", 2),
-    "before the directory is synced": (commit, "fsync_directory", 1),
-    "before the rename": (commit, "check_fence", 1),
-}
-
-
-def killed_while_saving(directory: Path, module: ModuleType, name: str, number: int) -> None:
-    child = os.fork()
-    if child == 0:
-        original, calls = getattr(module, name), itertools.count(1)
-
-        def counted(*arguments: Any) -> Any:
-            if next(calls) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*arguments)
-
-        try:
-            temporary = commit.begin(directory, 2, FIRST)
-            setattr(module, name, counted)
-            finish(temporary, 2, FIRST)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("stage", KILLED_AT)
-def test_a_kill_during_the_commit_leaves_the_older_checkpoint_the_newest(directory: Path, stage: str) -> None:
-    save(directory, 1)
-    killed_while_saving(directory, *KILLED_AT[stage])
-    assert steps(directory) == [1]
-    claim(directory, SECOND)  # the next life
-    assert steps(directory) == [1]
-    assert sorted(path.name for path in directory.glob("checkpoint_*")) == ["checkpoint_0000001"]
-
-
-def test_a_kill_right_after_the_rename_leaves_the_checkpoint_whole(directory: Path) -> None:
-    save(directory, 1)
-    killed_while_saving(directory, commit, "fsync_directory", 2)
-    assert steps(directory) == [1, 2]
-    newest = committed(directory)[-1]
-    manifest = read_manifest(newest)
-    assert blocks.find_damage(newest, manifest.files.items()) == []
-
-
-def test_an_older_incarnation_may_not_begin_once_a_newer_one_has_started(directory: Path) -> None:
-    claim(directory, SECOND)
-    with pytest.raises(CheckpointError, match=r"incarnation 1 \(job 7, restart 0\) may not commit .* incarnation 2"):
-        commit.begin(directory, 1, FIRST)
-
-
-def test_an_older_incarnation_may_not_commit_what_it_had_begun(directory: Path) -> None:
-    save(directory, 1)
-    temporary = commit.begin(directory, 2, FIRST)
-    claim(directory, SECOND)
-    temporary.mkdir(exist_ok=True)  # its files were swept away, but an old rank may still be writing
-    with pytest.raises(CheckpointError, match="may not commit"):
-        commit.commit(temporary, manifest_of(2, {}), FIRST)
-    assert steps(directory) == [1]
 
 
 def test_an_older_incarnation_may_not_start_again(directory: Path) -> None:
@@ -172,14 +94,6 @@ def test_what_older_incarnations_left_behind_is_removed_by_the_next(directory: P
 def test_a_failed_save_of_the_same_incarnation_is_begun_afresh(directory: Path) -> None:
     (commit.begin(directory, 4, FIRST) / "half").write_text("half")
     assert list(commit.begin(directory, 4, FIRST).iterdir()) == []
-
-
-def test_pruning_keeps_the_newest(directory: Path) -> None:
-    for step in (1, 2, 3, 4):
-        save(directory, step)
-    assert retention.prune(directory, Keep(last=2), 1) == ["checkpoint_0000001", "checkpoint_0000002"]
-    assert steps(directory) == [3, 4]
-    assert not list(directory.glob("*removed*"))
 
 
 def test_after_a_save_a_power_cut_loses_no_byte_and_no_name_of_the_checkpoint_and_the_claim(
@@ -264,12 +178,6 @@ def test_a_manifest_that_names_a_path_outside_is_refused(directory: Path, name: 
     path = commit.commit(temporary, manifest_of(1, {name: FileRecord(1, "00")}), FIRST)
     with pytest.raises(CheckpointError, match="not a plain file name"):
         read_manifest(path)
-
-
-def test_a_final_name_without_complete_is_no_checkpoint(directory: Path) -> None:
-    save(directory, 1)
-    (save(directory, 2) / "COMPLETE").unlink()
-    assert steps(directory) == [1]
 
 
 def test_a_checkpoint_that_is_set_aside_is_out_of_sight_but_kept(directory: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slurmtrain.checkpoint import difference
-from slurmtrain.checkpoint.difference import as_numbers, differences, differing_tensors, size_of
+from slurmtrain.checkpoint.difference import differences, differing_tensors, size_of
 from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.errors import CheckpointError
 from tests.unit.checkpoint.test_export import Mixed, by_ranks, cut, save
@@ -75,11 +75,3 @@ def test_a_whole_comparison_tells_by_how_much_each_tensor_of_every_object_differ
     assert state == ["optimizer.param_groups.0.lr"]
     tensors, _ = differences(a, save(tmp_path / "d", model=model.double(), optimizer=optimizer))
     assert {each.why for each in tensors if each.name.startswith("model.")} == {"another shape or type"}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_bytes_become_the_numbers_that_they_stand_for(dtype: torch.dtype) -> None:
-    values = torch.tensor([1.5, -2.0, 0.0, 3e-5]).to(dtype)
-    found = as_numbers(values.view(torch.uint8).numpy().tobytes(), str(dtype).removeprefix("torch."))
-    assert found is not None and found.tolist() == values.double().tolist()
-    assert as_numbers(b"\0" * 8, "int64") is None

@@ -213,7 +213,7 @@ def _(forged: Forged) -> None:
 # Absurd numbers in index.bin.
 
 for place, label in enumerate(["schema", "data_start", "pieces", "dimensions", "own_bytes", "tensor"]):
-    for value in (-1, -HUGE, HUGE, 1 << 40, 7):
+    for value in (-1, HUGE, 7):
 
         @attack(f"{label} {value}")
         def _(forged: Forged, place: int = place, value: int = value) -> None:
@@ -285,44 +285,19 @@ for label, change in {
 
 WEIGHT, MOMENT = "model.weight", "optimizer.state.model.weight.exp_avg"
 for name in (WEIGHT, MOMENT):
-    for shape in (
-        [1 << 40],
-        [HUGE, HUGE],
-        [-1],
-        [-8, -8],
-        [0],
-        [8.0, 8.0],
-        ["8", "8"],
-        "88",
-        None,
-        8,
-        [8] * 500,
-        [True],
-    ):
+    for shape in ([1 << 40], [HUGE, HUGE], [-1], [-8, -8], [0], [8.0, 8.0], "88", None, [8] * 500):
 
         @attack(f"{name} of shape {str(shape)[:40]}")
         def _(forged: Forged, name: str = name, shape: Any = shape) -> None:
             forged.fact(name)[1] = shape
 
-    for dtype in (
-        "load",
-        "__class__",
-        "float32.x",
-        "complex32",
-        "quint8",
-        "bits8",
-        "float64",
-        "",
-        5,
-        None,
-        ["float32"],
-    ):
+    for dtype in ("load", "__class__", "complex32", "quint8", "float64", "", 5, None):
 
         @attack(f"{name} of dtype {dtype!r}")
         def _(forged: Forged, name: str = name, dtype: Any = dtype) -> None:
             forged.fact(name)[2] = dtype
 
-    for itemsize in (0, -4, 1, 1 << 40, HUGE, 4.0, "4", None):
+    for itemsize in (0, -4, HUGE, 4.0, None):
 
         @attack(f"{name} of itemsize {itemsize!r}")
         def _(forged: Forged, name: str = name, itemsize: Any = itemsize) -> None:
@@ -372,13 +347,13 @@ for key, values in {
 
 
 for name in (RANK, "index.bin"):
-    for size in (-1, 0, 1.5, "9", None, 10**30, True):
+    for size in (-1, 1.5, None, 10**30):
 
         @attack(f"{name} has {size!r} bytes")
         def _(forged: Forged, name: str = name, size: Any = size) -> None:
             forged.changes = lambda manifest: manifest["files"][name].update(size=size)
 
-    for digest in (5, None, "", ["x"]):
+    for digest in (5, ""):
 
         @attack(f"{name} has digest {digest!r}")
         def _(forged: Forged, name: str = name, digest: Any = digest) -> None:
@@ -494,7 +469,6 @@ ACTIONS: dict[str, Callable[[Path, Path], None]] = {
     "list": verb("list"),
     "verify": verb("verify"),
     "prune": verb("prune", "--keep-last", "2"),
-    "prune by metric": verb("prune", "--best", "1"),
     "export": verb("export", "out.safetensors", "--force"),
     "export to torch": verb("export", "out.pt", "--force"),
     "restore by path": lambda directory, path: restore(directory, path=path),

@@ -20,7 +20,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.checkpoint.format import directory as checkpoint_directory
 from slurmtrain.checkpoint.format.directory import remove
 from slurmtrain.checkpoint.store.retention import Keep, Kept, Soundness, in_use, leftovers, reading, surplus
 from slurmtrain.errors import CheckpointError
@@ -242,27 +241,6 @@ def test_a_pid_that_belongs_to_another_process_by_now_holds_no_checkpoint_back(c
     assert not marker.exists()
 
 
-def test_a_reader_whose_marker_may_not_be_looked_into_counts_for_an_hour(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    marker_of(checkpoint, THIS_HOST, os.getpid())
-
-    def forbidden(path: Path) -> str:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "read_text", forbidden)
-    assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
-    assert in_use(checkpoint.parent, time.time() + 1.1 * HOUR) == set()
-
-
-def test_what_is_no_marker_is_left_alone(checkpoint: Path) -> None:
-    stray = checkpoint.parent / ".readers" / ".nfs0001"
-    stray.parent.mkdir()
-    stray.touch()
-    assert in_use(checkpoint.parent, time.time()) == set()
-    assert stray.exists()
-
-
 def test_reading_goes_on_where_no_marker_can_be_made(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_only(path: Path, *_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system", str(path))
@@ -352,35 +330,6 @@ def test_nobody_sees_a_checkpoint_half_removed(checkpoint: Path, monkeypatch: py
     (leftover,) = leftovers(checkpoint.parent, now=time.time() + 2 * HOUR)
     remove(leftover, 8)
     assert names_in(checkpoint.parent) == []
-
-
-LEFT = "checkpoint_0000010.tmp-3 checkpoint_0000010.removed-3 checkpoint_0000011.removed-2 checkpoint_0000011.2.tmp-2"
-
-
-@pytest.mark.parametrize("order", [3, 7])
-def test_leftovers_are_removed_whoever_left_them(tmp_path: Path, order: int) -> None:
-    for name in LEFT.split():
-        aged(tmp_path / name, 1.0, files={"shard": 1.0})
-        remove(tmp_path / name, order)
-    assert names_in(tmp_path) == []
-
-
-def test_a_writer_that_lives_after_all_cannot_commit_half_of_what_was_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    temporary = aged(tmp_path / "checkpoint_0000010.tmp-3", 1.0, files={"shard": 1.0})
-    outcomes = []
-
-    def thawed(path: Path, **_: object) -> None:
-        try:
-            temporary.rename(tmp_path / "checkpoint_0000010")
-            outcomes.append("committed")
-        except FileNotFoundError:
-            outcomes.append("refused")
-
-    monkeypatch.setattr(checkpoint_directory, "fsync_directory", thawed)
-    remove(temporary, 7)
-    assert outcomes == ["refused"] and names_in(tmp_path) == []
 
 
 def test_many_may_remove_the_same_at_once(tmp_path: Path) -> None:

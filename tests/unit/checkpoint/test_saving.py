@@ -419,22 +419,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 MIB = 1 << 20
 
 
-def test_the_copy_of_the_state_locks_no_more_host_memory_than_it_needs_and_it_is_used_again(driver: Driver) -> None:
-    """torch's own page-locked memory has a power of two bytes, 1.9 times what a state needs that is just above one."""
-    first, second, third = Staging(), Staging(), Staging()
-    first.prepare(8 * MIB + 1)
-    (size,) = driver.locked.values()
-    assert size < 10 * MIB
-    first.release()
-    second.prepare(4 * MIB)
-    assert driver.asked == 1, "what the first has given back is enough"
-    second.prepare(20 * MIB)
-    (size,) = driver.locked.values()
-    assert 20 * MIB < size < 22 * MIB
-    third.prepare(MIB)
-    assert len(driver.locked) == 2, "both are in use"
-
-
 def test_memory_to_which_a_gpu_may_still_copy_is_never_given_to_others(driver: Driver) -> None:
     first, second = Staging(), Staging()
     image = first.stage(make_plan({}, RankGroup(None), None), {}, b"{}", guarded=(), optimizers=())
@@ -486,40 +470,6 @@ def test_metrics_and_config_are_in_the_manifest_and_numbers_may_be_those_of_torc
     manifest = read_manifest(saved.path)
     assert manifest.metrics == {"valid_loss": 0.5, "accuracy": 0.25}
     assert (manifest.step, manifest.config, manifest.run_id) == (5, {"width": 8}, "run")
-
-
-@pytest.mark.parametrize("state", [None, [1.5, None]])
-def test_optimizer_state_that_is_no_tensor_is_kept(training: Callable[..., Training], state: Any) -> None:
-    run = training()
-    run.step()
-    run.optimizer.state[next(run.model.parameters())]["history"] = state
-    run.save(1).result(PATIENCE_S)
-    other = training()
-    other.checkpointer.restore(model=other.model, optimizer=other.optimizer)
-    assert other.optimizer.state[next(other.model.parameters())]["history"] == state
-
-
-class Counting(nn.Module):
-    """Keeps a number that is neither a parameter nor a buffer, the way torch provides for."""
-
-    def __init__(self, count: int, kind: Callable[[int], Any]):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-        self.count, self._kind = count, kind
-
-    def get_extra_state(self) -> Any:
-        return self._kind(self.count)
-
-    def set_extra_state(self, state: Any) -> None:
-        self.count = int(state["seen"] if isinstance(state, dict) else state)
-
-
-@pytest.mark.parametrize("kind", [torch.tensor, lambda count: {"seen": count}], ids=["tensor", "dict"])
-def test_a_module_s_extra_state_is_restored(tmp_path: Path, kind: Callable[[int], Any]) -> None:
-    Checkpointer(tmp_path, asynchronous=False).save(1, module=Counting(7, kind))
-    other = Counting(0, kind)
-    Checkpointer(tmp_path).restore(module=other)
-    assert other.count == 7
 
 
 def test_who_is_told_has_recorded_the_save_before_anybody_may_leave_because_of_it(
@@ -647,15 +597,6 @@ def test_a_loop_of_ones_own_can_go_back_and_forget_what_came_after(training: Cal
     run.save(3).result(PATIENCE_S)
     assert run.steps == [1, 2, 3]
     assert run.checkpointer.restore(at_most=0, model=run.model, optimizer=run.optimizer) is None
-
-
-def test_the_newest_sound_checkpoint_outlives_those_of_a_trouble(training: Callable[..., Training]) -> None:
-    run = training(keep=Keep(last=2))
-    run.checkpointer.sound_step = 2
-    for step in range(1, 7):
-        run.save(step).result(PATIENCE_S)
-    run.checkpointer.close()
-    assert run.steps == [2, 5, 6]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

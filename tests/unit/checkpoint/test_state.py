@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint import random_state
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.errors import CheckpointError
 
@@ -57,27 +55,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def assert_equal_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    left, right = one.state_dict(), other.state_dict()
-    assert left["param_groups"] == right["param_groups"]
-    assert left["state"].keys() == right["state"].keys()
-    for number, fields in left["state"].items():
-        assert fields.keys() == right["state"][number].keys()
-        assert all(torch.equal(value, right["state"][number][name]) for name, value in fields.items())
-
-
-def test_a_fresh_optimizer_gets_its_state_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    model, optimizer = trained()
-    Checkpointer(tmp_path).save(3, model=model, optimizer=optimizer).result()
-    fresh_model, fresh_optimizer = trained(seed=1, steps=0)
-    Checkpointer(tmp_path).restore(model=fresh_model, optimizer=fresh_optimizer)
-    assert_equal_state(optimizer, fresh_optimizer)
-    for each, its in ((model, optimizer), (fresh_model, fresh_optimizer)):
-        step(each, its)
-    assert_equal_state(optimizer, fresh_optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh_model.parameters(), strict=True))
-
-
 def test_an_optimizer_saved_before_its_first_step_was_not_moved_and_is_restored_without_state(tmp_path: Path) -> None:
     """torch's own get_optimizer_state_dict runs a step to make the state, which advances AdamW (pytorch#164929)."""
     model, optimizer = trained(steps=0)
@@ -88,38 +65,6 @@ def test_an_optimizer_saved_before_its_first_step_was_not_moved_and_is_restored_
     other_model, other_optimizer = trained(seed=1, steps=2)
     Checkpointer(tmp_path).restore(model=other_model, optimizer=other_optimizer)
     assert other_optimizer.state_dict()["state"] == {}
-
-
-def test_several_models_optimizers_and_schedules_are_restored_together(tmp_path: Path) -> None:
-    def make(steps: int, rate: float) -> dict[str, Any]:
-        (model, optimizer), (other, _) = trained(steps=steps), trained(seed=2, steps=0)
-        second = torch.optim.SGD(other.parameters(), lr=0.01, momentum=0.9)
-        third = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(rate), foreach=False)
-        schedule = torch.optim.lr_scheduler.StepLR(second, step_size=2)
-        for _ in range(steps):
-            step(other, second)
-            schedule.step()
-        parameters = nn.ParameterList(third.param_groups[0]["params"])
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "other": other,
-            "second": second,
-            "parameters": parameters,
-            "third": third,
-            "schedule": schedule,
-        }
-
-    saved, restored = make(3, 0.25), make(0, 0.5)
-    Checkpointer(tmp_path).save(3, **saved).result()
-    Checkpointer(tmp_path).restore(**restored)
-    for name in ("optimizer", "second"):
-        assert_equal_state(saved[name], restored[name])
-    for name in ("model", "other"):
-        pairs = zip(saved[name].parameters(), restored[name].parameters(), strict=True)
-        assert all(torch.equal(one, two) for one, two in pairs)
-    assert restored["third"].param_groups[0]["lr"].item() == 0.25, "a rate that is a tensor"
-    assert restored["schedule"].state_dict() == saved["schedule"].state_dict()
 
 
 @pytest.mark.parametrize("name", ["foreach", "fused", "capturable", "differentiable"])
@@ -254,39 +199,3 @@ def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
     _, optimizer = trained()
     with pytest.raises(CheckpointError, match=r"shape \[4, 3\] that no given module has"):
         Checkpointer(tmp_path).save(1, optimizer=optimizer).result()
-
-
-def test_random_state_is_restored_for_python_torch_and_numpy() -> None:
-    generators = random_state.RandomState()
-    saved = generators.state_dict()
-    drawn = (random.random(), torch.rand(3), np.random.rand(3))
-    generators.load_state_dict(saved)
-    again = (random.random(), torch.rand(3), np.random.rand(3))
-    assert drawn[0] == again[0]
-    assert torch.equal(drawn[1], again[1])
-    assert np.array_equal(drawn[2], again[2])
-
-
-class WithMaster(torch.optim.SGD):
-    """Keeps a copy of its parameters in fp32, as optimisers for bf16 do, and a table of bytes."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state.setdefault("master", parameter.detach().float() + 1e-5)
-                state.setdefault("codes", torch.full_like(parameter, 201, dtype=torch.uint8))
-
-
-def test_optimizer_state_keeps_its_own_dtype(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 3).bfloat16()
-    optimizer = WithMaster(model.parameters(), lr=0.1)
-    optimizer.step()
-    Checkpointer(tmp_path).save(1, model=model, optimizer=optimizer).result()
-    fresh = torch.nn.Linear(3, 3).bfloat16()
-    restored = WithMaster(fresh.parameters(), lr=0.1)
-    Checkpointer(tmp_path).restore(model=fresh, optimizer=restored)
-    for field, dtype in (("master", torch.float32), ("codes", torch.uint8)):
-        found = restored.state[fresh.weight][field]
-        assert found.dtype == dtype
-        assert torch.equal(found, optimizer.state[model.weight][field])

@@ -283,7 +283,9 @@ class Wrapper(torch.optim.Optimizer):
 
 
 OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
+    "AdamW, its rate a tensor": lambda params: torch.optim.AdamW(
+        params, lr=torch.tensor(0.01), amsgrad=True, foreach=False
+    ),
     "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
     "ASGD": lambda params: torch.optim.ASGD(params, lr=0.01),
     "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),

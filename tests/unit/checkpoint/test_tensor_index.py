@@ -243,23 +243,6 @@ def index_of(files: Mapping[str, Sequence[tuple[str, Box]]], schema: TensorSchem
     return Index([schema], tables, {name: bytes([number] * 32) for number, name in enumerate(files)})
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\0" * 7,
-        b"\xff" * 8,
-        b"\2\0\0\0\0\0\0\0{}",
-        b"\2\0\0\0\0\0\0\0[]",
-        b"\4\0\0\0\0\0\0\0null",
-        b"\3" + b"\0" * 9,
-    ],
-)
-def test_what_is_no_index_is_told(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match=r"index\.bin cannot be read"):
-        Index.parse(data, {})
-
-
 # ------------------------------------------------------------------------------------------------------------ way back
 
 

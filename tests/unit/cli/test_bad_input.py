@@ -280,7 +280,7 @@ def test_an_interpolation_that_fails_does_not_show_the_secret_in_it(
     assert "sekritvalue" not in said + hint
 
 
-@pytest.mark.parametrize("verb", [["submit", "--dry-run"], ["render"], ["train"]])
+@pytest.mark.parametrize("verb", [["submit", "--dry-run"], ["submit", "--prepare"], ["train"]])
 def test_all_verbs_that_compose_refuse_the_same(
     verb: list[str], nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -379,15 +379,6 @@ def test_a_refused_submission_leaves_other_runs_alone(
     nothing_left.refuse("sbatch: error: no")
     refused(SLURM, capsys)
     assert list(project.glob("runs/train/*")) == kept
-
-
-def test_render_into_a_folder_that_is_not_there(
-    nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for target in ("no/such/job.sbatch", "."):
-        code, said, _ = refused(["+cluster=a100x4", "render", "-o", target], capsys)
-        assert code == EXIT_USAGE and f"cannot write {target}" in said
-    assert not (project / "runs").exists()
 
 
 # Runs that are meant wrongly.

@@ -92,7 +92,7 @@ def test_the_list_has_a_row_for_each_and_says_what_is_not_sound(run: RunDir) -> 
     checkpointer.close()
     row = rows(last())[1]
     assert (row[0], row[-1]) == ("checkpoint_0000020", "complete")
-    for part in ("1 rank, 2 tensors", "valid_loss 1", torch.__version__, "attempt 3, job 7"):
+    for part in ("1 rank, 2 tensors", "valid_loss 1"):
         assert part in row
     found = committed(run.checkpoints)
     (found[0] / SHARD).unlink()
@@ -122,6 +122,7 @@ def test_a_program_reads_the_same(run: RunDir) -> None:
         (30, True, False),
         (40, True, False),
     ]
+    assert (found[0]["torch"], found[0]["written_by"]) == (torch.__version__, "attempt 3, job 7")
     assert found[0]["metrics"] == {"valid_loss": 3.0} and found[0]["bytes"] > 64 * 64 * 4
     assert [each["sound"] for each in json.loads(last("verify", "--json", code=1))] == [True, False, True, True]
 
@@ -180,10 +181,6 @@ def test_prune_keeps_what_the_config_of_the_run_says_and_a_dry_run_says_the_same
     ("words", "left"),
     [
         (["--keep-last", "3"], [20, 30, 40]),
-        (["--keep-every", "20"], [20, 30, 40]),
-        (["--best", "1"], [20, 30, 40]),
-        (["--best", "1", "--mode", "max"], [10, 30, 40]),
-        (["--best", "2", "--metric", "valid_loss", "--mode", "min"], [20, 30, 40]),
         (["--damaged"], [10, 20, 30, 40]),
     ],
 )
@@ -237,11 +234,6 @@ def test_a_running_job_is_not_fenced_off_by_it(run: RunDir) -> None:
     ("words", "said"),
     [
         (["--keep-last", "1"], "'1' is not a whole number of at least 2"),
-        (["--keep-every", "-5"], "'-5' is not a whole number of at least 1"),
-        (["--metric", "loss"], "define which checkpoints are best"),
-        (["--best", "1", "--metric", "valid_los"], "no checkpoint was saved with the metric 'valid_los'"),
-        (["--best", "x"], "'x' is not a whole number of at least 1"),
-        (["--mode", "least"], "'least' is not a value of --mode"),
         (["--all"], "there is no option '--all'"),
     ],
 )
@@ -300,8 +292,6 @@ def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: Ru
         (["out", "--format", "hf"], 1, "it does not say what model it holds"),
         (["out.pt", "--format", "hf"], 2, "--format hf writes a folder, and out.pt is the name of a file"),
         (["out.pt", "--format", "safetensors"], 2, "out.pt is not a valid name for --format safetensors"),
-        (["out", "--format", "dcp", "--max-shard-size-gb", "1"], 2, "--max-shard-size-gb is for --format hf"),
-        (["out", "--format", "hf", "--max-shard-size-gb", "much"], 2, "'much' is not a number"),
         (["out"], 2, "out does not have the suffix of a known format"),
     ],
 )

@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from slurmtrain import __version__
-from slurmtrain.cli import main
+from slurmtrain.cli import main, remote
 from slurmtrain.cli.arguments import parse, visible_verbs
 from slurmtrain.cli.help import topics
+from slurmtrain.cli.sandbox import OF_SPEC
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.folders import PACKAGE, config_groups, shipped
 from slurmtrain.config.overrides import normalise
@@ -38,9 +39,9 @@ TREE = [
 # What may be typed.
 
 
-def test_the_output_file_of_render_may_be_called_like_a_verb(project: Path) -> None:
-    printed("-o", "status", "render", "+cluster=a100x4")
-    assert (project / "status").read_text().startswith("#!/bin/bash")
+def test_the_value_of_an_option_may_be_called_like_a_verb(project: Path) -> None:
+    (project / "status").mkdir()
+    assert printed("-cd", "status", "submit", "--dry-run", "+cluster=a100x4").startswith("#!/bin/bash")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,6 @@ def test_the_output_file_of_render_may_be_called_like_a_verb(project: Path) -> N
         ["+cluster=a100x4", "--dry-run", "submit", "cluster.nodes=2"],
         ["--dry-run", "cluster.nodes=2", "+cluster=a100x4", "submit"],
         ["cluster=a100x4", "cluster.nodes=2", "submit", "--dry-run"],
-        ["render", "cluster.nodes=2", "cluster=a100x4"],
     ],
 )
 def test_any_order_and_cluster_with_or_without_plus_mean_the_same(words: list[str], project: Path) -> None:
@@ -123,8 +123,8 @@ def test_a_config_path_is_searched_first_and_the_shipped_configs_after_it(
     answer = cli(*path, "--cfg", "job")
     assert "_target_: my_models.Shadow" in answer.stdout and "steps: 31" in answer.stdout, answer
     assert "partition: null" in answer.stdout and "dim: 96" in cli(*path, "--cfg", "job", "model=small").stdout
-    assert "#SBATCH --gpus-per-node=a100:4\n" in cli("render", *path).stdout
-    assert cli("render", *path, "-o", "job.sbatch").returncode == 0
+    assert "#SBATCH --gpus-per-node=a100:4\n" in cli("submit", "--dry-run", *path).stdout
+    assert cli("submit", "--prepare", *path).returncode == 0
     frozen = next(project.glob("runs/train/*/config.yaml")).read_text()
     assert "_target_: my_models.Shadow" in frozen and "steps: 31" in frozen
 
@@ -172,11 +172,12 @@ def test_the_help_of_every_verb_shows_its_usage_its_flags_and_examples_that_can_
     shown = capsys.readouterr()
     assert shown.err == ""
     assert shown.out.startswith("usage: python -m slurmtrain") and verb in shown.out.partition("\n\n")[0]
-    assert (VERBS[verb].examples and not VERBS[verb].topic) or VERBS[verb].topic in topics()
-    for example in VERBS[verb].examples:
-        line, _, what = example.partition("  # ")
-        assert re.search(rf"\n  python -m slurmtrain {re.escape(line)}( +# {re.escape(what)})?\n", shown.out + "\n")
-        assert parse(shlex.split(line.partition(" | ")[0])).verb in (verb, "submit")
+    assert verb == "help" or VERBS[verb].topic in topics()
+    examples = shown.out.partition("\nexamples:")[2].replace("\\\n", "")
+    lines = re.findall(r"^  (?:python -m )?slurmtrain (.*)$", examples, re.MULTILINE)
+    assert lines or verb == "help"
+    for line in lines:
+        assert parse(remote.split_host(shlex.split(line, comments=True))[1]).verb == verb
     assert max(map(len, shown.out.splitlines())) <= 140
 
 
@@ -265,7 +266,7 @@ def test_ctrl_c_while_a_verb_loads_is_silent(words: list[str], at: str, project:
         ("slurmtrain su", {"submit"}),
         ("slurmtrain +cluster=local drill la", {"last"}),
         ("slurmtrain drill --st", {"--steps", "--stop-at", "--stop-after"}),
-        ("slurmtrain re", {"render", "requeue", "resume", "requeue="}),
+        ("slurmtrain re", {"report", "requeue", "resume", "requeue="}),
     ],
 )
 def test_tab_completes_verbs_groups_options_and_fields(line: str, offered: set[str], cli: Cli) -> None:
@@ -300,7 +301,7 @@ def test_tab_offers_the_values_of_an_option(cli: Cli) -> None:
 
 def test_the_sizes_of_a_sandbox_that_the_help_names_are_its_own() -> None:
     asked = parse(["sandbox", "up"])
-    assert {name: getattr(asked, name) for name in vars(SandboxSpec())} == vars(SandboxSpec())
+    assert {name: getattr(asked, name) for name in OF_SPEC} == {name: vars(SandboxSpec())[name] for name in OF_SPEC}
 
 
 def test_tab_completes_the_ids_of_runs(cli: Cli, project: Path) -> None:
@@ -354,7 +355,7 @@ def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
 @pytest.mark.parametrize(
     ("words", "sentence", "hint"),
     [
-        ([], "no verb given", "submit, render, train, status"),
+        ([], "no verb given", "submit, train, status"),
         (["train.steps=3"], "no verb given", "--help"),
         (["submt"], "there is no verb 'submt'", "submit"),
         (["submt", "--", "python", "x.py"], "there is no verb 'submt'", "did you mean submit"),
@@ -390,15 +391,17 @@ def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
         ),
         (["submit", "--config-dir", "nowhere"], "there is no such folder", ""),
         (["submit", "--config-path", "nowhere"], "--config-path nowhere: there is no such folder", ""),
-        (["render", "-cp", "/proc/self"], "there is no config.yaml in this folder", "--config-dir"),
+        (["submit", "-cp", "/proc/self"], "there is no config.yaml in this folder", "--config-dir"),
         (["--config-path", "nowhere", "--cfg", "job"], "--config-path nowhere: there is no such folder", ""),
         (["--config-dir", "nowhere", "--cfg", "job"], "--config-dir nowhere: there is no such folder", ""),
         (["submit", "-cn", "nothing"], "nothing", ""),
         (["--cfg", "jb"], "'jb' is not a value of --cfg", "did you mean job"),
         (["submit", "=3"], "cannot read the override '=3'", "key=value"),
+        (["submit", "job.name=it's"], "in which a quote does not end", "it is typed \"job.name='it\\'s'\""),
+        (["submit", 'cluster.account=a"b'], "in which a quote does not end", "it is typed 'cluster.account="),
         (["submit", "cluster.container.image=a#b"], "cannot read the override 'cluster.container.image=a#b'", "quote"),
         (["submit", "cluster=3"], "there is no cluster called '3'", ""),
-        (["--multirun", "render", "train.steps=1,2"], "works with submit", "-m"),
+        (["--multirun", "train", "train.steps=1,2"], "works with submit", "-m"),
     ],
 )
 def test_what_cannot_be_understood_gets_one_sentence_and_the_nearest_name(
@@ -440,7 +443,6 @@ print("\\nHEAVY", code, ",".join(heavy))
         (["--version"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml,logging"),
         (["submt"], "torch,numpy,submitit,hydra,omegaconf,rich,jinja2,yaml,logging"),
         (["submit", "--dry-run", "cluster=a100x4"], "torch,numpy,submitit,rich"),
-        (["render", "cluster=a100x4"], "torch,numpy,submitit,rich"),
         (["status"], "torch,numpy,submitit,hydra,omegaconf"),
         (["status", "last"], "torch,numpy,submitit,hydra,omegaconf"),
         (["status", "--json"], "torch,numpy,submitit,hydra,omegaconf,rich"),
@@ -455,7 +457,7 @@ print("\\nHEAVY", code, ",".join(heavy))
 def test_a_verb_imports_only_what_it_needs(
     words: list[str], not_imported: str, cli: Cli, project: Path, slurm: FakeSlurm
 ) -> None:
-    printed("render", "+cluster=a100x4", "-o", "job.sbatch")
+    printed("submit", "--prepare", "+cluster=a100x4")
     run_dir = next(project.glob("runs/train/*"))
     (run_dir / "attempts" / "0001").mkdir()
     words = [str(run_dir) if word == "RUN" else word for word in words]
@@ -469,7 +471,7 @@ def test_a_verb_imports_only_what_it_needs(
 
 def test_a_run_is_meant_by_id_beginning_path_or_last(project: Path) -> None:
     for _ in range(2):
-        printed("render", "+cluster=a100x4", "-o", "job.sbatch")
+        printed("submit", "--prepare", "+cluster=a100x4")
     older, newer = sorted(project.glob("runs/train/*"), key=lambda path: path.stat().st_mtime_ns)
     # Two runs of one second are told apart by their random ends, not by their order.
     last = max(older.name, newer.name)
@@ -488,12 +490,12 @@ def test_a_run_is_meant_by_id_beginning_path_or_last(project: Path) -> None:
 def test_the_verbs_look_where_slurmtrain_runs_says_and_submit_puts_runs_there(
     project: Path, tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed("render", "+cluster=a100x4", "-o", "job.sbatch", f"job.runs_dir={tmp_path}/elsewhere")
+    printed("submit", "--prepare", "+cluster=a100x4", f"job.runs_dir={tmp_path}/elsewhere")
     refusal("status", "last")
     monkeypatch.setenv("SLURMTRAIN_RUNS", f"{tmp_path}/elsewhere")
     assert "prepared" in printed("status", "last")
     printed("+cluster=a100x4", "submit")
-    assert len(shown("status")) == 2 and [path.name for path in project.iterdir()] == ["job.sbatch"]
+    assert len(shown("status")) == 2 and [*project.iterdir()] == []
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -510,14 +512,14 @@ def test_the_next_steps_that_submit_prints_work_as_they_are(
     printed(*status)
 
 
-def test_a_rendered_run_remembers_which_slurm_it_is_for(project: Path, tmp_path: Path) -> None:
+def test_a_prepared_run_remembers_which_slurm_it_is_for(project: Path, tmp_path: Path) -> None:
     (tmp_path / "slurm.conf").write_text("")
     for words, known in [
         ([f"cluster.slurm_conf={tmp_path}/slurm.conf", "+cluster=a100x4"], f"{tmp_path}/slurm.conf"),
         (["+cluster=sandbox", "cluster.sandbox=surely-not-there"], None),
         (["+cluster=a100x4"], None),
     ]:
-        printed("render", "-o", "job.sbatch", *words)
+        printed("submit", "--prepare", *words)
         newest = max(project.glob("runs/train/*"), key=lambda path: path.stat().st_mtime_ns)
         assert json.loads((newest / "run.json").read_text())["slurm_conf"] == known
 

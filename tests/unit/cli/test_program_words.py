@@ -152,7 +152,7 @@ def test_what_only_a_rank_knows_is_filled_in_where_no_shell_does_it(words: list[
     ("line", "sentence"),
     [
         (["submit", "--"], "there is no program after --"),
-        (["--", "submit"], "works with submit and render and train and drill, not with no verb at all"),
+        (["--", "submit"], "works with submit and train and drill, not with no verb at all"),
         (["layout", "--", "python"], "not with layout"),
         (
             ["job.command=date", "submit", "--", "python"],

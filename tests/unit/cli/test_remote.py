@@ -153,7 +153,7 @@ def test_what_is_no_machine_is_refused(words: list[str], login: Path, slurm: Fak
     assert not (slurm.directory / "hosts").exists()
 
 
-@pytest.mark.parametrize("words", [["train"], ["render"], ["sandbox", "up"], []])
+@pytest.mark.parametrize("words", [["train"], ["sandbox", "up"], []])
 def test_what_is_for_this_machine_is_not_sent(words: list[str], login: Path, slurm: FakeSlurm) -> None:
     refusal(*LOGIN, *words)
     assert not (slurm.directory / "hosts").exists()

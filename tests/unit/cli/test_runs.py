@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import socket
 import time
 from collections.abc import Callable
@@ -102,6 +103,14 @@ def test_status_names_slow_ranks_with_node_and_part_and_shows_no_control_charact
     assert (first["node"], first["ranks"], first["share"], first["until"]) == ("n2", [3], 0.4, None)
 
 
+def test_the_overrides_that_status_shows_can_be_pasted_into_a_shell(make: Make) -> None:
+    words = ["job.name=it\\'s", "+cluster.env.A='b c'", "data.path=/x $HOME"]
+    run = make("finished")
+    run.update_info(overrides=words)
+    (line,) = (line for line in printed("status", run.id).splitlines() if line.startswith("  overrides: "))
+    assert shlex.split(line.partition(": ")[2]) == words
+
+
 def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make) -> None:
     done, waits = make("finished", losses={10: 2.0, 20: 1.0}), make("waiting")
     listed = shown("status")
@@ -116,7 +125,6 @@ def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make) -> None
         "evaluations": [],
         "left_out": [],
         "slow_ranks": [],
-        "next_change": [],
     }
     assert list(finished["attempts"][0]) == ATTEMPT_KEYS.split()
     assert (finished["state"], finished["alive"], finished["step"], finished["job_id"]) == ("finished", False, 20, None)

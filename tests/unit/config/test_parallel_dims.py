@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmtrain.cli import main
-from slurmtrain.cli.layout import ranks_text
+from slurmtrain.cli.plan import ranks_text
 from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import AXES, ParallelDims, parallel_dims_of
 

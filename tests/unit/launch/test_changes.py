@@ -1,4 +1,4 @@
-"""`resume RUN key=value` and `requeue RUN key=value`: what may change, what may not, and what becomes of a pending job."""
+"""`resume RUN key=value`: what may change, what may not, and what becomes of a pending job."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,10 +21,9 @@ from slurmtrain.launch.changes import change, changed, check_of_one_run, finish_
 from slurmtrain.planner.schedule import learning_rate
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.files import write_json
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import started, submitted_run
+from tests.support.runs import submitted_run
 
 OURS = compose(["cluster=a100x4", "cluster.nodes=4", "job.runs_dir=/runs"])
 THEIRS = dataclasses.replace(OURS, model={"_target_": "mine.Model", "width": 8})
@@ -173,27 +169,6 @@ def ended(waiting: RunDir, slurm: FakeSlurm) -> RunDir:
 
 
 @pytest.mark.parametrize(
-    ("mode", "why"),
-    [
-        ("requeue", "its job waits in the queue"),
-        ("chain", "the next jobs of its chain are in the queue"),
-        ("off", "it does not start again by itself"),
-    ],
-)
-def test_a_run_that_waits_or_whose_next_attempt_has_its_config_already_says_how_to_change_it(
-    mode: str, why: str, waiting: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = waiting.config_file.read_text()
-    waiting.config_file.write_text(text.replace("mode: requeue", f'mode: "{mode}"'))
-    before = waiting.config_file.read_text(), waiting.script.read_text(), waiting.info()
-    assert main(["requeue", waiting.id, "optim.lr=1e-4"]) == 1
-    said = capsys.readouterr().err
-    assert why in said and f"cancel it, then resume {waiting.id} optim.lr=1e-4" in said
-    assert (waiting.config_file.read_text(), waiting.script.read_text(), waiting.info()) == before
-    assert not waiting.next_change_file.exists()
-
-
-@pytest.mark.parametrize(
     ("words", "code", "said"),
     [
         (["train.steps=0"], EXIT_CONFIG, "train.steps=0 must be at least 1"),
@@ -253,92 +228,6 @@ def test_who_was_killed_before_the_run_was_submitted_types_the_same_again(
     (ended.attempts / "0001").mkdir()  # it has begun with them
     assert main(["resume", ended.id, "train.steps=+100"]) == 0
     assert load_frozen(ended.config_file).train.steps == steps + 200
-
-
-WAITS = """
-import os, pathlib, signal, sys, time
-if os.environ.get("MODE") == "after":
-    sys.exit(0)
-signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-pathlib.Path(os.environ["SLURMTRAIN_RUN_DIR"], "ready").touch()
-time.sleep(120)
-"""
-
-
-def test_a_run_at_work_has_the_changed_config_in_its_next_attempt(cli: Cli, project: Path) -> None:
-    (project / "step.py").write_text(WAITS)
-    words = ["+cluster=local", "job=command", "job.command=python3 step.py", "job.snapshot=cwd", "submit"]
-    process = subprocess.Popen([sys.executable, "-m", "slurmtrain", *words], cwd=project, env=dict(os.environ))
-    try:
-        until = time.monotonic() + 60
-        while not list(project.glob("runs/*/*/ready")) and time.monotonic() < until:
-            time.sleep(0.05)
-        (run,) = all_runs(project / "runs")
-        wrong = cli("requeue", "last", "train.steps=0")
-        assert wrong.returncode == 78 and not run.next_change_file.exists()
-        answer = cli("requeue", "last", "+cluster.env.MODE=after")
-        assert answer.returncode == 0 and "cluster.env.MODE: (not there) -> after" in answer.stdout, answer.stderr
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-    names = [json.loads(line)["event"] for line in run.events_file.read_text().splitlines()]
-    assert names.index("change asked") < names.index("changed") and run.attempt_numbers() == [1, 2]
-    assert not run.next_change_file.exists() and load_frozen(run.config_file).cluster.env == {"MODE": "after"}
-
-
-@pytest.mark.parametrize(
-    ("word", "start", "lr", "nodes"), [("optim.lr=1e-4", "go", 1e-4, 4), ("cluster.nodes=2", "resubmit", None, 4)]
-)
-def test_a_job_that_slurm_starts_again_by_itself_makes_the_kept_change_or_leaves_it_to_a_new_job(
-    waiting: RunDir,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    word: str,
-    start: str,
-    lr: float | None,
-    nodes: int,
-) -> None:
-    before = load_frozen(waiting.config_file)
-    (waiting.attempts / "0001").mkdir()
-    write_json(waiting.next_change_file, {"set": [word], "cwd": "/", "asked": 5.0})
-    capsys.readouterr()
-    assert main(["status", waiting.id]) == 0
-    assert f"next attempt: with {word}" in capsys.readouterr().out
-    assert main(["status", waiting.id, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["next_change"] == [word]
-    monkeypatch.setenv("SLURM_JOB_ID", "101")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert started(waiting) == start
-    now = load_frozen(waiting.config_file)
-    assert (now.optim.lr, now.cluster.nodes) == (lr or before.optim.lr, nodes)
-    assert waiting.next_change_file.exists() == (start == "resubmit")  # else the job that goes on would not know of it
-
-
-@pytest.mark.parametrize("kept", [["train.steps=0"], ["nothing.here=1"]])
-def test_a_kept_change_that_cannot_be_made_any_more_lets_the_run_go_on_without_it(
-    kept: list[str], waiting: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = waiting.config_file.read_text()
-    (waiting.attempts / "0001").mkdir()
-    write_json(waiting.next_change_file, {"set": kept, "cwd": "/"})
-    monkeypatch.setenv("SLURM_JOB_ID", "101")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert started(waiting) == "go" and not waiting.next_change_file.exists()
-    assert waiting.config_file.read_text() == before
-    (event,) = [event for event in waiting.events() if event["event"] == "not changed"]
-    assert event["set"] == kept and kept[0].partition("=")[0].partition(".")[0] in event["why"]
-
-
-def test_a_kept_change_is_made_once(waiting: RunDir) -> None:
-    """Its maker was killed before it could remove the file."""
-    from slurmtrain.launch.changes import apply_next_change
-
-    for _ in range(2):
-        write_json(waiting.next_change_file, {"set": ["train.steps=700"], "cwd": "/"})
-        assert apply_next_change(waiting)
-    assert len(waiting.info()["changes"]) == 1 and load_frozen(waiting.config_file).train.steps == 700
 
 
 @pytest.mark.parametrize(

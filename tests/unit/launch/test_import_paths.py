@@ -122,10 +122,10 @@ def test_a_package_that_is_installed_editable_under_another_name_than_its_folder
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)
     install(python, root / "delta")
     try:
-        said = call(python, root, "-m", "slurmtrain", "+cluster=a100x4", "render", code=EXIT_CONFIG)
+        said = call(python, root, "-m", "slurmtrain", "+cluster=a100x4", "submit", "--prepare", code=EXIT_CONFIG)
         assert f"{root}/delta/sources is imported by the import hook __editable___delta" in said
         assert "job.snapshot=none" in said and not (root / "runs").exists()
-        call(python, root, "-m", "slurmtrain", "+cluster=a100x4", "job.snapshot=none", "render")
+        call(python, root, "-m", "slurmtrain", "+cluster=a100x4", "job.snapshot=none", "submit", "--prepare")
     finally:
         call(Path(sys.executable), root, "-m", "pip", "--python", str(python), "uninstall", "-q", "-y", "delta")
 

@@ -49,13 +49,13 @@ def quoted(value: str) -> str:
 
 
 def rendered(capsys: Out, *words: str) -> str:
-    assert main([*words, "render"]) == 0
+    assert main([*words, "submit", "--dry-run"]) == 0
     return capsys.readouterr().out
 
 
 def srun_words(capsys: Out, *words: str) -> list[str]:
-    """The words by which the ranks are started, as `render --explain` shows them."""
-    assert main([*words, "render", "--explain", "--json"]) == 0
+    """The words by which the ranks are started, as `submit --explain` shows them."""
+    assert main([*words, "submit", "--explain", "--json"]) == 0
     lines = [line["line"] for line in json.loads(capsys.readouterr().out)]
     return shlex.split(" ".join(lines[lines.index("srun") :]))
 
@@ -229,7 +229,7 @@ def test_every_line_that_does_something_knows_why_it_is_there(
     (project / "token").touch(0o600)
     (project / "token").write_text("a-secret-token")
     script = rendered(capsys, *words)
-    assert main([*words, "render", "--explain", "--json"]) == 0
+    assert main([*words, "submit", "--explain", "--json"]) == 0
     lines = json.loads(capsys.readouterr().out)
     of_script = script.splitlines()
     assert [line["line"] for line in lines][: len(of_script) + 3] == [
@@ -259,24 +259,23 @@ def test_every_line_that_does_something_knows_why_it_is_there(
             assert field in why(begin), begin
 
 
-def test_render_explains_below_each_line_for_people(project: Path, slurm: FakeSlurm, capsys: Out) -> None:
-    words = ["+cluster=a100x4", "cluster.nodes=2", "render"]
-    assert main(words) == 0
+def test_submit_explains_below_each_line_for_people(project: Path, slurm: FakeSlurm, capsys: Out) -> None:
+    words = ["+cluster=a100x4", "cluster.nodes=2", "submit"]
+    assert main([*words, "--dry-run"]) == 0
     script = capsys.readouterr().out.splitlines()
     assert main([*words, "--explain"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^#SBATCH --nodes=2\n +\| cluster.nodes", shown, re.MULTILINE)
     assert all(line.strip() in shown for line in script)
-    assert main([*words, "--explain", "-o", "job.sbatch"]) == 2
-    assert main([*words, "--json"]) == 2
+    assert main([*words, "--explain", "--prepare"]) == 2
     assert not (project / "runs").exists()
 
 
-# One source: render, --dry-run and submit.
+# One source: --dry-run, --prepare and submit.
 
 
 @pytest.mark.parametrize("where", ["outside of git", "in git", "in a folder of a git work tree"])
-def test_dry_run_render_and_submit_give_the_same_text(
+def test_dry_run_prepare_and_submit_give_the_same_text(
     where: str, project: Path, slurm: FakeSlurm, capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = project
@@ -290,17 +289,16 @@ def test_dry_run_render_and_submit_give_the_same_text(
     assert main([*words, "submit", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert not (folder / "runs").exists() and slurm.jobs == []
-    assert rendered(capsys, *words) == shown
     assert main([*words, "submit"]) == 0
     submitted = next(folder.glob("runs/train/*"))
-    assert main([*words, "render", "-o", "job.sbatch"]) == 0
-    of_script = next(path for path in folder.glob("runs/train/*") if path != submitted)
+    assert main([*words, "submit", "--prepare"]) == 0
+    prepared = next(path for path in folder.glob("runs/train/*") if path != submitted)
 
     def with_placeholder(text: str, run_dir: Path) -> str:
         return text.replace(str(run_dir), str(run_dir.with_name("RUN_ID")))
 
     assert with_placeholder(slurm.submitted[0], submitted) == shown
-    assert with_placeholder((folder / "job.sbatch").read_text(), of_script) == shown
+    assert with_placeholder((prepared / "job.sbatch").read_text(), prepared) == shown
     assert (submitted / "job.sbatch").read_text() == slurm.submitted[0]
 
 

@@ -85,19 +85,6 @@ def test_a_gpu_gets_the_numbers_of_the_cpu() -> None:
     assert all(torch.equal(value.cpu(), drawn().state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def test_a_stage_of_a_pipeline_has_the_parameters_of_the_whole() -> None:
-    whole = drawn().state_dict()
-    with torch.device("meta"):
-        stage: Any = Decoder(**SIZES)
-    stage.embedding = None
-    del stage.blocks["0"]
-    stage.to_empty(device="cpu")
-    stage.initialize(5)
-    state = stage.state_dict()
-    assert {name.split(".")[1] for name in state if name.startswith("blocks.")} == {"1", "2"}
-    assert all(torch.equal(value, whole[name]) for name, value in state.items())
-
-
 def test_a_wrapped_block_starts_as_the_bare_one() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -1,19 +1,15 @@
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hydra.utils import instantiate
-from torch.nn import functional as F
 
 from slurmtrain.config.compose import compose
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
-from slurmtrain.models.attention import CausalAttention, Mask
-from slurmtrain.models.decoder import rotary_angles, rotate
 from slurmtrain.planner.shape import DecoderShape
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -77,95 +73,6 @@ def test_the_presets_have_the_parameters_of_the_published_models() -> None:
         assert DecoderShape.of(config.model).num_parameters() == parameters
         if name.startswith("llama3"):
             assert model.blocks["0"].attention.rope_scaling.factor == (32 if name in ("llama3_1b", "llama3_3b") else 8)
-
-
-def test_a_token_sees_only_those_before_it() -> None:
-    model, original = decoder(), tokens()
-    changed = original.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % 50
-    difference = (model(original) - model(changed)).abs().amax(dim=(0, 2))
-    assert torch.all(difference[:9] == 0)
-    assert torch.all(difference[9:] > 0)
-
-
-def test_the_loss_starts_at_the_logarithm_of_the_vocabulary() -> None:
-    batch = tokens()
-    loss = F.cross_entropy(decoder()(batch).flatten(0, 1), batch.roll(-1, dims=1).flatten())
-    assert loss.item() == pytest.approx(math.log(50), abs=0.1)
-
-
-def test_a_small_text_is_learnt_by_heart() -> None:
-    model, batch = decoder(), tokens(batch=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(60):
-        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.1
-
-
-def test_projections_into_the_residual_stream_start_smaller_with_depth() -> None:
-    model = decoder(dim=128, n_layers=8)
-    first: Any = model.blocks["0"]
-    assert first.attention.query.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    assert first.attention.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
-    assert first.feed_forward.down.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
-
-
-def test_grouped_heads_are_multi_head_attention_with_repeated_keys_and_values() -> None:
-    grouped, full = decoder(), decoder(n_kv_heads=4)
-    state = grouped.state_dict()
-    for name in [name for name in state if ".key." in name or ".value." in name]:
-        state[name] = state[name].view(2, 8, 32).repeat_interleave(2, dim=0).view(32, 32)
-    full.load_state_dict(state)
-    torch.testing.assert_close(grouped(tokens()), full(tokens()))
-
-
-def test_rotary_positions_make_attention_depend_on_distance_alone() -> None:
-    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0))
-
-    def score(query_position: int, key_position: int) -> float:
-        cos, sin = rotary_angles(torch.tensor([query_position, key_position]), 8, 10000.0)
-        return (rotate(q, cos[:1], sin[:1]) * rotate(k, cos[1:], sin[1:])).sum().item()
-
-    assert score(7, 4) == pytest.approx(score(103, 100), abs=1e-4)
-    assert score(7, 4) != pytest.approx(score(7, 5), abs=1e-3)
-    assert score(0, 0) == pytest.approx((q * k).sum().item())
-
-
-def test_a_stage_takes_up_where_the_one_before_has_ended() -> None:
-    whole, first, last = decoder(), decoder(), decoder()
-    first.norm = None
-    del first.blocks["1"]
-    del last.blocks["0"]
-    stream = first(tokens())
-    assert stream.shape == (2, 16, 32)
-    assert torch.equal(last(stream), whole(tokens()))
-
-
-def test_a_part_of_a_sequence_stands_where_its_positions_say() -> None:
-    model, batch = decoder(), tokens(seq_len=8)
-    assert torch.equal(model(batch, torch.arange(8)), model(batch))
-    torch.testing.assert_close(model(batch, torch.arange(8) + 5), model(batch))  # distances are the same
-    assert not torch.allclose(model(batch, torch.arange(8) * 2), model(batch), atol=1e-5)
-
-
-def test_attention_can_be_replaced() -> None:
-    model: Any = decoder()
-    shapes = []
-
-    class Noted(CausalAttention):
-        def __call__(
-            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, mask: Mask | None = None
-        ) -> torch.Tensor:
-            shapes.append((q.shape, k.shape, v.shape, dropout))
-            return super().__call__(q, k, v, dropout, mask)
-
-    for block in model.blocks.values():
-        block.attention.attend = Noted()
-    assert torch.equal(model(tokens()), decoder()(tokens()))
-    assert shapes == [((2, 16, 4, 8), (2, 16, 2, 8), (2, 16, 2, 8), 0.0)] * 2
 
 
 def test_parameters_and_flops_are_counted_as_published() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -36,25 +35,6 @@ def test_a_line_torn_by_a_kill_is_dropped(tmp_path: Path) -> None:
         assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
         write_steps(path, 4, 4, resume_step=10)
         assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4]
-
-
-def test_a_record_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "run" / "metrics.jsonl", 0)
-    log.write(1, loss=2.5, note="first")
-    assert read_metrics(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "note": "first"}]
-    log.close()
-
-
-def test_floats_keep_every_bit(tmp_path: Path) -> None:
-    values = [0.1 + 0.2, 1e-320, math.pi * 1e300, -0.0]
-    log = MetricsLog(tmp_path / "m", 0)
-    for value in values:
-        log.write(0, loss=value)
-    log.write(0, loss=math.nan)
-    log.close()
-    read = [record["loss"] for record in read_metrics(tmp_path / "m")]
-    assert [value.hex() for value in read[:-1]] == [value.hex() for value in values]
-    assert math.isnan(read[-1])
 
 
 def test_a_kill_while_dropping_records_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,36 +157,6 @@ def test_what_a_full_disk_refuses_is_written_later_and_in_order(
     log.close()
     assert (tmp_path / "m.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert caplog.text.count("No space left on device") == 1 and "can be written again" in caplog.text
-
-
-def test_a_step_back_on_a_full_disk_is_made_up_for_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, whole = tmp_path / "m.jsonl", tmp_path / "whole.jsonl"
-    write_steps(whole, 1, 12, resume_step=0)
-    disk, log = Disk(monkeypatch), MetricsLog(path, 0)
-    for step in range(1, 9):
-        log.write(step, loss=0.5)
-    log.rewind(0)
-    for step in range(1, 6):
-        log.write(step, loss=1 / step)
-    with monkeypatch.context() as failing:
-
-        def cannot_be_cut(*args: object) -> None:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        failing.setattr(metrics, "_drop", cannot_be_cut)
-        log.rewind(4)
-        disk.full = True
-        for step in range(5, 10):
-            log.write(step, loss=1 / step if step < 8 else 0.5)
-        log.rewind(7)
-        log.write(8, loss=1 / 8)
-    disk.full = False
-    for step in range(9, 13):
-        log.write(step, loss=1 / step)
-    log.close()
-    assert path.read_bytes() == whole.read_bytes()
 
 
 def test_the_oldest_records_are_lost_when_too_many_wait(

@@ -81,74 +81,6 @@ def test_the_steps_of_the_config_are_a_range() -> None:
             validate(compose([*words, *more]))
 
 
-def test_a_file_counts_when_it_is_whole_and_is_taken_once(run: RunDir) -> None:
-    switch = ProfileSwitch(run, ProfileRequest())
-    switch.look()
-    assert switch.asked() is None
-    run.profile_switch.touch()
-    switch.look()
-    assert switch.asked() is None  # perhaps an editor has just begun to write it
-    run.profile_switch.write_text("steps=7")
-    switch.look()
-    assert switch.asked() is None
-    switch.look()
-    asked = switch.asked()
-    assert asked is not None and asked.steps == 7
-    switch.take()
-    assert not run.profile_switch.exists() and switch.asked() is None
-    switch.look()
-    assert switch.asked() is None
-    switch.give_back()
-    assert run.profile_switch.read_text() == "steps=7"
-    run.profile_switch.unlink()
-    switch.look()
-    switch.give_back()
-    assert not run.profile_switch.exists()
-
-
-def lost(run: RunDir) -> list[str]:
-    """Return what the next attempt says when it looks for the file for the first time."""
-    before = len(events(run)) if run.events_file.exists() else 0
-    switch = ProfileSwitch(run, ProfileRequest())
-    switch.look()
-    switch.look()
-    assert not run.profile_taken.exists() and switch.asked() is None
-    return [each["sentence"] for each in (events(run)[before:] if run.events_file.exists() else [])]
-
-
-def test_a_profile_that_was_under_way_when_its_attempt_was_killed_is_said_to_be_lost(run: RunDir) -> None:
-    switch = ProfileSwitch(run, ProfileRequest())
-    run.profile_switch.write_text("steps=7")
-    switch.look()
-    switch.look()
-    switch.take()  # and then SIGKILL
-    (said,) = lost(run)
-    assert (
-        said
-        == "the profile that was asked for with 'steps=7' is lost: the attempt that began it ended before it was there"
-    )
-    assert str(run.profile_refused) in events(run)[0]["hint"] and run.profile_refused.read_text() == "steps=7"
-    assert lost(run) == []  # it is said once
-
-    run.profile_refused.rename(run.profile_switch)  # as the hint says
-    switch.look()
-    switch.look()
-    switch.take()
-    switch.done()
-    assert lost(run) == []
-
-
-def test_a_profile_that_the_config_asks_for_gets_lost_in_the_same_way(run: RunDir) -> None:
-    switch = ProfileSwitch(run, ProfileRequest())
-    request = ProfileRequest(3, None, True)
-    switch.begun(request)
-    switch.look()
-    assert run.profile_taken.exists()  # it is this attempt's own
-    (said,) = lost(run)
-    assert "'steps=3 ranks=all stacks=true' is lost" in said
-    assert parse_request(run.profile_refused.read_text(), ProfileRequest()) == request
-
-
 @pytest.mark.parametrize("make", ["unknown", "link", "folder", "large"])
 def test_a_file_that_cannot_be_read_is_set_aside_and_the_run_goes_on(make: str, run: RunDir) -> None:
     path = run.profile_switch
@@ -196,19 +128,6 @@ def test_ranks_that_are_not_there_are_refused_by_name(run: RunDir) -> None:
     profiling.begin(10)
     assert not profiling.active and not profiling.wanted and not run.profiles.exists()
     assert events(run)[0]["sentence"] == "ranks 5, 7 do not exist: this attempt has rank 0 alone"
-
-
-def test_ranks_that_are_not_there_beside_others_are_named_when_the_profile_begins_and_when_it_is_there(
-    run: RunDir, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("slurmtrain.observe.profiling.StepProfiler", Mock())
-    told: list[Any] = []
-    profiling = Profiling(run, OneRank(), on_gpu=False, event=lambda event, values: told.append(values))
-    profiling.begin(10, request=ProfileRequest(1, (0, 5)), warmup=0)
-    assert caplog.messages == ["rank 5 does not exist: this attempt has rank 0 alone; profiling rank 0"]
-    said = profiling.step()
-    assert said is not None and said.endswith("(rank 5 does not exist: this attempt has rank 0 alone)")
-    assert told[0]["ranks"] == [0] and told[0]["remark"] == "rank 5 does not exist: this attempt has rank 0 alone"
 
 
 def test_a_profile_that_cannot_begin_ends_nothing(run: RunDir) -> None:

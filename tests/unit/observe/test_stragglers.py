@@ -73,7 +73,7 @@ def named_after(
 
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("phase", [Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_a_rank_that_is_slowed_by_half_in_one_part_is_named_with_it_within_20_windows(
     noise: str, phase: Phase, ranks: int
 ) -> None:
@@ -149,16 +149,3 @@ def test_the_slowest_rank_of_the_last_window_is_known() -> None:
     detector.look(window(np.random.default_rng(0), 4, normal, {(3, Phase.FORWARD_BACKWARD): 2.0}))
     assert detector.slowest is not None
     assert detector.slowest.rank == 3 and 1.5 < detector.slowest.ratio < 2.0
-
-
-def test_thousands_of_ranks_are_looked_at_in_a_moment() -> None:
-    import time
-
-    generator = np.random.default_rng(0)
-    told = generator.uniform(0.9, 1.1, (4096, NUMBERS)).tolist()
-    for numbers in told[::2]:
-        numbers[1] *= 2  # and half of them stand out
-    detector = StragglerDetector([0] * 4096)
-    began = time.process_time()
-    detector.look(told)
-    assert time.process_time() - began < 0.5

@@ -21,7 +21,7 @@ from slurmtrain.errors import EXIT_USAGE, UnreadableRecordError
 from slurmtrain.report.page import units
 from slurmtrain.report.page.contents import Chart, Page
 from slurmtrain.report.page.pictures import draw
-from slurmtrain.report.page.render import TEMPLATES, render
+from slurmtrain.report.page.render import render
 from slurmtrain.report.page.run_facts import read_run
 from slurmtrain.report.page.run_page import run_page
 from slurmtrain.report.page.sentences import what_to_do
@@ -488,35 +488,6 @@ def test_a_report_goes_to_standard_output_or_into_a_file_named_by_the_run(runs: 
 
 
 # What is drawn.
-
-
-def luminance(color: str) -> float:
-    """Relative luminance as WCAG 2.1 defines it."""
-    parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_words_and_what_is_drawn_stand_out_from_what_is_behind_them(theme: str) -> None:
-    style = (TEMPLATES / "page.css").read_text()
-    light, dark = style.split("@media (prefers-color-scheme: dark)")
-    found = dict(re.findall(r"--([a-z0-9_-]+): (#[0-9a-f]{6})", light if theme == "light" else dark))
-    assert len(found) == 33
-    for background in ("bg", "card"):
-        for name in ("text", "muted", "accent"):
-            assert contrast(found[name], found[background]) >= 4.5, name
-    assert contrast(found["text"], found["mark"]) >= 4.5
-    for mood in ("good", "bad", "busy", "still"):
-        assert contrast(found["on"], found[mood]) >= 4.5, mood
-    # Waits are pale on purpose, and have an edge.
-    drawn = found.keys() - {"bg", "card", "text", "muted", "edge", "on", "mark", "queue", "stopped"}
-    assert {name: ratio for name in drawn if (ratio := contrast(found[name], found["card"])) < 3} == {}
 
 
 def columns_of(series: Series, columns: int, low: float, high: float) -> dict[int, list[float]]:

@@ -10,9 +10,7 @@ import pytest
 
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import UsageError
-from slurmtrain.report.page.pictures import draw
-from slurmtrain.report.scaling import ScalingTest, chart_of, scaling_test
+from slurmtrain.report.scaling import ScalingTest, scaling_test
 from slurmtrain.report.step_times import RECORDS, StepTimes, read_step_times, step_times
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.sweep.scaling import scaling_configs
@@ -74,18 +72,6 @@ def test_other_models_are_measured_without_a_plan() -> None:
 
 def test_one_size_alone_has_nothing_to_compare() -> None:
     assert a_test(times(1.0, 0.0)).doublings == ()
-
-
-def test_it_is_drawn_into_a_file_and_another_kind_of_file_is_refused(tmp_path: Path) -> None:
-    found = a_test(times(1.0, 0.0), times(1.0, 0.04), times(1.0, 0.60))
-    chart = chart_of(found)
-    assert [trace["name"] for trace in chart.figure["data"]] == ["ideal", "measured", "planned"]
-    assert chart.figure["data"][1]["text"][-1].endswith(", communication (dp_replicate)")
-    for kind, begins in (("png", b"\x89PNG"), ("svg", b"<?xml")):
-        draw(chart, tmp_path / f"scaling.{kind}")
-        assert (tmp_path / f"scaling.{kind}").read_bytes().startswith(begins)
-    with pytest.raises(UsageError, match="cannot draw into"):
-        draw(chart, tmp_path / "scaling.pdf")
 
 
 def test_configs_of_a_weak_test_keep_the_batch_of_each_node() -> None:

@@ -198,21 +198,6 @@ def test_a_run_that_cannot_be_read_is_left_out_and_said(run: RunDir, root: Path)
     assert len(found["left_out"]) == 1 and "ended: expected" in found["left_out"][0]
 
 
-def test_a_run_at_work_and_one_that_cannot_be_read_are_in_the_table_of_many(
-    run: RunDir, root: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slurm.add("5", state="RUNNING")
-    for number in range(3, 9):
-        finished(root, f"2026010{number}-000000-000cc", hours=number)
-    finished(root).attempt(1).record_file.write_text('{"ended": "late"}')
-    files = RunFiles(root / "alive/20260109-000000-000dd", job_ids=["5"], user="root")
-    files.event(0, "submitted", job_id="5")
-    files.attempt(1, 100, job="5", started=100)
-    monkeypatch.setattr(time, "time", lambda: T0 + 7200)
-    alone = shown("--by", "run")
-    assert len(alone["rows"]) == 8 and alone["rows"][-1]["running"] and len(alone["left_out"]) == 1
-
-
 def test_jobs_that_evaluate_count_with_their_run(run: RunDir) -> None:
     files = RunFiles(run.evaluation(100).path, job_ids=["11"])
     files.event(300, "submitted", job_id="11")

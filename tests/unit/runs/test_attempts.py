@@ -855,7 +855,7 @@ def test_spare_nodes_and_standby_ranks_that_nothing_could_use_are_refused(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, why in REFUSED:
-        assert main(["render", *words]) == EXIT_CONFIG, words
+        assert main(["submit", "--dry-run", *words]) == EXIT_CONFIG, words
         assert why in capsys.readouterr().err, words
     for words in (["requeue=off", "requeue.in_place=true"], ["requeue.mode=chain"]):
-        assert main(["render", "cluster=a100x4", "cluster.spare_nodes=1", *words]) == 0
+        assert main(["submit", "--dry-run", "cluster=a100x4", "cluster.spare_nodes=1", *words]) == 0

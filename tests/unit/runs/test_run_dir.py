@@ -68,7 +68,7 @@ def test_events_of_several_writers_stay_whole_and_torn_ones_are_skipped(
 ) -> None:
     run = RunDir(tmp_path)
     assert run.events() == []
-    run.event(Event.RENDERED)
+    run.event(Event.RESUME_ASKED)
     with run.events_file.open("a") as file:
         file.write('{"time": 1, "eve')  # whoever wrote it was killed, or the disk was full
     run.event(Event.SUBMITTING, token="T")
@@ -76,7 +76,7 @@ def test_events_of_several_writers_stay_whole_and_torn_ones_are_skipped(
     with monkeypatch.context() as patch:  # a line that the system takes in parts
         patch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
         run.event(Event.SUBMITTED)
-    assert [event["event"] for event in run.events()] == ["rendered", "submitting", "submitted"]
+    assert [event["event"] for event in run.events()] == ["resume asked", "submitting", "submitted"]
 
     def write_50() -> None:
         for _ in range(50):

@@ -114,7 +114,7 @@ def test_arithmetic_agrees_with_the_model_that_is_built(words: list[str]) -> Non
 def test_layout_memory_tells_bytes_and_whether_they_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slurmtrain.cli.layout.memory_by_dry_run", dry_run)
+    monkeypatch.setattr("slurmtrain.launch.memory_check.memory_by_dry_run", dry_run)
     assert main([*TIGHT, "layout", "--memory", "--json"]) == 0
     (stage,) = json.loads(capsys.readouterr().out)["memory"]
     (here,) = dry_run(compose([word.lstrip("+") for word in TIGHT]))

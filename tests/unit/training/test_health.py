@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -14,8 +13,7 @@ from slurmtrain.choices import OnNonfinite
 from slurmtrain.config.schema import TrainConfig
 from slurmtrain.training.health import Action, Health, deviation
 from slurmtrain.training.hooks.nonfinite_guard import skip_sentence
-from slurmtrain.training.ranks import TrainingRanks
-from slurmtrain.training.step_numbers import LAG, NumbersReader, StepNumbers
+from slurmtrain.training.step_numbers import StepNumbers
 from slurmtrain.training.undo import RunningBuffers
 
 
@@ -92,40 +90,6 @@ def test_a_new_level_is_no_spike_for_ever() -> None:
     for number in range(1, 40):
         health.look(step(number, 2.0 if number < 20 else 5.0), config)
     assert not health.spiking and health.sound_step == 38
-
-
-def test_what_is_remembered_survives_json_and_other_versions() -> None:
-    health = Health(skipped=2, sound_step=7, losses=[1.5], due="because")
-    values = json.loads(json.dumps({**health.to_json(), "of another version": 1}))
-    assert Health.from_json(values) == health and Health.from_json({}) == Health()
-    numbers = StepNumbers(3, (16, 24), math.nan, math.inf, 2, None)
-    assert repr(StepNumbers.from_json(json.loads(json.dumps(numbers.to_json())))) == repr(numbers)
-
-
-def read(reader: NumbersReader) -> StepNumbers | None:
-    return reader.finish(reader.own_part())
-
-
-def test_numbers_are_known_two_steps_later_also_after_a_save() -> None:
-    reader = NumbersReader(TrainingRanks())
-    found = []
-    for number in range(1, 7):
-        known = read(reader)
-        found.append(known.step if known is not None else None)
-        reader.note(number, (0, 8), torch.tensor(4.0 * number), torch.tensor(1.0), 4)
-        if number == 4:  # a save reads everything, and nothing is due earlier for that
-            restored = NumbersReader(TrainingRanks())
-            restored.restore([StepNumbers.from_json(each.to_json()) for each in reader.read_all()])
-            reader = restored
-    assert found == [None] * LAG + [1, 2, 3, 4]
-    assert [(each.step, each.loss) for each in reader.take_all()] == [(5, 5.0), (6, 6.0)] and read(reader) is None
-
-
-def test_a_loss_that_is_not_finite_names_its_rank() -> None:
-    reader = NumbersReader(TrainingRanks())
-    reader.note(1, (0, 8), torch.tensor(math.nan), torch.tensor(math.nan), 4)
-    (numbers,) = reader.take_all()
-    assert (numbers.failed_ranks, numbers.failed_rank, numbers.finite) == (1, 0, False)
 
 
 def test_running_statistics_come_back_when_an_update_is_skipped() -> None:
