@@ -6,11 +6,13 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ import slurmtrain
 from slurmtrain.report.status.state import RunStatus
 from tests.slurm.project import Project, Run, make_project
 from tests.support.children import children
+from tests.support.gloo import wait_until
 from tests.support.local_runs import assert_same_bits
 from tests.support.slurm_cluster import Cluster
 
@@ -34,7 +37,15 @@ WAYS = (
     *("preemption", "kill of a rank", "kill of the supervisor", "kill of srun", "scancel", "scontrol requeue"),
     *("the verb requeue", "SIGSTOP", "time limit", "restart of the controller"),
 )
-one_restart_at_a_time = threading.Lock()
+controller = threading.RLock()
+
+
+class Waiting(Cluster):
+    """Its commands wait while a test has the controller down: only the runs are to be disturbed by that."""
+
+    def run(self, *args: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+        with controller:
+            return super().run(*args, **options)
 
 
 def kill(*pids: int) -> None:
@@ -82,10 +93,11 @@ def disturb(run: Run, way: str, chance: random.Random) -> None:
             )
             slurm.run(["scontrol", "update", f"JobId={run.job_id}", "TimeLimit=60"])
         case "restart of the controller":
-            with one_restart_at_a_time:
+            with controller:
                 slurm.run(["scontrol", "shutdown", "slurmctld"])
                 time.sleep(chance.uniform(0, 3))  # for so long nobody answers
                 slurm.sandbox.start_node("slurmctld")
+                wait_until(slurm.sandbox.node_states, "answering")
 
 
 def begun(run: Run, number: int) -> bool:
@@ -136,7 +148,7 @@ def soak(project: Project, lane: str, number: int, ways: tuple[str, ...]) -> tup
 
 @pytest.fixture(scope="module")
 def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    return make_project(tmp_path_factory.mktemp("soak") / "project", sandbox)
+    return make_project(tmp_path_factory.mktemp("soak") / "project", Waiting(sandbox.sandbox))
 
 
 def test_runs_that_are_disturbed_at_any_moment_finish_with_the_same_bits_and_drain_no_node(project: Project) -> None:
