@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import slurmtrain
+from slurmtrain.errors import ClusterError
 from slurmtrain.report.status.state import RunStatus
 from tests.slurm.project import Project, Run, make_project
 from tests.support.children import children
@@ -62,6 +63,14 @@ def supervisor_and_srun(run: Run) -> list[int]:
         return []
 
 
+def controller_started(cluster: Cluster) -> bool:
+    try:
+        cluster.sandbox.start_node("slurmctld")
+    except ClusterError:  # the one before has not left yet
+        return False
+    return True
+
+
 def disturb(run: Run, way: str, chance: random.Random) -> None:
     """Do this to a run that has a job. What is not there at that moment cannot be hurt: the next try may find it."""
     slurm = run.cluster
@@ -96,7 +105,7 @@ def disturb(run: Run, way: str, chance: random.Random) -> None:
             with controller:
                 slurm.run(["scontrol", "shutdown", "slurmctld"])
                 time.sleep(chance.uniform(0, 3))  # for so long nobody answers
-                slurm.sandbox.start_node("slurmctld")
+                wait_until(lambda: controller_started(slurm), "started")
                 wait_until(slurm.sandbox.node_states, "answering")
 
 
