@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from slurmtrain.control.runs import Status as Status
     from slurmtrain.control.runs import open_run as open_run
     from slurmtrain.control.runs import submit as submit
+    from slurmtrain.data.exact_loader import DataLoader as DataLoader
     from slurmtrain.data.loading.workers import ignore_stop_signals as ignore_stop_signals
     from slurmtrain.parallel.ddp import warm_up_ddp_buckets as warm_up_ddp_buckets
     from slurmtrain.runtime.api import exit_for_requeue as exit_for_requeue
@@ -43,12 +44,14 @@ _PUBLIC = {
     "stop_requested": "slurmtrain.runtime.api",
     "exit_for_requeue": "slurmtrain.runtime.api",
     "Checkpointer": "slurmtrain.runtime.own_checkpointer",
+    "DataLoader": "slurmtrain.data.exact_loader",
     "Keep": "slurmtrain.checkpoint.store.retention",
     "warm_up_ddp_buckets": "slurmtrain.parallel.ddp",
     "ignore_stop_signals": "slurmtrain.data.loading.workers",
 }
 __all__ = [
     "Checkpointer",
+    "DataLoader",
     "Keep",
     "MapRun",
     "Run",

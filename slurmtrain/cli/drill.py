@@ -38,7 +38,6 @@ def main(arguments: argparse.Namespace) -> int:
         leaving_s=arguments.leaving,
         tolerance=arguments.tolerance,
         within_min=arguments.within,
-        keep=arguments.keep,
     )
     if plan.stop_at >= plan.steps:
         raise UsageError(f"--stop-at {plan.stop_at}: expected a step before --steps {plan.steps}")

@@ -24,7 +24,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.planner.calibration import calibrated
 from slurmtrain.planner.fit import check_fits, in_gb, memory_of, most_bytes
-from slurmtrain.planner.hardware import EFFICIENCY, Hardware, hardware_of
+from slurmtrain.planner.hardware import Hardware, hardware_of
 from slurmtrain.planner.plan import Candidate, Plan, check_plannable, plan_of, search
 from slurmtrain.planner.saving import PARAMETER_BYTES
 from slurmtrain.planner.scaling import WORTH_IT, first_not_worth_it
@@ -135,7 +135,8 @@ def _notes(plan: Plan, asked: Config, measured: Measured | None) -> list[str]:
     notes, config = list(plan.hardware.notes), plan.config
     if measured is None and plan.step is not None:
         notes.insert(
-            0, f"{EFFICIENCY:.0%} of the peak assumed for computation; --from RUN takes what a run has measured"
+            0,
+            f"{plan.hardware.efficiency:.0%} of the peak assumed for computation; --from RUN takes what a run has measured",
         )
     if len(usable_sizes(asked)) > 1:  # on the fewest nodes, ranks hold most of a sharded model
         fewest = next(extreme_sizes(asked))

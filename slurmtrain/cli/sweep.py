@@ -10,21 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.choices import Backend
-from slurmtrain.cli.columns import (
-    GAP,
-    PROGRESS,
-    View,
-    counts,
-    doubts,
-    print_table,
-    progress_cells,
-    remark,
-    show,
-    summary,
-    table_lines,
-    terminal_width,
-    urgency,
-)
+from slurmtrain.cli import columns
 from slurmtrain.cli.json_output import emit, point_object, print_json
 from slurmtrain.cli.multirun import run_on_this_machine
 from slurmtrain.cli.stop import say_which
@@ -61,20 +47,21 @@ def _status(sweep: Sweep, options: argparse.Namespace) -> int:
     def value() -> dict[str, Any]:
         now = states_of(sweep)
         rows = [point_object(point, now[point.run_id]) for point in sweep.points()]
-        return {"sweep": sweep.id, "states": counts(now.values()), "points": rows}
+        return {"sweep": sweep.id, "states": columns.counts(now.values()), "points": rows}
 
-    return show(options, lambda: _view(sweep, running_first=options.watch), value)
+    return columns.show(options, lambda: _view(sweep, running_first=options.watch), value)
 
 
-def _view(sweep: Sweep, *, running_first: bool) -> View:
+def _view(sweep: Sweep, *, running_first: bool) -> columns.View:
     """Return all points; with --watch those that run before those that wait and those that have ended."""
     points, now = sweep.points(), states_of(sweep)
     headline = _headline(sweep, points, now)
     if running_first:
-        points.sort(key=lambda point: urgency(now[point.run_id]))
+        points.sort(key=lambda point: columns.urgency(now[point.run_id]))
     # A process that waits for its points may be about to begin the next ones.
     over = not any(state.alive for state in now.values()) and not is_claimed(sweep.path)
-    return View([headline, "", *table_lines(*_table(points, now), terminal_width())], doubts(now.values()), over)
+    table = columns.table_lines(*_table(points, now), columns.terminal_width())
+    return columns.View([headline, "", *table], columns.doubts(now.values()), over)
 
 
 def _table(points: Sequence[Point], now: Mapping[str, RunState]) -> tuple[list[str], list[list[str]]]:
@@ -82,9 +69,16 @@ def _table(points: Sequence[Point], now: Mapping[str, RunState]) -> tuple[list[s
     for point in points:
         its = now[point.run_id]
         attempts = str(len(its.attempts))
-        cells = [*point.varied.values(), its.status, *progress_cells(its), attempts, point.run_id, remark(its)]
+        cells = [
+            *point.varied.values(),
+            its.status,
+            *columns.progress_cells(its),
+            attempts,
+            point.run_id,
+            columns.remark(its),
+        ]
         rows.append([str(point.number), *cells])
-    return ["point", *(points[0].varied if points else ()), "state", *PROGRESS, "attempts", "run", ""], rows
+    return ["point", *(points[0].varied if points else ()), "state", *columns.PROGRESS, "attempts", "run", ""], rows
 
 
 def _headline(sweep: Sweep, points: Sequence[Point], now: Mapping[str, RunState]) -> str:
@@ -93,7 +87,7 @@ def _headline(sweep: Sweep, points: Sequence[Point], now: Mapping[str, RunState]
     # Prepared runs are started later on this machine, or when there is room for more jobs.
     begins = [its for its in now.values() if its.alive or its.status == RunStatus.PREPARED]
     waiting = [its.progress for its in begins if its.status != RunStatus.RUNNING]
-    words = [f"{sweep.id}: {summary(counts(now.values())) or 'no points yet'}"]
+    words = [f"{sweep.id}: {columns.summary(columns.counts(now.values())) or 'no points yet'}"]
     eta_s = eta_of_all(waiting, running)
     if eta_s is not None:
         words.append(f"about {roughly(eta_s)} left")
@@ -130,11 +124,11 @@ def _print_collected(table: collect.Table) -> None:
     header = [printable(name) for name in table.columns]
     rows = [[printable(short(cell)) for cell in row] for row in table.rows]
     wanted = len(table.varied) + 4 if table.goal is None else table.columns.index(table.goal.column) + 1
-    widths = [max(map(len, column)) + GAP for column in zip(header, *rows, strict=True)]
-    width = terminal_width()
-    while wanted < len(header) and (width is None or sum(widths[: wanted + 1]) - GAP <= width):
+    widths = [max(map(len, column)) + columns.GAP for column in zip(header, *rows, strict=True)]
+    width = columns.terminal_width()
+    while wanted < len(header) and (width is None or sum(widths[: wanted + 1]) - columns.GAP <= width):
         wanted += 1
-    print_table(header[:wanted], [row[:wanted] for row in rows])
+    columns.print_table(header[:wanted], [row[:wanted] for row in rows])
     if left_out := header[wanted:]:
         print(f"\n{len(left_out)} more columns have no room: {', '.join(left_out)}")
 
@@ -151,7 +145,7 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
         print(f"{len(submission.runs)} runs of {sweep.id} are submitted: job {', '.join(submission.submitted)}")
         _say_what_fails_again(sweep, submission.runs)
     elif submission.limit is None:
-        print(f"there is nothing to retry in {sweep.id}: {summary(counts(states_of(sweep).values()))}")
+        print(f"there is nothing to retry in {sweep.id}: {columns.summary(columns.counts(states_of(sweep).values()))}")
     submission.check()
     return 0
 

@@ -95,6 +95,7 @@ class Verb(NamedTuple):
         return its._replace(arguments=[*self.arguments, *its.arguments], topic=self.topic)
 
 
+WAYS = ("early_signal", "requeue", "crash", "in_place", "preemption")
 STATES = (
     *("prepared", "waiting", "starting", "running", "suspended", "stopping", "requeued", "held", "unknown"),
     *("finished", "stopped", "pruned", "failed", "lost", "unreadable"),
@@ -140,13 +141,8 @@ VERBS: dict[str, Verb] = {
         (
             option("--dry-run", "print exactly what sbatch would get, and submit nothing"),
             option("--explain", "as --dry-run, with the config field or SLURM requirement that each line comes from"),
-            option(
-                "--prepare", "make the run directory, and leave its sbatch script to you, to edit and submit by hand"
-            ),
-            option(
-                "--follow",
-                "show the output of rank 0 until the run has ended; exit code 0: finished, 75: stopped, 78: config, 1: else",
-            ),
+            option("--prepare", "make the run directory with its script, for you to edit and hand to sbatch"),
+            option("--follow", "show rank 0 until the run has ended; exit code 0, or 75: stopped, 78: config, 1: else"),
             option("--after RUN[,RUN]", "start when these runs have finished"),
             option("--from BUNDLE", "run a file of `runs bundle`; key=value changes its config", dest="bundle"),
             option("--array-parallelism N", "with -m: train at most N points at a time", whole(1)),
@@ -208,15 +204,13 @@ VERBS: dict[str, Verb] = {
         function="stop.main",
     ),
     "preempt": Verb(
-        "Send a run the signal of a preemption, to test what happens. It saves, exits, is requeued and resumes; the "
-        "output says how long that took.",
+        "Send a run the signal of a preemption, to test what happens, and say how long it took to stop.",
         (RUN, JSON),
         "clusters",
         function="stop.main",
     ),
     "requeue": Verb(
-        "Save and start again; start a waiting or held job now. It keeps its config: cancel, then resume RUN KEY=VALUE, "
-        "changes it.",
+        "Save and start again, with the same config; start a waiting or held job now.",
         (RUN, JSON),
         "quickstart",
         function="stop.main",
@@ -228,18 +222,13 @@ VERBS: dict[str, Verb] = {
         "code 0: everything that could be tried has passed, 1: something has failed, 75: nothing was judged.",
         (
             OPTIONAL_RUN,
-            option(
-                "--ways WAY,...",
-                "of early_signal, requeue, crash, in_place and preemption; default: all for the site, early_signal for "
-                "a run of your own",
-            ),
+            option("--ways WAY,...", f"of {', '.join(WAYS)}; default: all for the site, else early_signal"),
             option("--leaving SECONDS", "let a training take this long to stop, as yours might", number(), default=0.0),
             option("--steps N", "number of steps to train", whole(2), default=16),
             option("--stop-at N", "interrupt it after this step; default: half of --steps", whole(1)),
             option("--stop-after SECONDS", "when to interrupt a program that reports no steps; default: 30", number()),
             option("--tolerance X", "relative difference up to which values are equal", number(), default=1e-6),
             option("--within MIN", "end everything after this time, queue included", number(0.1), default=30.0),
-            option("--keep", "keep the folder of its runs even if everything has passed"),
             JSON,
         ),
         "drill",
@@ -352,8 +341,7 @@ VERBS: dict[str, Verb] = {
                     option("OUT", "a folder for --format hf, peft and dcp; FILE.safetensors, FILE.pt or FILE.pth"),
                     option(
                         "--format hf|peft|safetensors|torch|dcp",
-                        "hf: for transformers, vLLM and others, with adapters merged; peft: adapters only; dcp: for "
-                        "torch.distributed.checkpoint; default: by OUT's suffix",
+                        "hf merges adapters, peft has them alone; default: by suffix",
                     ),
                     STEP,
                     option("--only NAME", "the object that was saved as NAME", default="model"),
@@ -404,8 +392,7 @@ VERBS: dict[str, Verb] = {
         composes=True,
     ),
     "scale": Verb(
-        "Train a few steps on 1, 2, 4 and more nodes: efficiency of each doubling, and the bottleneck. Repeating the "
-        "command submits only what is missing, and shows the results.",
+        "Train a few steps on 1, 2, 4 and more nodes: efficiency of each doubling, and the bottleneck.",
         (
             option("--nodes 1,2,4", "numbers of nodes to measure; default: 1, 2, 4, ... up to cluster.nodes"),
             option("--strong", "the same global batch at all sizes; by default it grows with the nodes"),
@@ -419,8 +406,7 @@ VERBS: dict[str, Verb] = {
         composes=True,
     ),
     "preflight": Verb(
-        "Check the nodes of an allocation like the config's, without training. Every training does the quick part by "
-        "itself (preflight=off|quick|full).",
+        "Check the nodes of an allocation like the config's, without training.",
         (
             option("--full", "also measure GPUs, collectives and pairs of nodes; takes about a minute"),
             NO_WAIT,
@@ -430,8 +416,7 @@ VERBS: dict[str, Verb] = {
         composes=True,
     ),
     "prepare": Verb(
-        "Turn raw text into tokenised shards; verify them. If it was stopped, the same command continues. As a job: "
-        "job=prepare ... submit.",
+        "Turn raw text into tokenised shards; verify them. As a job: job=prepare ... submit.",
         (),
         "data",
         composes=True,

@@ -66,6 +66,12 @@ FUNCTIONS = create_functions()
 SHORT = 200  # characters of an override that a hint repeats
 # Puts a value into a word of job.command that stands in single quotes.
 OmegaConf.register_new_resolver("in_quotes", lambda value: str(value).replace("'", "'\"'\"'"), replace=True)
+# What suits the size of a model, for conf/optim and conf/data: Llama 3 was pretrained at 3e-4, 1.5e-4 and 8e-5 with a dim of
+# 4,096, 8,192 and 16,384, and on 8,192 tokens (arXiv:2407.21783, table 3 and section 3.4).
+OmegaConf.register_new_resolver(
+    "lr_of", lambda model: min(3e-3, float(f"{1.23 / (model.get('dim') or 1):.2g}")), replace=True
+)
+OmegaConf.register_new_resolver("seq_len_of", lambda model: min(model.get("max_seq_len") or 256, 8192), replace=True)
 OF_CHOICES = ("choice", "shuffle", "tag")  # functions whose arguments are values of the field
 
 

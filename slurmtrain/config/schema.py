@@ -456,12 +456,18 @@ class WatchdogConfig:
     first_step_s: Seconds = 1800  # time-out of the first step (including model, data, restore), and of each compilation
     # a step may take this many times as long as the longest of the last 100 steps, ...
     factor: Annotated[float, Range(1, hint="watchdog.enabled=false watches nothing")] = 10.0
-    min_s: Seconds = 600  # ... but in any case this long
+    min_s: Seconds = 120  # ... but in any case this long
     evaluation_s: Seconds = 1800  # time-out of a batch of an evaluation, and of a hook of train.hooks
     save_s: Seconds = 1800  # time-out of a save or restore that training waits for
+    # after the first step, a rank that others wait for counts as hung if no heartbeat has come from it for this long,
+    # whatever it was doing; a call that holds Python's interpreter lock for longer needs more
+    silent_s: Seconds = 60
+    # time-out of your own program, whose evaluations and saves cannot be told apart: with heartbeat_file, and without a
+    # call of should_stop if it has called init(watchdog=True)
+    program_s: Seconds = 600
     # With job.command: a file or pattern (located like job.progress_file) that the command keeps changing while it
-    # makes progress; $RANK in it stands for the rank. The command counts as hung if there is no change for min_s, or no
-    # first change for first_step_s.
+    # makes progress; $RANK in it stands for the rank. The command counts as hung if there is no change for program_s, or
+    # no first change for first_step_s.
     heartbeat_file: str | None = None
 
 

@@ -18,7 +18,6 @@ import secrets as random_words
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -40,7 +39,6 @@ from slurmtrain.control.runs import (
 from slurmtrain.control.submitting import client_of
 from slurmtrain.errors import ClusterError, RunFailedError, UnreadableRecordError, UsageError
 from slurmtrain.launch.named_paths import check_named_paths
-from slurmtrain.launch.submit_once import RefusedError
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.report.waiting import as_they_end
 from slurmtrain.runs import lookup
@@ -55,11 +53,10 @@ from slurmtrain.system.files import replace_file
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.records import open_regular
 from slurmtrain.system.redaction import redact
-from slurmtrain.system.trust import is_mine, user_in_words
+from slurmtrain.system.trust import user_in_words
 
 log = logging.getLogger(__name__)
 
-SUBMIT_EVERY_S = 60.0  # tries to submit what a limit on jobs has kept out of the queue
 PROGRAM = "slurmtrain.runtime.jobs.map_task"
 MAP_HINT = "slurmtrain.map(function, items)"
 
@@ -128,7 +125,6 @@ class MapRun(Sequence[MapTask]):
         self.path = self._sweep.path
         runs = [self._sweep.run_dir(point.run_id) for point in self._sweep.points()]
         self._tasks = [MapTask(self, index, run_dir) for index, run_dir in enumerate(runs)]
-        self._tried = -SUBMIT_EVERY_S
 
     @property
     def id(self) -> str:
@@ -195,33 +191,9 @@ class MapRun(Sequence[MapTask]):
             yield by_run[run_dir], now
 
     def _is_to_come(self, now: RunState) -> bool:
-        """Return whether a run that nobody has is one that its launcher, or this process, will still start."""
-        if now.status != RunStatus.PREPARED or self._sweep.cancelled_file.exists():
-            return False
-        if self._sweep.info()["backend"] == Backend.LOCAL:
-            return holder_here(self.path) is not None
-        if is_mine(self.path) and time.monotonic() - self._tried > SUBMIT_EVERY_S:
-            try:
-                self._submit()
-            except RefusedError:
-                raise
-            except ClusterError as error:  # no answer; or somebody cancels the map at this moment, which is seen next
-                self._tried = time.monotonic()
-                log.warning("waiting calls could not be submitted, and will be retried: %s", error.message)
-        return True
-
-    def _submit(self) -> None:
-        """Submit the arrays that are not submitted, as far as the limit on jobs allows."""
-        with submitting:
-            submission = submit_arrays(self._sweep, trusted_client(self._sweep))
-        self._tried = time.monotonic()
-        if submission.limit is not None:
-            log.warning(
-                "%d of %d calls exceed the limit on jobs (%s); they are submitted while somebody waits for results",
-                submission.waiting,
-                len(self),
-                submission.limit.message,
-            )
+        """Return whether a run that nobody has is one that its launcher on this machine will still start."""
+        waits = now.status == RunStatus.PREPARED and self._sweep.info()["backend"] == Backend.LOCAL
+        return waits and not self._sweep.cancelled_file.exists() and holder_here(self.path) is not None
 
     def __repr__(self) -> str:
         return f"<MapRun {self.id} of {len(self)} calls>"
@@ -279,7 +251,12 @@ def map(
         replace_file(function_file(sweep), pickled)  # the last: without it the sweep is none of map's
         found = MapRun(sweep.path)
         if client is not None:
-            found._submit()
+            submission = submit_arrays(sweep, client)
+            if submission.limit is not None:
+                left = (
+                    f"{submission.waiting} of {len(calls)} calls exceed the limit on jobs ({submission.limit.message})"
+                )
+                log.warning("%s; `sweep retry %s` submits them when there is room", left, sweep.id)
             return found
     start_in_background(["sweep", "retry", str(sweep.path)], sweep.path, lambda: holder_here(sweep.path) is not None)
     return found

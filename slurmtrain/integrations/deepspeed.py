@@ -104,7 +104,7 @@ class EngineCheckpoints:
         self._distributed.leave_together()
         self._saved = step
         if self._report is not None:
-            self._report.saved(step)
+            self._report.saved(step, final)
 
     def restore(self) -> int:
         """Load the newest checkpoint that is not damaged into the engine, and the random state of every rank.

@@ -46,7 +46,8 @@ from slurmtrain.system.signals import STOP_SIGNALS
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 10.0
-NOT_SHOWN = {"v_num", "step", "step_time_s"}  # of Lightning's progress bar in metrics.jsonl
+NOT_SHOWN = {"step", "step_time_s"}  # in metrics.jsonl, which has its own
+SHOWN_AS = {"train_loss": "loss", "val_loss": "valid_loss"}  # usual names of a module's log, and those of metrics.jsonl
 OWN = "step_*.ckpt"  # what SlurmtrainCallback writes
 
 
@@ -178,6 +179,7 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
         self._folder = own_folder() if folder is None else Path(folder)
         self._report: ProgressReport | None = None
         self._logged = 0.0  # when, by the monotonic clock
+        self._values: dict[str, float] = {}  # that were logged
         self._position = _Position()
         self._of_all_ranks: list[dict[str, Any]] | None = None  # positions, while Trainer writes a checkpoint for us
         self._resumed = False  # `_position` is that of a checkpoint
@@ -258,6 +260,9 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
             self._after_step(trainer)
         self._waited = due
 
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._log(trainer)
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.num_training_batches <= trainer.accumulate_grad_batches:  # one step: there is no other place
             self._after_step(trainer)
@@ -285,12 +290,14 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
         return {} if self._of_all_ranks is None else {"ranks": self._of_all_ranks}
 
     def _log(self, trainer: Any) -> None:
-        """Report the step, and the metrics that are shown in Lightning's progress bar."""
+        """Report the step, and what the module has logged; Lightning keeps a validation's values until the next one."""
         self._logged = time.monotonic()
         if self._report is not None:
-            shown = trainer.progress_bar_metrics.items()
-            numbers = {name: float(value) for name, value in shown if isinstance(value, int | float)}
-            self._report.log(trainer.global_step, **{name: numbers[name] for name in numbers.keys() - NOT_SHOWN})
+            logged = trainer.callback_metrics.items()
+            values = {SHOWN_AS.get(name, name): float(value) for name, value in logged if name not in NOT_SHOWN}
+            changed = {name: value for name, value in values.items() if self._values.get(name) != value}
+            self._values = values
+            self._report.log(trainer.global_step, **changed)
 
     def _objects(self, trainer: Any, rest: _Rest) -> dict[str, Any]:
         optimizers = {f"optimizer_{index}": optimizer for index, optimizer in enumerate(trainer.optimizers)}
@@ -307,13 +314,13 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
                 step, per_rank={"position": self._position}, **self._objects(trainer, _Rest(trainer))
             )
         else:
-            self._save_through(trainer, step)
+            final = self._folder / f"step_{step:09d}.ckpt"
+            self._save_through(trainer, final)
             if self._report is not None:
-                self._report.saved(step)
+                self._report.saved(step, final)
         self._saved = step
 
-    def _save_through(self, trainer: Any, step: int) -> None:
-        final = self._folder / f"step_{step:09d}.ckpt"
+    def _save_through(self, trainer: Any, final: Path) -> None:
         temporary, first = temporary_name(final), self._distributed.environment.rank == 0
         if first:
             self._folder.mkdir(parents=True, exist_ok=True)

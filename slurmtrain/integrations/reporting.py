@@ -112,12 +112,12 @@ class ProgressReport:
             with contextlib.suppress(OSError):  # only the accounts of time need it
                 context.run_dir.event(Event.CAUGHT_UP, attempt=context.number, step=step)
 
-    def saved(self, step: int) -> None:
-        """Record that the state after `step` steps was saved by the library itself."""
+    def saved(self, step: int, checkpoint: Path) -> None:
+        """Record that the library itself has saved the state after `step` steps, and where."""
         if self._log is not None and self._context is not None:
             self._reached(step)
-            context, reached = self._context, self._offset + step
-            self._storage.attempt(lambda: attempt_context.update_attempt(context, last_step=reached))
+            context, reached, path = self._context, self._offset + step, str(checkpoint.absolute())
+            self._storage.attempt(lambda: attempt_context.update_attempt(context, last_step=reached, saved=path))
 
     def close(self) -> None:
         """Close the file; nothing is reported any more."""

@@ -79,7 +79,7 @@ class SlurmtrainCallback(TrainerCallback, ExportableState):  # type: ignore[misc
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._report is not None and self.trainer_saves:
-            self._report.saved(state.global_step)
+            self._report.saved(state.global_step, Path(args.output_dir, f"checkpoint-{state.global_step}"))
         if self._stopping:
             exit_for_requeue()
 

@@ -1,4 +1,4 @@
-"""The one source of the sbatch text: `render`, `submit --dry-run` and `submit` all use what `render_script` returns.
+"""The one source of the sbatch text: `submit`, also with --dry-run and --prepare, uses what `render_script` returns.
 
 The text is a pure function of a config and some paths. The template is jobs/job.sbatch.j2; its renders for the shipped
 clusters lie beside it as golden files.

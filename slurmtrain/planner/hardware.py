@@ -13,10 +13,11 @@ from slurmtrain.planner.gpus import gpu_of
 from slurmtrain.planner.peaks import peak_of
 
 GB = 1e9  # of links, networks and storage, as their makers count
-# Share of the peak that the arithmetic of a step reaches where no run was measured. Published steps of dense models in
-# bfloat16 reach 0.35 to 0.44 of it with PyTorch's own kernels (torchtitan, benchmarks/llama3_h100_202412), 0.41 to 0.48
-# with Megatron-LM (its README), and up to 0.58, or 0.75 with what is computed again, on a single GPU (KempnerForge).
-EFFICIENCY = 0.40
+# Share of the peak that the arithmetic of a compiled step reaches where no run was measured. Published steps of dense models
+# in bfloat16 reach 0.36 of it on H100 limited to 500 W (torchtitan, benchmarks/llama3_h100_202412), 0.41 to 0.48 with
+# Megatron-LM (its README), and up to 0.67 on H200 (KempnerForge, benchmarks/mfu_scaling). Without torch.compile torchtitan
+# has about 0.85 of the speed. The page `planning` has the error of each.
+EFFICIENCY, UNCOMPILED = 0.44, 0.85
 # Share of a link's bandwidth that collectives of large tensors reach, as nccl-tests measure it on NVLink and InfiniBand.
 LINK_SHARE = 0.8
 NETWORK_GB_PER_S = 12.5  # of a node of which nothing is known: one adapter of 100 Gbit/s
@@ -100,5 +101,6 @@ def hardware_of(config: Config) -> Hardware:
         link=math.inf if link is None else link * GB,
         network=math.inf if network is None else network * GB / ranks,
         storage=storage * GB,
+        efficiency=EFFICIENCY * (1.0 if config.parallel.compile else UNCOMPILED),
         notes=tuple(notes),
     )

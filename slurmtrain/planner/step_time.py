@@ -1,7 +1,8 @@
 """The time that a step takes under a layout, by arithmetic: computation, waiting in a pipeline, and communication that shows.
 
-What overlaps: gathering parameters and adding up gradients run beside the computation, and show as far as they take
-longer than that, and at its two ends. What tensor and context parallelism exchange is needed at once, and shows in full.
+What overlaps: gathering parameters and adding up gradients run beside the computation, which they slow down by a part of
+their time; what takes longer than that shows, and so do its two ends. What tensor and context parallelism exchange is
+needed at once, and shows in full.
 Two times are given: the one that is expected, by the rates that programs reach, and the least that is possible: all of
 the peak, and whatever takes longest, computation or the links of one axis, hides everything else.
 """
@@ -25,6 +26,10 @@ COMPUTATION, BUBBLE, IMBALANCE, FIXED = "computation", "bubble", "imbalance", "d
 COMMUNICATION_NAMES = AXES  # communication is named by its axis
 AT_ONCE = ("tp", "cp", "pp")  # axes whose communication is needed before the computation can go on
 PER_ELEMENT, PASSES = 2, 3  # operations of an element of a matrix for a token; forward, and twice as much backward
+# Share of the communication beside the computation that it takes longer by, since both use the same memory and processors.
+# From 8 to 128 GPUs, torchtitan's steps of 8B take 0.06 s longer if compiled, and 0.08 s if not, for 0.1 s of communication
+# more; those of KempnerForge from 8 to 32 GPUs take 0.3 to 0.6 of it longer.
+SLOWED = 0.3
 BACKWARD = 2 / 3  # share of the computation that is in the backward pass
 
 
@@ -218,7 +223,7 @@ def _showing(
     config: Config,
     dims: ParallelDims,
 ) -> dict[str, float]:
-    """Return by axis the seconds of communication that do not hide behind the computation."""
+    """Return by axis the seconds of communication that make the step longer."""
     found = {}
     for each in traffic:
         taken = traffic_s[each.axis]
@@ -226,11 +231,11 @@ def _showing(
             found["pp"] = 2 * (dims.pp - 1) * taken / each.messages
         elif each.axis in AT_ONCE:
             found[each.axis] = taken
-        elif each.axis == "dp_shard":  # the first layer's parameters, and the last one's gradients
-            found["dp_shard"] = max(0.0, taken - computing_s) + 2 * taken / each.messages
-        else:  # replicas add up in the last micro batch's backward pass
-            room = BACKWARD * computing_s / micro_batches
-            found[each.axis] = max(0.0, taken - room) + taken / each.messages
+        else:
+            room, ends = computing_s, 2  # the first layer's parameters, and the last one's gradients
+            if each.axis != "dp_shard":  # replicas add up in the last micro batch's backward pass
+                room, ends = BACKWARD * computing_s / micro_batches, 1
+            found[each.axis] = taken - (1 - SLOWED) * min(taken, room) + ends * taken / each.messages
     return found
 
 

@@ -47,6 +47,7 @@ class Attempt:
         marked_before, marked: when the newest file of job.progress_file had last been changed, when it began and when
             it ended.
         seen_before, seen_step: step of the newest complete checkpoint of job.checkpoints when it began, and when it ended.
+        saved: the newest checkpoint that a training library, or a Checkpointer in a folder of its own, has reported.
         stalled: it used up a budget: its end was its own fault, and it made no progress.
         unseen: that budget is the one of long attempts, of a program that reports no progress.
         lasted: it was such a long attempt: it may have made progress, and the count of short ones begins anew.
@@ -90,6 +91,7 @@ class Attempt:
     marked: Number | None = None
     seen_before: Count | None = None
     seen_step: Count | None = None
+    saved: str | None = None
     said: str | None = None
     program_code: Count | None = None
     cause: str | None = None

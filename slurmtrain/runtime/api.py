@@ -126,7 +126,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
         rendezvous_timeout_s: seconds to wait for the other ranks, unless the job's config sets them.
         watchdog: end the program when a rank does not get on, and name that rank: when `should_stop`, which is called once a
             step, is not called for so many seconds, nor for watchdog.factor times the longest step. True: for
-            watchdog.min_s seconds. Choose more than an evaluation of yours takes.
+            watchdog.program_s seconds. Choose more than an evaluation of yours takes.
 
     Raises:
         EnvironmentMismatchError, PreflightError, RendezvousError: shown as one sentence; the process ends with the right exit
@@ -161,7 +161,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
 
     def watch(met: DistributedContext) -> None:
         if watchdog:
-            session.watchdog = _watch(limits if watchdog is True else replace(limits, min_s=watchdog), met)
+            session.watchdog = _watch(replace(limits, min_s=limits.program_s if watchdog is True else watchdog), met)
 
     try:
         session.distributed = init_distributed(cluster, device, environment, rendezvous_dir, stop_flag, on_met=watch)

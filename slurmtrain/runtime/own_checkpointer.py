@@ -14,7 +14,7 @@ from slurmtrain.checkpoint.store.fencing import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.errors import CheckpointError
 from slurmtrain.runtime import attempt_context
-from slurmtrain.runtime.api import session
+from slurmtrain.runtime.api import exit_for_requeue, session, should_stop
 
 
 class Checkpointer(checkpointer.Checkpointer):
@@ -105,6 +105,24 @@ class Checkpointer(checkpointer.Checkpointer):
             _note(first_step=first_step, stepping=time.time())
         return restored
 
+    def after_step(self, step: int, *, every: int = 0, **objects: Any) -> None:
+        """Save `objects` if it is time, or if the run is told to stop, and then leave: it starts again by itself.
+
+        All ranks call it after each step. It is `should_stop`, `save` and `exit_for_requeue` in one.
+
+        Args:
+            step: steps done.
+            every: save after each so many steps, too; 0: only when the run is told to stop.
+
+        Raises:
+            CheckpointError: a save failed, as in `save` and `exit_for_requeue`.
+        """
+        stop = should_stop()
+        if stop or (every and step % every == 0):
+            self.save(step, **objects)
+        if stop:
+            exit_for_requeue()
+
 
 def _note(**changes: Any) -> None:
     """Write into the record of the attempt, on rank 0, if the script was submitted."""
@@ -114,4 +132,4 @@ def _note(**changes: Any) -> None:
 
 def _note_saved(ending: SaveResult | CheckpointError) -> None:
     if isinstance(ending, SaveResult):
-        _note(last_step=ending.step)
+        _note(last_step=ending.step, saved=str(ending.path.absolute()))

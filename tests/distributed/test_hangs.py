@@ -92,16 +92,18 @@ class Fault(NamedTuple):
     name: str
     rank: int
     said: str  # in the sentence of the attempt
+    watched: list[str]
 
 
-FAULTS = [
-    Fault("stopped", 1, "was stopped (SIGSTOP)"),
-    Fault("stopped", 0, "was stopped (SIGSTOP)"),
-    Fault("loop", 1, "did not come to where the others wait"),
-    Fault("lock", 1, "is in a call that holds Python's interpreter lock"),
-    Fault("worker", 1, "waits for data"),
-]
 WATCHED = ["watchdog.min_s=4", "watchdog.factor=1", "watchdog.first_step_s=60"]
+SILENT = ["watchdog.silent_s=5", "watchdog.min_s=600"]  # whatever a step may take
+FAULTS = [
+    Fault("stopped", 1, "was stopped (SIGSTOP)", SILENT),
+    Fault("stopped", 0, "was stopped (SIGSTOP)", SILENT),
+    Fault("loop", 1, "did not come to where the others wait", WATCHED),
+    Fault("lock", 0, "is in a call that holds Python's interpreter lock", SILENT),
+    Fault("lock", 1, "is in a call that holds Python's interpreter lock", SILENT),
+]
 SMALL_RUN = [
     *(word for word in SMALL if "paced" not in word),
     "cluster.tasks_per_node=2",
@@ -146,6 +148,17 @@ while rank == "0" and os.environ["SLURMTRAIN_ATTEMPT"] == "1":  # it waits for t
     time.sleep(0.1)
 """
 
+ENDS_FIRST = """
+import time
+import slurmtrain
+
+run = slurmtrain.init(device="cpu", watchdog=True)
+for step in range(3):
+    slurmtrain.should_stop()
+    time.sleep(0.5)
+if run.rank != {first}:
+    time.sleep(12)  # as to evaluate the last model
+"""
 
 ALONE = """
 import ctypes, os, signal, time
@@ -172,7 +185,7 @@ def start_fault(ranks: GlooRanks, folder: Path, fault: Fault) -> Hanging:
     """A run of two ranks with this fault, as cluster=local would start them, but without the seconds of their imports."""
     folder.mkdir()
     (folder / "faulty.py").write_text(FAULTY.format(faults=[fault[:2]]))
-    words = [word.lstrip("+") for word in (*SMALL_RUN, *WATCHED)]
+    words = [word.lstrip("+") for word in (*SMALL_RUN, *fault.watched)]
     run = submitted_run(folder, *words, f"job.runs_dir={folder}/runs")
     run.new_attempt()
     return Hanging(run, ranks.start(2, train, folder, run.path))
@@ -190,29 +203,29 @@ def train(directory: Path, folder: Path, run_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Fault, Hanging]]:
+def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Hanging]]:
     """What became of the faults, which all happen at the same time."""
     folder = tmp_path_factory.mktemp("hangs")
     with GlooRanks(folder) as ranks:
-        started = {fault: start_fault(ranks, folder / f"{fault.name}-{fault.rank}", fault) for fault in FAULTS}
+        started = {str(fault): start_fault(ranks, folder / f"{fault.name}-{fault.rank}", fault) for fault in FAULTS}
         for each in started.values():
             each.ranks.endings(300)
         yield started
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.name}-{fault.rank}")
-def test_a_rank_that_hangs_is_named_with_its_node_and_its_phase(hung: dict[Fault, Hanging], fault: Fault) -> None:
-    attempt = hung[fault].run.attempt(1)
+def test_a_rank_that_hangs_is_named_with_its_node_and_its_phase(hung: dict[str, Hanging], fault: Fault) -> None:
+    attempt = hung[str(fault)].run.attempt(1)
     assert (found := found_hang(attempt)) is not None, [log.read_text() for log in attempt.rank_logs().values()]
     assert found.sentence.startswith(f"rank {fault.rank} on {found.node} {fault.said} in step "), found.sentence
-    phase = "data" if fault.name == "worker" else "forward/backward"
+    phase = "forward/backward"
     if fault.name == "stopped":  # it cannot say where it is: what the others know of it is some seconds old
         phase = r"(last seen in step \d+, )?[a-z/ ]+;"
     assert re.search(rf" in step \d+, {phase}", found.sentence), found.sentence
     assert "1 other rank waited" in found.sentence
     page = attempt.hang_page.read_text()
     assert f"Rank {fault.rank} on {found.node}" in page
-    frame = {"loop": "spin", "lock": "faulty.py", "worker": "read_for_ever"}.get(fault.name)
+    frame = {"loop": "spin", "lock": "faulty.py"}.get(fault.name)
     if frame is not None:
         assert frame in page.split("## Ranks that waited")[0], page
         assert frame in found.sentence
@@ -231,14 +244,18 @@ TWO = ("cluster.tasks_per_node=2", "cluster.srun_wait_s=20")
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LocalRun]]:
     """Runs of the command line that go on at the same time, since all of them wait most of it."""
-    names = ("hang and crash", "loop of one's own", "alone")
-    first, second, third = projects = [Project(tmp_path_factory.mktemp("run") / "project") for _ in names]
+    names = ("hang and crash", "loop of one's own", "alone", "rank 0 ends first", "rank 1 ends first")
+    first, second, third, *others = projects = [Project(tmp_path_factory.mktemp("run") / "project") for _ in names]
     (first.path / "faulty.py").write_text(FAULTY.format(faults=[("worker", 1), ("raises", 1)]))
     try:
         started = [
             first.submit(*SMALL_RUN, *WATCHED, "requeue.max_attempts_without_progress=20", small=False),
             submit_program(second, OWN_LOOP, *TWO),
             submit_program(third, ALONE, "watchdog.min_s=3", "watchdog.factor=1"),
+            *(
+                submit_program(each, ENDS_FIRST.format(first=rank), *TWO, "watchdog.silent_s=4")
+                for rank, each in enumerate(others)
+            ),
         ]
         yield dict(zip(names, started, strict=True))
     finally:
@@ -256,6 +273,8 @@ def test_after_a_hang_and_a_crash_the_run_finishes_and_nothing_is_left(runs: dic
         ("finished", "done"),
     ]
     assert (hang.sentence or "").startswith(f"hung: rank 1 on {hang.nodes[0]} waits for data in step ")
+    assert "read_for_ever" in (hang.sentence or "")
+    assert "read_for_ever" in run.run_dir.attempt(1).hang_page.read_text().split("## Ranks that waited")[0]
     assert (crash.sentence or "").startswith("crashed: rank 1: ValueError: the eighth seal")
     for attempt in (hang, crash):
         assert attempt.ended is not None and attempt.stepping is not None
@@ -274,9 +293,14 @@ def test_a_rank_that_hangs_in_a_loop_of_ones_own_is_named(runs: dict[str, LocalR
     assert "in dig" in (run.run_dir.attempt(1).path / "hang.md").read_text()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_ended_before_the_others_is_not_one_that_hangs(runs: dict[str, LocalRun], rank: int) -> None:
+    assert [each.reason for each in runs[f"rank {rank} ends first"].finish().attempts()] == ["finished"]
+
+
 def test_a_program_whose_heartbeat_file_does_not_change_is_ended_and_named(project: Project) -> None:
     run = submit_program(
-        project, OWN_PROGRAM, *TWO, "watchdog.heartbeat_file='beat-$RANK'", "watchdog.min_s=3"
+        project, OWN_PROGRAM, *TWO, "watchdog.heartbeat_file='beat-$RANK'", "watchdog.program_s=3"
     ).finish()
     first, second = run.attempts()
     assert (first.reason, second.reason) == ("hang", "finished")

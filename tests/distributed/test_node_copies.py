@@ -5,7 +5,9 @@ one that was saved, to the last bit."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from slurmtrain.checkpoint import node_folder
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.runtime.distributed_context import DistributedContext
-from tests.distributed.test_checkpoint import Rank, die_in
+from tests.distributed.test_checkpoint import Rank
 from tests.support.gloo import GlooRanks
 
 NODES = "abc"
@@ -274,6 +276,23 @@ def test_a_restored_copy_is_there_until_there_is_a_newer_one_and_a_newer_checkpo
 # Death in the middle of a copy. The node of rank 1 dies; the other one and the disks stay.
 
 
+def die_in(module: str, function: str, call: int) -> None:
+    """Make this process kill itself when it calls the function of a module of `checkpoint` the next `call`th time."""
+    owner: Any = importlib.import_module(f"slurmtrain.checkpoint.{module}")
+    *path, name = function.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    original, calls = getattr(owner, name), []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(function)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **options)
+
+    setattr(owner, name, counted)
+
+
 def die_in_second_copy(
     distributed: DistributedContext, path: Path, module: str, function: str, call: int, rank_to_die: int
 ) -> None:
@@ -292,13 +311,9 @@ def die_in_second_copy(
 
 FOLDER = "node_folder"
 STAGES = {
-    "before the folder": ((FOLDER, "NodeFolder.begin", 1, 1), 2),
     "while a rank writes": (("format.blocks", "write_all", 1, 1), 2),
-    "before the index": (("format.coverage", "merged_schemas", 1, 0), 2),
-    "before the manifest": (("format.manifest", "write_synced", 1, 1), 2),
     "before COMPLETE": (("format.manifest", "write_synced", 2, 0), 2),
     "before one rename": ((FOLDER, "NodeFolder.publish", 1, 1), 2),
-    "before the old one goes": ((FOLDER, "NodeFolder.keep_only", 1, 0), 3),
     "while the old one goes": ((FOLDER, "remove", 1, 1), 3),
 }
 

@@ -274,16 +274,6 @@ def test_a_rank_that_is_slowed_by_half_is_named_with_its_part(
     assert logged(tmp_path / "run")[-1]["slowest_rank"] == 1
 
 
-@pytest.mark.slow
-def test_a_clean_run_of_500_steps_names_nobody(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
-    sleeps = [DATA, MODEL, "+data.seconds=0.002", "+model.seconds=0.004"]
-    gloo_ranks(
-        2, fit, tmp_path / "run", [*sleeps, *WATCHED, *REPLICAS, "train.steps=500", "observe.straggler_every=10"]
-    )
-    assert events(tmp_path / "run", "straggler") == []
-    assert logged(tmp_path / "run")[-1]["slowest_rank_ratio"] >= 1.0
-
-
 PROFILED = ["train.steps=8", "train.eval_every=3", "checkpoint.every_steps=3"]
 
 

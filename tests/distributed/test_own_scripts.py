@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+import slurmtrain
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from tests.support.children import children
@@ -93,15 +95,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tensors
 
 
-def added_lines() -> list[str]:
-    return [line for line in (JOBS / "own_loop.py").read_text().splitlines()[8:] if "# +" in line]
+@pytest.mark.parametrize(("script", "most"), [("own_loop.py", 14), ("own_epochs.py", 6)])
+def test_few_lines_are_added_to_a_loop(script: str, most: int) -> None:
+    code = (JOBS / script).read_text().split('"""', 2)[2].splitlines()
+    added = [line for line in code if "# +" in line]
+    assert 5 < len(added) <= most
+    for word in ("slurmtrain.", "checkpointer", "restored"):
+        unmarked = [line for line in code if word in line and line not in added and "# was:" not in line.lower()]
+        assert not unmarked, f"{word} is used in a line that is not marked"
 
 
-def test_fewer_than_15_lines_are_added_to_the_own_loop() -> None:
-    assert 5 < len(added_lines()) < 15
-    unmarked = [line for line in (JOBS / "own_loop.py").read_text().splitlines()[8:] if line not in added_lines()]
-    for word in ("slurmtrain", "checkpointer", "restored"):
-        assert not [line for line in unmarked if word in line], f"{word} is used in a line that is not marked"
+def test_the_page_shows_the_loop_over_epochs_whole() -> None:
+    code = (JOBS / "own_epochs.py").read_text().split('"""', 2)[2].strip()
+    page = (Path(slurmtrain.__file__).parent / "docs" / "own-scripts.md").read_text()
+    assert textwrap.indent(code, "    ") in page
 
 
 def test_alone_it_leaves_with_75_and_goes_on_when_it_is_started_again(folder: Path, undisturbed: Any) -> None:
@@ -140,24 +147,6 @@ def submit_command(project: Project, words: list[str], *overrides: str, pause_s:
 def rank_0_said(run: LocalRun, attempt: int, text: str) -> bool:
     log = run.run_dir.attempt(attempt).path / "rank-0.log"
     return log.exists() and text in log.read_text()
-
-
-def test_submitted_it_is_preempted_requeued_resumed_and_finished_with_the_same_bits(
-    project: Project, undisturbed: Any
-) -> None:
-    run = submit_command(project, LOOP, pause_s=0.2)
-    wait_until(lambda: rank_0_said(run, 1, "step 10/"), "at step 10")
-    told = project.cli("preempt", "last")
-    assert told.returncode == 0, told.stdout
-    (project.path / "pause").unlink()
-    run.finish()
-    assert len(run.attempts()) == 2, run.output
-    first, second = run.attempts()
-    assert (first.reason, first.exit_code, second.reason) == ("asked", 75, "finished")
-    assert first.committed_step == first.last_step == second.first_step
-    assert rank_0_said(run, 2, f"resuming at step {first.last_step}")
-    assert_same_tensors(checkpoint_tensors(run.run_dir.checkpoints), undisturbed(2))
-    assert "finished" in project.cli("status", "last").stdout
 
 
 WITH_COPIES = """

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,10 +22,9 @@ from slurmtrain.parallel.sharded import build_mesh, sequence_group
 from slurmtrain.runtime.addresses import machine
 from slurmtrain.runtime.distributed_context import DistributedContext, init_distributed
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, NODES_VARIABLE, Environment
-from slurmtrain.system import process, signals
+from slurmtrain.system import signals
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.signals import StopDuringStartError
-from tests.support.children import descendants
 from tests.support.gloo import GlooRanks, cluster_config, wait_until
 
 
@@ -266,34 +263,3 @@ def test_a_wrong_address_of_a_launcher_is_named_as_such(gloo_ranks: GlooRanks, h
         (answer,) = gloo_ranks.start(2, with_launcher, closed.getsockname()[1], host, ranks=[1]).results(60)
     assert answer.startswith(f"RendezvousError: rank 1 on {socket.gethostname()} cannot reach rank 0 at {host}:")
     assert "(MASTER_ADDR, MASTER_PORT)" in answer
-
-
-def never_end(directory: Path) -> None:
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    signal.pause()
-
-
-TESTS = """
-import pathlib, sys
-from tests.distributed.test_rendezvous import never_end
-from tests.support.children import descendants
-from tests.support.gloo import GlooRanks
-
-with GlooRanks(pathlib.Path(sys.argv[1])) as ranks:
-    waiting = ranks.start(2, never_end)
-    print("started", flush=True)
-    waiting.endings()
-"""
-
-
-def test_ranks_of_tests_end_with_the_tests_when_these_are_killed(tmp_path: Path) -> None:
-    """Also one that is stopped; and neither the fork server nor what it has started stays."""
-    command = [sys.executable, "-c", TESTS, str(tmp_path)]
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as tests:
-        assert tests.stdout is not None and tests.stdout.readline() == "started\n"
-        wait_until(lambda: len(descendants(tests.pid)) >= 4, "there: two ranks, the fork server, the tracker")
-        theirs = descendants(tests.pid)
-        tests.kill()
-    wait_until(lambda: not set(theirs) & process.stats().keys(), "gone")

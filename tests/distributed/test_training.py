@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.data import IGNORED_TARGET
@@ -144,9 +144,18 @@ for event in vars(TrainingHook):
         )
 
 
+class Eager(TrainingHook):
+    """Answers yes to what the hooks are asked after each step; those behind it are asked, too."""
+
+    def wants_save(self, state: TrainingState) -> bool:
+        return True
+
+    gives_up = wants_save
+
+
 def test_a_hook_hears_of_everything_in_the_order_that_its_protocol_states(tmp_path: Path) -> None:
     listener = Listener()
-    trainer(alone(), tmp_path / "run", ["train.steps=2", "train.eval_every=0"], hooks=[listener]).fit()
+    trainer(alone(), tmp_path / "run", ["train.steps=2", "train.eval_every=0"], hooks=[Eager(), listener]).fit()
     asked = ["before_step", "wants_rollback", "wants_save", "gives_up", "wants_profile"]
     asked += ["before_optimizer_step", "skips_update"]
     assert listener.heard == [
@@ -208,8 +217,9 @@ MOMENTS = ("setup", "warm-up", "load", "start", "before_first_step", "before_ste
 def test_an_error_at_any_moment_closes_everything_and_stays_the_error_that_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, moment: str
 ) -> None:
-    failing, listener = FailingAt(moment), Listener()
-    training = trainer(alone(), tmp_path / "run", ["train.steps=1", "train.eval_every=0"], hooks=[failing, listener])
+    early, failing, listener = Listener(), FailingAt(moment), Listener()
+    hooks = [early, failing, listener]
+    training = trainer(alone(), tmp_path / "run", ["train.steps=1", "train.eval_every=0"], hooks=hooks)
     monkeypatch.setattr(training._loader, "close", lambda: listener.heard.append(("loader", training.step)))
     if moment == "warm-up":
         monkeypatch.setattr(training, "_warm_up", lambda: failing._fail(moment))
@@ -217,7 +227,7 @@ def test_an_error_at_any_moment_closes_everything_and_stays_the_error_that_is_ra
         training.fit()
     endings = [event for event, _ in listener.heard if event in ("on_error", "close", "loader")]
     assert endings[-2:] == ["close", "loader"] and ("on_error" in endings) == (moment != "close")
-    assert failing.heard[-1][0] == "close" and gc.get_freeze_count() == 0
+    assert failing.heard[-1][0] == early.heard[-1][0] == "close" and gc.get_freeze_count() == 0
     assert ("could not end cleanly" in caplog.text) == (moment != "close")
 
 
@@ -306,7 +316,7 @@ def wait_for_attempt(run: LocalRun, number: int) -> None:
     wait_until(trains, f"in attempt {number}")
 
 
-def test_interrupted_twice_it_finishes_with_the_bits_of_the_undisturbed_run(
+def test_interrupted_killed_and_orphaned_it_finishes_with_the_bits_of_the_undisturbed_run(
     project: Project, undisturbed: LocalRun
 ) -> None:
     pause(project)
@@ -316,34 +326,27 @@ def test_interrupted_twice_it_finishes_with_the_bits_of_the_undisturbed_run(
         run.wait_for_step((run.attempts()[-1].first_step or 0) + steps)
         os.kill(run.rank_pid(rank), signal.SIGTERM)
     wait_for_attempt(run, 3)
-    go_on(project)
-    run.finish()
-    assert [attempt.reason for attempt in run.attempts()] == ["asked", "asked", "finished"]
-    assert_steps_join(run, total=30)
-    assert_same_bits(run, undisturbed)
-    assert run.processes() == []
-
-
-def test_a_killed_rank_ends_the_attempt_which_restarts_by_itself_with_the_same_bits(
-    project: Project, undisturbed: LocalRun
-) -> None:
-    pause(project)
-    run = project.submit(*LONG, "cluster.tasks_per_node=2")
-    wait_until(lambda: committed(run.run_dir.checkpoints), "saved")
+    stopped_at = run.attempts()[-1].first_step or 0
+    wait_until(lambda: step_of(committed(run.run_dir.checkpoints)[-1]) > stopped_at, "saved")
     os.kill(run.rank_pid(1), signal.SIGKILL)
-    wait_for_attempt(run, 2)
+    wait_for_attempt(run, 4)
+    run.wait_for_step((run.attempts()[-1].first_step or 0) + 2)
+    run.process.kill()
+    run.process.wait()
+    wait_until(lambda: not run.processes(), "gone")  # ranks whose launcher was killed save and leave
     go_on(project)
-    run.finish()
-    first, second = run.attempts()
-    assert first.reason == "crash"
-    assert first.exit_code == 128 + signal.SIGKILL
-    assert second.first_step in (8, 16, 24)
-    assert second.first_step == first.committed_step
+    run = project.resume().finish()
+    *told, killed, orphaned, last = run.attempts()
+    assert [attempt.reason for attempt in told] == ["asked", "asked"]
+    assert (killed.reason, killed.exit_code) == ("crash", 128 + signal.SIGKILL)
+    assert orphaned.first_step in (8, 16, 24) and orphaned.first_step == killed.committed_step
+    assert orphaned.said == "stopped" and last.first_step == orphaned.last_step
+    assert last.reason == "finished" and run.processes() == []
     assert_same_bits(run, undisturbed)
     spent = check_time_adds_up(run.run_dir)
-    assert (spent.seconds.get(Cause.REDONE, 0.0) > 0) == ((first.last_step or 0) > second.first_step)
+    assert (spent.seconds.get(Cause.REDONE, 0.0) > 0) == ((killed.last_step or 0) > orphaned.first_step)
     assert spent.seconds[Cause.EVALUATION] > 0 and spent.seconds[Cause.CHECKPOINT] > 0
-    assert spent.interruptions == {"crash": 1} and spent.lost_s["crash"] > 0
+    assert spent.interruptions["crash"] == 1 and spent.lost_s["crash"] > 0
 
 
 def test_a_killed_rank_restarts_from_the_copies_on_the_nodes_with_the_same_bits(
@@ -456,23 +459,6 @@ def test_a_second_ctrl_c_leaves_at_once(project: Project) -> None:
     run.process.send_signal(signal.SIGINT)
     assert run.wait() not in (0, 75)
     assert run.processes() == []
-
-
-def test_ranks_whose_launcher_was_killed_save_and_leave(project: Project) -> None:
-    pause(project)
-    run = project.submit(*LONG, "cluster.tasks_per_node=2", "train.data_workers=1")
-    run.wait_for_step(4)
-    ranks = run.rank_pids()
-    assert len(ranks) == 2
-    run.process.kill()
-    run.process.wait()
-    wait_until(lambda: not run.processes(), "gone")
-    (attempt,) = run.attempts()
-    assert attempt.said == "stopped"
-    assert attempt.last_step is not None
-    go_on(project)
-    resumed = project.resume().finish()
-    assert resumed.attempts()[1].first_step == attempt.last_step
 
 
 def test_a_stop_signal_before_the_ranks_have_handlers_is_not_lost_and_not_fatal(

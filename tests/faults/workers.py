@@ -100,8 +100,12 @@ def signalled(lane: Lane, workers: int, context: str, number: int) -> Trial:
     return Trial(Outcome.NEWEST)
 
 
-for _number in (signal.SIGTERM, signal.SIGUSR2):
-    for _workers, _context in ((0, ""), (2, "fork"), (2, "spawn"), (2, "forkserver")):
-        _name = f"{_workers} {_context} workers" if _workers else "no workers"
-        enter = row(f"{_name}, {_number.name}", Outcome.NEWEST, full=3, short=1, lanes=1)
-        enter(partial(signalled, workers=_workers, context=_context, number=_number))
+for _number, _workers, _context in (
+    (signal.SIGUSR2, 0, ""),
+    (signal.SIGTERM, 2, "fork"),
+    (signal.SIGUSR2, 2, "spawn"),
+    (signal.SIGTERM, 2, "forkserver"),
+):
+    _name = f"{_workers} {_context} workers" if _workers else "no workers"
+    enter = row(f"{_name}, {_number.name}", Outcome.NEWEST, full=3, short=1, lanes=1)
+    enter(partial(signalled, workers=_workers, context=_context, number=_number))

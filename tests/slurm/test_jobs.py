@@ -312,20 +312,25 @@ def test_a_model_of_the_users_own_comes_from_a_config_folder(brief: dict[str, Ru
     assert run.tensors()["model.embedding.weight"].shape == (256, 16)
 
 
-def test_an_own_loop_resumes_where_it_stopped(project: Project) -> None:
-    example = (Path(__file__).parents[2] / "jobs" / "own_loop.py").read_text()
-    (project.path / "own_loop.py").write_text(example)
+@pytest.mark.parametrize(
+    ("script", "stops", "pause_s"), [("own_loop.py --steps 40", 1, 0.1), ("own_epochs.py --epochs 3", 2, 0.3)]
+)
+def test_an_own_loop_resumes_where_it_stopped(project: Project, script: str, stops: int, pause_s: float) -> None:
+    """The second has all that most scripts have: epochs over a shuffled DataLoader with workers, dropout, a scheduler, AMP."""
+    name = script.split()[0]
+    (project.path / name).write_text((Path(__file__).parents[2] / "jobs" / name).read_text())
 
     def submit(options: str, nodes: str) -> Run:
-        command = f"job.command='{PYTHON} own_loop.py --steps 40{options}'"
+        command = f"job.command='{PYTHON} {script}{options}'"
         return project.submit("job=command", command, "cluster.tasks_per_node=1", small=False, nodes=nodes)
 
-    plain, paced = submit("", "n0,n1"), submit(" --pause 0.1", "n2,n3")
-    paced.wait_for_attempt(1)
-    paced.cli("preempt", paced.run_dir.id)
+    plain, paced = submit("", "n0,n1"), submit(f" --pause {pause_s}", "n2,n3")
+    for attempt in range(1, stops + 1):
+        paced.wait_for_attempt(attempt)
+        paced.cli("preempt", paced.run_dir.id)
     plain.finish()
     paced.finish()
-    assert len(paced.attempts()) == 2
+    assert len(paced.attempts()) == stops + 1
     left, right = plain.tensors(), paced.tensors()
     assert left.keys() == right.keys()
     assert all(bool((left[name] == right[name]).all()) for name in left)

@@ -273,8 +273,8 @@ def drill(
 ) -> Drill:
     """Run a drill. All of its jobs are cancelled at the end, also after Ctrl-C.
 
-    The folder of its runs is removed, unless a way has failed or could not be judged, a job may still write there, the
-    drill was broken off, or the plan is to keep it.
+    The folder of its runs is removed, unless a way has failed or could not be judged, a job may still write there, or the
+    drill was broken off.
 
     Args:
         config: a composed config, or that of a run.
@@ -341,7 +341,7 @@ def drill(
             made.follow()
             if twin.finished:
                 made.verdicts = judged(compare_runs(by_way[None].run_dir, twin.run_dir, config.job, plan.tolerance))
-        made.keep = plan.keep or any(each.result in (Result.FAILED, Result.NOT_JUDGED) for _, each in made.verdicts)
+        made.keep = any(each.result in (Result.FAILED, Result.NOT_JUDGED) for _, each in made.verdicts)
     return made
 
 

@@ -72,7 +72,6 @@ class Plan:
     leaving_s: float = 0.0
     tolerance: float = 1e-6
     within_min: float = 30.0
-    keep: bool = False
 
 
 def parse_ways(text: str) -> list[Way]:

@@ -7,7 +7,9 @@ at all is reported, since hours of work may be about to be done again.
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -37,7 +39,8 @@ def look_before_start(config: Config, context: AttemptContext, stop_requested: C
     """
     run_dir, job = context.run_dir, config.job
     before = [each for each in attempts.all_attempts(run_dir) if each.number < context.number and each.started]
-    found = find_checkpoints(run_dir.program_folders, job.checkpoints, job.checkpoint_complete)
+    pattern = job.checkpoints or _pattern_of_saved(before)
+    found = find_checkpoints(run_dir.program_folders, pattern, job.checkpoint_complete)
     if before and job.checkpoints is not None and not stop_requested():
         since = min(each.started for each in before)
         incomplete = to_move(found, job.checkpoint_complete, since=since, own_folder=run_dir.path)
@@ -48,7 +51,7 @@ def look_before_start(config: Config, context: AttemptContext, stop_requested: C
         log.info("the newest checkpoint of the program is %s", _shown(newest, run_dir))
         with contextlib.suppress(OSError):
             run_dir.event(Event.CHECKPOINT_FOUND, attempt=context.number, step=newest.step, path=str(newest.path))
-            if newest.step is not None:
+            if newest.step is not None and job.checkpoints is not None:
                 attempt_context.update_attempt(context, first_step=newest.step)
     elif before and not _is_seen_otherwise(config, run_dir):
         rule = f"job.checkpoints={job.checkpoints}" if job.checkpoints else None
@@ -60,6 +63,12 @@ def look_before_start(config: Config, context: AttemptContext, stop_requested: C
         )
         with contextlib.suppress(OSError):  # a full disk must not make a crash of it
             run_dir.event(Event.NO_CHECKPOINT_SEEN, attempt=context.number, pattern=job.checkpoints)
+
+
+def _pattern_of_saved(before: Sequence[attempts.Attempt]) -> str | None:
+    """Return where attempts have reported checkpoints; the newest may have another number by now."""
+    saved = next((Path(each.saved) for each in reversed(before) if each.saved is not None), None)
+    return None if saved is None else glob.escape(f"{saved.parent}/") + re.sub(r"\d+", "*", saved.name)
 
 
 def to_move(

@@ -8,6 +8,7 @@ keep it from answering.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -29,7 +30,6 @@ RANKS_OF_FIRST_TURN = 16
 TURN_S = 30.0
 STORE_TIMEOUT_S = 5.0
 STORE_SILENT_S = 10.0
-SILENT_S = 60.0  # without a beat: a call may hold the interpreter for so long
 PREFIX = "watchdog"
 
 
@@ -101,7 +101,7 @@ class Heartbeats:
 
     Attributes:
         alert: what another rank has told all; None: nothing.
-        first: rank 0's newest beat; None: there was none yet.
+        heard: the newest beats that this rank has read: rank 0 reads those of all ranks, the others that of rank 0.
         local_beats: the newest known beats of the other ranks of this node, which name their processes.
 
     Args:
@@ -128,7 +128,7 @@ class Heartbeats:
         self._local_missing = [local for local in local_ranks if local != rank]
         self.every_s = max(1.0, world_size / RANKS_PER_S)
         self.alert: Alert | None = None
-        self.first: Beat | None = None
+        self.heard: dict[int, Beat] = {}
         self.local_beats: dict[int, Beat] = {}
         self.answered = time.monotonic()
         self._store: dist.Store | None = None
@@ -185,7 +185,7 @@ class Heartbeats:
                 self._exchange(number)
                 self.answered = time.monotonic()
             except ConnectionRefusedError:
-                self._store = None
+                self._store, self.heard = None, {}
                 if self._gone_means_failed and self.alert is None and not self._closed:
                     self.alert = Alert("failed", 0)
                     self._on_alert(self.alert)
@@ -194,6 +194,9 @@ class Heartbeats:
                 self._store = None
             self._wake.wait(self.every_s)
             self._wake.clear()
+        if self._store is not None:
+            with contextlib.suppress(Exception):
+                self._store.delete_key(_key(self._rank))  # it is not silent, but has left
 
     def _exchange(self, number: int) -> None:
         if self._store is None:
@@ -213,10 +216,9 @@ class Heartbeats:
             if found is not None and self.alert is None and found.rank != self._rank:
                 self.alert = found
                 self._on_alert(found)
-        if self._rank != 0 and store.check([_key(0)]):
-            self.first = Beat.parse(store.get(_key(0)))
+        beats = self._beats(store, range(self._world_size) if looks or self._rank == 0 else (0,))
+        self.heard = beats
         if looks:
-            beats = self._beats(store)
             with self._lock:
                 self._look, self._looks_wanted = beats, 0
             self._looked.set()
@@ -229,8 +231,8 @@ class Heartbeats:
             self.local_beats[rank] = beat
         return True
 
-    def _beats(self, store: dist.Store) -> dict[int, Beat]:
-        keys = {rank: _key(rank) for rank in range(self._world_size)}
+    def _beats(self, store: dist.Store, ranks: Iterable[int]) -> dict[int, Beat]:
+        keys = {rank: _key(rank) for rank in ranks}
         if not store.check(list(keys.values())):
             keys = {rank: key for rank, key in keys.items() if store.check([key])}
         found = map(Beat.parse, store.multi_get(list(keys.values()))) if keys else ()
@@ -267,25 +269,26 @@ def _number(beats: Mapping[int, Beat], rank: int) -> int | None:
     return beats[rank].number if rank in beats else None
 
 
-def still_allowed(beats: Mapping[int, Beat], silent: set[int], own: Beat) -> list[Beat]:
+def still_allowed(beats: Mapping[int, Beat], silent: set[int], own: Beat, silent_s: float) -> list[Beat]:
     """Return the ranks that may be at work for longer: no rank hangs as long as there is one.
 
     A rank that waits for others is not at work. One that is silent, as it is in a long call that holds the interpreter, has
     been idle for as long as it said, and since; by this rank's clock, which may differ, at most for as long as this one. It
-    may be silent for `SILENT_S`, whatever it was doing at its last beat: it may have left that right after it. What it said
+    may be silent for `silent_s`, whatever it was doing at its last beat: it may have left that right after it. What it said
     before this rank's newest step says nothing of this one.
 
     Args:
         beats: the newest of each rank.
         silent: ranks that do not beat any more.
         own: this rank's, which is overdue.
+        silent_s: see `watchdog.silent_s`.
     """
     found = []
     for rank, beat in beats.items():
         if rank == own.rank or (rank in silent and is_older(beat, own)):
             continue
         since_s = min(max(0.0, own.time - beat.time), own.idle_s) if rank in silent else 0.0
-        at_most_s = min(beat.limit_s, beat.idle_s + SILENT_S) if rank in silent else beat.limit_s
+        at_most_s = min(beat.limit_s, beat.idle_s + silent_s) if rank in silent else beat.limit_s
         if beat.idle_s + since_s < at_most_s and (rank in silent or not beat.waits):
             found.append(beat)
     return found

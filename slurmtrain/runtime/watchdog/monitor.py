@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runtime.watchdog.heartbeats import SILENT_S, Beat
+from slurmtrain.runtime.watchdog.heartbeats import Beat
 from slurmtrain.runtime.watchdog.progress import ActiveClock
 from slurmtrain.system import process
 
 IGNORED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)  # they are for the ranks
 LOOK_EVERY_S = 1.0
 MARGIN_S = 5.0  # after the rank's own time-out: its thread comes first
+SILENT_S = 60.0  # without a beat: a call may hold the interpreter for so long
 STOPPED_S = 3.0  # without a beat, of a process that is stopped
 PAGE_S = 60.0  # for the page that they write
 LINE_BYTES = 4096  # what a pipe takes as a whole or not at all (PIPE_BUF)

@@ -77,7 +77,7 @@ class ProgramWatch:
         while not self._closed.wait(LOOK_EVERY_S):
             now = clock.look(time.monotonic())
             if (found := self._newest()) != newest:
-                newest, changed, limit_s = found, now, float(self._limits.min_s)
+                newest, changed, limit_s = found, now, float(self._limits.program_s)
             if self._is_stopping():
                 return
             if now - changed >= limit_s and not self._is_debugged():

@@ -54,6 +54,7 @@ SAVING_GRACE_S = 40.0  # the same while it saves, for which the rank that has fa
 COLLECT_S = 10.0  # at most, until all live ranks have written what they know
 QUIET_S = 3.0  # without a further one: those that have not written by then do not live
 MONITOR_AFTER_S = 5.0  # the start of a rank has no time for a process beside it
+UNHURRIED = (Allowance.START, Allowance.DEBUGGER)
 PAGE_S = 10.0  # for the page of the lowest live rank, before the next one writes it
 
 
@@ -82,12 +83,13 @@ class Watchdog:
         self._born = process.born(os.getpid())
         self._position: Callable[[], Position] = lambda: Position(0, None, False)
         self._clock = ActiveClock(time.monotonic())
-        self._progress = Progress(limits)
+        self._limits, self._progress = limits, Progress(limits)
         self._phase = phases.Phase("start", Allowance.START, False, "")
         self._step: int | None = None
         self._alert: Alert | None = None
         self._silent: set[int] = set()
         self._seen: dict[int, Beat] = {}
+        self._heard: dict[int, tuple[int, float]] = {}  # number of each rank's newest beat, and when it came
         self._store_answers = True
         self._look_again = 0.0
         self._closed = threading.Event()
@@ -187,7 +189,12 @@ class Watchdog:
                 alert = self._alert
                 if alert is not None and alert.kind == "failed":
                     self._leave_after(alert)
-                elif alert is not None or self._is_out_of_time() or (self._overdue() and self._nobody_is_at_work()):
+                elif (
+                    alert is not None
+                    or self._is_out_of_time()
+                    or self._waits_for_a_silent_rank()
+                    or (self._overdue() and self._nobody_is_at_work())
+                ):
                     self._firing = True
                     if self._timed_out is not None:
                         self._nobody_is_at_work()  # to see who is silent
@@ -222,6 +229,8 @@ class Watchdog:
         """Have faulthandler write the stacks when this rank is overdue, if this thread has not run again by then."""
         left = self._progress.limit_s - self._progress.idle_s
         after = left if left > LOOK_EVERY_S else 60.0  # it runs, so there is no need
+        if self._phase.allowance not in UNHURRIED:
+            after = min(after, 0.8 * self._limits.silent_s)  # before others call it silent
         now = time.monotonic()
         if now >= self._timer_due:
             self._say_that_it_got_on()
@@ -250,6 +259,30 @@ class Watchdog:
         """Return whether a collective of this rank has timed out, and it is to find out now which ranks did not come."""
         return self._timed_out is not None and time.monotonic() >= self._timed_out_at + self._turn_s()
 
+    def _waits_for_a_silent_rank(self) -> bool:
+        """Return whether this rank makes no progress, and no heartbeat has come from another one for `watchdog.silent_s`.
+
+        Rank 0 hears all ranks, the others hear rank 0, which has the store. Until the first step is done, ranks load data
+        and compile, where a call may hold the interpreter for longer.
+        """
+        if self._heartbeats is None:
+            return False
+        limit_s, now = self._limits.silent_s + 2 * self._heartbeats.every_s, self._clock.seconds
+        silent = {}
+        for rank, beat in self._heartbeats.heard.items():
+            number, since = self._heard.get(rank, (None, now))
+            self._heard[rank] = (beat.number, since if number == beat.number else now)
+            if now - self._heard[rank][1] >= limit_s:
+                silent[rank] = beat
+        if self._phase.allowance in UNHURRIED or self._progress.idle_s < limit_s:
+            return False
+        # If its own beats do not come back to rank 0, it is the store that is away.
+        if not silent or self._environment.rank in silent or self._is_traced(silent):
+            return False
+        self._silent, self._seen = set(silent), silent
+        self._store_answers = not self._heartbeats.silent
+        return True
+
     def _nobody_is_at_work(self) -> bool:
         """Ask the others; return False if one of them may take longer, or this rank has got on meanwhile."""
         if self._heartbeats is None:
@@ -266,12 +299,14 @@ class Watchdog:
             return self._heartbeats.silent
         self._silent = silent_between(one, two, self._environment.world_size)
         self._seen = {rank: beat for rank, beat in two.items() if rank in self._silent}
-        allowed = still_allowed(two, self._silent, self._beat(0))
-        traced = [rank for rank, state in self._local_states().items() if rank in self._silent and state == "t"]
-        if allowed or traced:
+        if still_allowed(two, self._silent, self._beat(0), self._limits.silent_s) or self._is_traced(self._silent):
             self._look_again = time.monotonic() + AGAIN_S
             return False
         return True
+
+    def _is_traced(self, ranks: Collection[int]) -> bool:
+        """Return whether a debugger has stopped one of these ranks, as far as they are on this node."""
+        return any(rank in ranks and state == "t" for rank, state in self._local_states().items())
 
     def _local_states(self) -> dict[int, str]:
         beats = self._heartbeats.local_beats if self._heartbeats is not None else {}
@@ -286,8 +321,8 @@ class Watchdog:
             children = [pid for pid in process.living_descendants(os.getpid()) if pid != monitor]
             workers = evidence.describe_processes(children, log_file)
         seen = dict(self._seen)
-        if self._heartbeats is not None and self._heartbeats.first is not None:
-            seen.setdefault(0, self._heartbeats.first)
+        if self._heartbeats is not None and 0 in self._heartbeats.heard:
+            seen.setdefault(0, self._heartbeats.heard[0])
         return HangReport(
             beat=self._beat(0),
             stacks=evidence.own_stacks(self._watched),

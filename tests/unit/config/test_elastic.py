@@ -132,6 +132,7 @@ def test_an_evaluation_of_an_elastic_run_can_be_submitted() -> None:
 def test_a_model_that_fits_only_on_the_most_nodes_is_refused() -> None:
     config = compose(["cluster=a100x8", "cluster.nodes=2-8", "model=llama3_8b", "parallel=fsdp", "data.seq_len=512"])
     config.train.global_batch_size, config.train.micro_batch_size = 128, 1
+    config.parallel.param_dtype = None
     smallest, largest = extreme_sizes(config)
     assert (smallest.cluster.nodes, largest.cluster.nodes) == (2, 8)
     config.cluster.gpu_memory_gb = 15

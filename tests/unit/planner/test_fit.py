@@ -18,7 +18,8 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.parallel.pipeline import Pipeline, stage_numbers
 from slurmtrain.planner.fit import check_fits, in_flight, memory_of
 
-EIGHT_B = ["cluster=h100x8", "model=llama3_8b", "train.global_batch_size=512", "train.micro_batch_size=1"]
+SHORT = ["parallel.param_dtype=null", "data.seq_len=256"]  # so that parameters take most of the memory
+EIGHT_B = ["cluster=h100x8", "model=llama3_8b", "train.global_batch_size=512", "train.micro_batch_size=1", *SHORT]
 
 
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:

@@ -246,7 +246,6 @@ def test_columns_that_a_terminal_has_no_room_for_are_named_and_nothing_steers_it
     whole = sweep.written()
     assert "m?" in whole and "?[31mx" in whole and "\x1b" not in whole
     monkeypatch.setattr("slurmtrain.cli.columns.terminal_width", lambda: 80)
-    monkeypatch.setattr("slurmtrain.cli.sweep.terminal_width", lambda: 80)
     *lines, sentence = re.sub("\x1b\\[[0-9;]*m", "", sweep.written()).splitlines()
     assert "more columns have no room: " in sentence and sentence.endswith("metric_29")
     assert 60 < max(map(len, lines)) <= 80

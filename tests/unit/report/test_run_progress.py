@@ -246,30 +246,29 @@ def test_status_shows_the_newest_first_and_a_sweep_as_one_row(rows_of_status: tu
     assert printed("status", rows_of_status[2]) == printed("sweep", "status", rows_of_status[2])
 
 
-@pytest.mark.parametrize(
-    ("words", "shown_rows", "left"),
-    [
-        (["--limit", "2"], [0, 1], "\n2 more: --limit 4 shows all"),
-        (["--limit", "4"], [0, 1, 2, 3], ""),
-        (["--name", "oth*"], [1], ""),
-        (["--state", "waiting"], [1, 2], ""),
-        (["--state", "failed"], [3], ""),
-        (["--since", "7d"], [0, 1, 2], ""),
-        (["--since", "7d", "--state", "waiting", "--limit", "1"], [1], "\n1 more: --limit 2 shows all"),
-    ],
-)
-def test_status_shows_only_what_is_asked_for_and_how_many_more_there_are(
-    words: list[str], shown_rows: list[int], left: str, rows_of_status: tuple[str, ...]
+# What is asked for -> which of these rows are shown, and how many more there are.
+ASKED = [
+    ("--limit 2", [0, 1], "\n2 more: --limit 4 shows all"),
+    ("--limit 4", [0, 1, 2, 3], ""),
+    ("--name oth*", [1], ""),
+    ("--state waiting", [1, 2], ""),
+    ("--state failed", [3], ""),
+    ("--since 7d", [0, 1, 2], ""),
+    ("--since 7d --state waiting --limit 1", [1], "\n1 more: --limit 2 shows all"),
+]
+
+
+def test_status_shows_only_what_is_asked_for_and_how_many_more_there_are_and_a_point_its_own_values(
+    rows_of_status: tuple[str, ...], project: Path
 ) -> None:
-    text = printed("status", *words)
-    rows = [line.split()[0] for line in text.partition("\n\n")[0].splitlines()[2:]]
-    assert rows == [rows_of_status[i] for i in shown_rows]
-    assert left in text and ("more" in text) == bool(left)
-    if 2 not in shown_rows:
-        assert [run["id"] for run in shown("status", *words)] == [rows_of_status[i] for i in reversed(shown_rows)]
-
-
-def test_a_point_of_a_sweep_shows_its_own_values(rows_of_status: tuple[str, ...], project: Path) -> None:
+    for words, shown_rows, left in ASKED:
+        text = printed("status", *words.split())
+        rows = [line.split()[0] for line in text.partition("\n\n")[0].splitlines()[2:]]
+        assert rows == [rows_of_status[i] for i in shown_rows], words
+        assert left in text and ("more" in text) == bool(left), words
+        if 2 not in shown_rows:
+            found = [run["id"] for run in shown("status", *words.split())]
+            assert found == [rows_of_status[i] for i in reversed(shown_rows)], words
     point = (project / "runs" / rows_of_status[2] / "points.jsonl").read_text().splitlines()[1]
     assert f"\n  sweep: point 1 of {rows_of_status[2]}: train.steps=50\n" in printed(
         "status", json.loads(point)["run_id"]

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 ROOT = str(Path(__file__).parents[3])
 TIGHT = ["+cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "cluster.gpu_memory_gb=40"]
+TIGHT += ["parallel.param_dtype=null", "data.seq_len=256"]
 # Bytes of an element: parameter, gradient, two moments of Adam. Adam counts its steps in 4 bytes for each parameter.
 FLOAT32 = 4
 

@@ -156,7 +156,7 @@ def test_no_rank_hangs_as_long_as_another_one_may_be_at_work(
     values: dict[str, Any], silent: bool, at_work: bool
 ) -> None:
     own = beat(0, idle_s=70.0)
-    found = still_allowed({0: own, 1: beat(1, **values)}, {1} if silent else set(), own)
+    found = still_allowed({0: own, 1: beat(1, **values)}, {1} if silent else set(), own, 60.0)
     assert [each.rank for each in found] == ([1] if at_work else [])
 
 
