@@ -100,7 +100,7 @@ def disturb(run: Run, way: str, chance: random.Random) -> None:
             run.wait_until(
                 lambda: len(run.attempts()) > number or run.attempts()[-1].verdict is not None, "at its limit"
             )
-            slurm.run(["scontrol", "update", f"JobId={run.job_id}", "TimeLimit=60"])
+            slurm.run(["scontrol", "update", f"JobId={run.job_id}", "TimeLimit=60"], check=False)  # it may have ended
         case "restart of the controller":
             with controller:
                 slurm.run(["scontrol", "shutdown", "slurmctld"])
