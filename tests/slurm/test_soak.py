@@ -6,18 +6,22 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
 import slurmtrain
+from slurmtrain.errors import ClusterError
 from slurmtrain.report.status.state import RunStatus
 from tests.slurm.project import Project, Run, make_project
 from tests.support.children import children
+from tests.support.gloo import wait_until
 from tests.support.local_runs import assert_same_bits
 from tests.support.slurm_cluster import Cluster
 
@@ -28,13 +32,21 @@ LANES = ("n0,n1", "n2,n3", "n4,n5", "n6,n7")
 WORDS = (
     *(f"train.steps={STEPS}", "cluster.tasks_per_node=1", "+model.pause_s=0.1", "cluster.time_limit_min=60"),
     *("watchdog.min_s=10", "watchdog.factor=2", "watchdog.save_s=20", "watchdog.evaluation_s=20"),
-    *("watchdog.first_step_s=60", "requeue.max_attempts_without_progress=99", "requeue.max_attempts=99"),
+    *("watchdog.first_step_s=60", "requeue.max_attempts_without_progress=99"),
 )
 WAYS = (
     *("preemption", "kill of a rank", "kill of the supervisor", "kill of srun", "scancel", "scontrol requeue"),
     *("the verb requeue", "SIGSTOP", "time limit", "restart of the controller"),
 )
-one_restart_at_a_time = threading.Lock()
+controller = threading.RLock()
+
+
+class Waiting(Cluster):
+    """Its commands wait while a test has the controller down: only the runs are to be disturbed by that."""
+
+    def run(self, *args: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+        with controller:
+            return super().run(*args, **options)
 
 
 def kill(*pids: int) -> None:
@@ -49,6 +61,14 @@ def supervisor_and_srun(run: Run) -> list[int]:
         return run.supervisor_pids()
     except ValueError:
         return []
+
+
+def controller_started(cluster: Cluster) -> bool:
+    try:
+        cluster.sandbox.start_node("slurmctld")
+    except ClusterError:  # the one before has not left yet
+        return False
+    return True
 
 
 def disturb(run: Run, way: str, chance: random.Random) -> None:
@@ -75,12 +95,18 @@ def disturb(run: Run, way: str, chance: random.Random) -> None:
         case "the verb requeue":
             run.cli("requeue", run.run_dir.id)
         case "time limit":
+            number = len(run.attempts())
             slurm.run(["scontrol", "update", f"JobId={run.job_id}", "TimeLimit=1"])
+            run.wait_until(
+                lambda: len(run.attempts()) > number or run.attempts()[-1].verdict is not None, "at its limit"
+            )
+            slurm.run(["scontrol", "update", f"JobId={run.job_id}", "TimeLimit=60"], check=False)  # it may have ended
         case "restart of the controller":
-            with one_restart_at_a_time:
+            with controller:
                 slurm.run(["scontrol", "shutdown", "slurmctld"])
                 time.sleep(chance.uniform(0, 3))  # for so long nobody answers
-                slurm.sandbox.start_node("slurmctld")
+                wait_until(lambda: controller_started(slurm), "started")
+                wait_until(slurm.sandbox.node_states, "answering")
 
 
 def begun(run: Run, number: int) -> bool:
@@ -123,8 +149,6 @@ def soak(project: Project, lane: str, number: int, ways: tuple[str, ...]) -> tup
             go_on(run, attempt)
         else:
             resumed = go_on(run, attempt + 1)
-        if way == "time limit":
-            run.cluster.run(["scontrol", "update", f"JobId={run.job_id}", "TimeLimit=60"], check=False)
         ended = run.attempts()[attempt - 1]
         story.append(f"{way} at step {step}: {ended.reason}, {ended.verdict}{', resumed' * resumed}")
     run.finish()
@@ -133,7 +157,7 @@ def soak(project: Project, lane: str, number: int, ways: tuple[str, ...]) -> tup
 
 @pytest.fixture(scope="module")
 def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    return make_project(tmp_path_factory.mktemp("soak") / "project", sandbox)
+    return make_project(tmp_path_factory.mktemp("soak") / "project", Waiting(sandbox.sandbox))
 
 
 def test_runs_that_are_disturbed_at_any_moment_finish_with_the_same_bits_and_drain_no_node(project: Project) -> None:
