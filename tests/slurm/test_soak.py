@@ -109,11 +109,14 @@ def disturb(run: Run, way: str, chance: random.Random) -> None:
                 wait_until(slurm.sandbox.node_states, "answering")
 
 
-def begun(run: Run, number: int) -> bool:
-    """Whether attempt `number` trains, or the run has finished."""
+def finished(run: Run) -> bool:
     attempts = run.attempts()
-    trains = len(attempts) >= number and attempts[number - 1].stepping is not None
-    return trains or bool(attempts and attempts[-1].verdict == "done")
+    return bool(attempts) and attempts[-1].verdict == "done"
+
+
+def begun(run: Run, number: int) -> bool:
+    """Whether attempt `number`, or one after it, trains, or the run has finished."""
+    return finished(run) or any(attempt.stepping is not None for attempt in run.attempts()[number - 1 :])
 
 
 def go_on(run: Run, number: int) -> bool:
