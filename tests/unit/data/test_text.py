@@ -127,7 +127,7 @@ def test_no_more_is_read_than_was_asked_for() -> None:
 
 @pytest.mark.parametrize("name", ["stdlib", "stdlib_tiny"])
 def test_the_shipped_configs_give_data(name: str) -> None:
-    text = instantiate(OmegaConf.load(CONF / "data" / f"{name}.yaml"))
+    text = instantiate(OmegaConf.load(CONF / "data" / f"{name}.yaml"), seq_len=64)
     assert len(text.train) > 1000 and len(text.valid) > 50
     assert text.vocab_size == 256 and "standard library" in text.description
 
@@ -136,7 +136,7 @@ def test_the_shipped_configs_give_data(name: str) -> None:
 def test_the_config_for_own_files_takes_a_list_or_one_path(as_list: bool, tmp_path: Path) -> None:
     write_files(tmp_path, {"a.txt": "some text", "b.txt": "more text"})
     paths = [f"{tmp_path}/*.txt"] if as_list else f"{tmp_path}/*.txt"
-    config = OmegaConf.merge(OmegaConf.load(CONF / "data" / "files.yaml"), {"paths": paths})
+    config = OmegaConf.merge(OmegaConf.load(CONF / "data" / "files.yaml"), {"paths": paths, "seq_len": 256})
     assert len(instantiate(config).train) == 1
 
 

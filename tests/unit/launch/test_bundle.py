@@ -160,7 +160,7 @@ def test_another_cluster_replaces_all_that_was_of_the_first_one(
     ("before", "behind", "said"),
     [
         (["model=llama3_8b"], [], "single fields can be set"),
-        (["optim.lrr=1"], [], "has no optim.lrr"),
+        (["optim.lrr=1"], [], "optim has no field 'lrr'"),
         (["-m", "optim.lr=1,2"], [], "--from submits one run"),
         ([], ["--config-name", "x"], "--from contains a whole config"),
         ([], ["--dry-run", "--", "python", "x.py"], "a bundle has its own program, so --from takes none after --"),
