@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -114,10 +115,12 @@ class _Order:
     """The batches of an epoch that are left, each with the seed under which it is read; in place of a (batch) sampler."""
 
     def __init__(self, loader: DataLoader[Any], batches: Any, sampler: Any):
-        self._loader, self._batches, self._sampler = loader, batches, sampler
+        # Workers that stay belong to the loader, and leave with it: nothing of it may keep it.
+        self._loader, self._batches, self._sampler = weakref.ref(loader), batches, sampler
 
     def __iter__(self) -> Iterator[_Place]:
-        loader = self._loader
+        loader = self._loader()
+        assert loader is not None, "it is being iterated over"
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         seed = (loader.seed, rank, loader.epoch)
         if hasattr(self._sampler, "set_epoch"):

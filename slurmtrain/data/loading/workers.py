@@ -173,10 +173,25 @@ class Workers(Generic[Jobs, Result]):
 
 
 def ignore_stop_signals(worker_id: int) -> None:
-    """Ignore the stop signals in this worker, since only the ranks act on them."""
+    """Ignore the stop signals in this worker, since only the ranks act on them.
+
+    A rank that ends kills those workers that are left, as torch's with persistent_workers are.
+    """
     for number in SLURM_STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SLURM_STOP_SIGNALS)
+
+
+def _kill_daemons() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler calls this a failure of the worker
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
+# Python's own exit, which comes after this, sends them a SIGTERM, which they ignore, and waits for them.
+atexit.register(_kill_daemons)
 
 
 class _Position(NamedTuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +50,6 @@ LOADERS: dict[str, dict[str, Any]] = {
     "in order": {"batch_size": 5},
     "shuffled": {"batch_size": 5, "shuffle": True},
     "workers": {"batch_size": 5, "shuffle": True, "num_workers": 2},
-    "workers that stay": {"batch_size": 4, "shuffle": True, "num_workers": 2, "persistent_workers": True},
     "last batch dropped": {"batch_size": 5, "shuffle": True, "drop_last": True},
     "single samples": {"batch_size": None, "shuffle": True},
     "with replacement": {"batch_size": 4, "sampler": RandomSampler(range(SAMPLES), replacement=True)},
@@ -119,6 +120,22 @@ def test_a_loop_that_leaves_an_epoch_early_goes_on_with_the_next() -> None:
             seen.append(batch)
             break
     assert loader.epoch == 1 and not torch.equal(*seen)
+
+
+STAYING = """
+import torch, slurmtrain
+from torch.utils.data import TensorDataset
+stays = {"batch_size": 4, "num_workers": 2, "persistent_workers": True}
+data = TensorDataset(torch.arange(12.0))
+ours = slurmtrain.DataLoader(data, **stays)
+torchs = torch.utils.data.DataLoader(data, worker_init_fn=slurmtrain.ignore_stop_signals, **stays)
+print([len(list(loader)) for loader in (ours, ours, torchs)])
+"""
+
+
+def test_a_program_whose_workers_stay_and_ignore_signals_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", STAYING], capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout, done.stderr) == ("[3, 3, 3]\n", "")
 
 
 def test_what_it_wraps_can_be_looked_at() -> None:
