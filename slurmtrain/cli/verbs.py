@@ -336,15 +336,11 @@ VERBS: dict[str, Verb] = {
             ),
             "prune": Verb(
                 "Remove checkpoints that need not be kept. The newest is verified first. The newest two always stay, "
-                "the newest from before numbers broke, and what somebody reads. Without a rule: by the run's own "
+                "the newest from before numbers broke, and what somebody reads. Without --keep-last: by the run's own "
                 "checkpoint.keep_* (no run: the last 2). What killed saves have left goes after an hour.",
                 (
                     option("--keep-last N", "keep the newest N, at least 2", whole(2)),
-                    option("--keep-every N", "also keep those whose step is a multiple of N", whole(1)),
-                    option("--best N", "also keep the N best by --metric", whole(1)),
-                    option("--metric NAME", "a metric that was saved with the checkpoints (default: valid_loss)"),
-                    MODE,
-                    option("--damaged", "instead, or with other rules, remove those that a restore has set aside"),
+                    option("--damaged", "instead, or with --keep-last, remove those that a restore has set aside"),
                     DRY_RUN,
                 ),
             ),
@@ -359,7 +355,6 @@ VERBS: dict[str, Verb] = {
                     STEP,
                     option("--only NAME", "the object that was saved as NAME", default="model"),
                     option("--dtype float32|float16|bfloat16|float64", "convert floating-point tensors"),
-                    option("--max-shard-size-gb N", "of each file, with --format hf (default: 5)", number(0.001)),
                     option("--force", "replace OUT if it exists"),
                 ),
             ),

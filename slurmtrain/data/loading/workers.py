@@ -4,8 +4,8 @@ They ignore the signals of a preemption and leave when the rank tells them.
 
 SLURM signals every process of a job step; only the ranks are to act on it.
 
-Short jobs are sent several at a time. `python -m tests.bench data --only mechanisms` shows what this earns by processor
-time: 2.4 to 5 times as many batches of tokens as one at a time, twice as many small images, and no fewer large ones.
+Short jobs are sent several at a time. Measured by processor time, this earned 2.4 to 5 times as many batches of
+tokens as one at a time, twice as many small images, and no fewer large ones.
 """
 
 from __future__ import annotations
