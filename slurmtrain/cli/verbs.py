@@ -400,20 +400,6 @@ VERBS: dict[str, Verb] = {
         "planning",
         composes=True,
     ),
-    "scale": Verb(
-        "Train a few steps on 1, 2, 4 and more nodes: efficiency of each doubling, and the bottleneck.",
-        (
-            option("--nodes 1,2,4", "numbers of nodes to measure; default: 1, 2, 4, ... up to cluster.nodes"),
-            option("--strong", "the same global batch at all sizes; by default it grows with the nodes"),
-            option("--steps N", "steps per size", whole(10), default=50),
-            option("--at-once N", "run at most N sizes at a time", whole(1)),
-            NO_WAIT,
-            option("--again", "measure all sizes again"),
-            JSON,
-        ),
-        "planning",
-        composes=True,
-    ),
     "preflight": Verb(
         "Check the nodes of an allocation like the config's, without training.",
         (
