@@ -160,7 +160,6 @@ VERBS: dict[str, Verb] = {
         "quickstart",
         composes=True,
         runs_program=True,
-        function="submit.render",
     ),
     "train": Verb(
         "Train on this rank; started by srun, torchrun, or by hand.",

@@ -22,12 +22,11 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
+from slurmtrain.launch.code_source import find_source
 from slurmtrain.launch.directives import JobPaths
-from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.script import render_script
-from slurmtrain.launch.snapshot import find_source
-from slurmtrain.launch.submit import PLACEHOLDER_ID, slurm_conf_of, steps_of
+from slurmtrain.launch.script import PLACEHOLDER_ID, render_script
+from slurmtrain.launch.submit import slurm_conf_of, steps_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.sweep.arrays import plan_arrays, tasks_at_once
 
@@ -296,7 +295,7 @@ def preview(
     """Return the scripts that would be passed to sbatch, one per array. Nothing is created."""
     job = sweep_plan.first.job
     runs = [Path(job.runs_dir) / sweep_plan.id / run_id for run_id in sweep_plan.run_ids(PLACEHOLDER_ID).values()]
-    source = find_source(job, cwd, interpreter_of(sweep_plan.first.cluster))
+    source = find_source(job, cwd, sweep_plan.first.cluster)
     shapes = [sweep_plan.shapes[identity] for identity in sweep_plan.run_ids("")]
     if sweep_plan.first.cluster.backend == Backend.LOCAL:
         return []
