@@ -47,10 +47,8 @@ def main(arguments: argparse.Namespace) -> int:
         else:
             from slurmtrain.launch import bundle as bundles
 
-            if arguments.config_name != "config" or arguments.config_path is not None:
-                raise UsageError(
-                    "--from contains a whole config, so there is nothing to compose from --config-name or --config-path"
-                )
+            if arguments.config_name != "config":
+                raise UsageError("--from contains a whole config, so there is nothing to compose from --config-name")
             bundle, source = unpacked.enter_context(bundles.opened(Path(arguments.bundle).expanduser()))
             config, dims = bundles.config_of(bundle, overrides, cwd, config_dir=arguments.config_dir)
             folder = cwd if source is None else bundle.workdir
@@ -104,12 +102,7 @@ def _run_here(run_dir: RunDir, config: Config) -> int:
 
 def compose_and_validate(arguments: argparse.Namespace) -> tuple[Config, ParallelDims]:
     """Return the config of a command line and its parallel dims, after all checks of its fields."""
-    config = compose(
-        arguments.overrides,
-        config_name=arguments.config_name,
-        config_dir=arguments.config_dir,
-        config_path=arguments.config_path,
-    )
+    config = compose(arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir)
     return config, validate(config)
 
 

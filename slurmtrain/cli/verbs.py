@@ -117,9 +117,8 @@ SANDBOX = option("--name NAME", "name, to run several at the same time", default
 # from the help, and those that print something.
 HYDRA = (
     option("--cfg, -c job|hydra|all", "print the composed config, and do nothing else"),
-    option("--config-dir, -cd DIR", "also look for configs in DIR"),
+    option("--config-dir, -cd DIR", "also look for configs in DIR; first, if it has the primary config"),
     option("--config-name, -cn NAME", "another primary config", default="config"),
-    option("--config-path, -cp DIR", "search DIR first; it has its own primary config"),
     option("--info, -i all|config|defaults|defaults-tree|plugins|searchpath", HIDDEN),
     option("--hydra-help", HIDDEN),
     option("--shell-completion, -sc", HIDDEN),

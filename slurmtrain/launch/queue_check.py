@@ -127,8 +127,10 @@ def _memory_of_a_node(facts: ClusterFacts, partition: Partition, cluster: Cluste
 
 def with_choices_of_the_shell(cluster: ClusterConfig, variables: Mapping[str, str]) -> ClusterConfig:
     """Return the config with what it leaves open and sbatch takes from the variables of the person's shell instead."""
-    found = {name: variables.get(f"SBATCH_{name.upper()}") for name in OF_THE_SHELL if hasattr(cluster, name)}
-    return replace(cluster, **{name: getattr(cluster, name) or value or None for name, value in found.items()})
+    its = {name: getattr(cluster, name) for name in OF_THE_SHELL if hasattr(cluster, name)}
+    return replace(
+        cluster, **{name: value or variables.get(f"SBATCH_{name.upper()}") or None for name, value in its.items()}
+    )
 
 
 def hint_of_facts(said: str, facts: ClusterFacts, cluster: ClusterConfig) -> str | None:
