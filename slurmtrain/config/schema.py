@@ -590,9 +590,7 @@ class PrepareConfig:
     chat_template: str | None = None
     # For chat: what the loss is computed on: all "answers" of the assistant, its "last_answer", or "all" messages
     loss_on: choices.LossOn = choices.LossOn.ANSWERS
-    tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer.json or of a tiktoken rank file NAME.tiktoken
-    # name of a tiktoken encoding, or a regular expression; null: by the name of the file
-    tiktoken_pattern: Lines | None = None
+    tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer.json
     bos: Lines | None = None  # ID or text of the token before each document; null: none
     # ID or text of the token after each document, or "none"; null: the one defined by the tokenizer file (for bytes: 0)
     eos: Lines | None = None
