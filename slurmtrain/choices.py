@@ -17,25 +17,21 @@ class Choice(StrEnum):
     __repr__ = str.__repr__
 
 
-class StopSignal(Choice):
-    """The signal by which a program of the user's own is told to stop."""
-
-    SIGTERM = "SIGTERM"
-    SIGINT = "SIGINT"
-    SIGHUP = "SIGHUP"
-    SIGUSR1 = "SIGUSR1"
-    SIGUSR2 = "SIGUSR2"
-
-
-class PpSchedule(Choice):
-    """The order of forward and backward passes in a pipeline."""
-
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED_1F1B = "interleaved_1f1b"
-    ZERO_BUBBLE = "zero_bubble"
-
-
+# The signal by which a program of the user's own is told to stop
+StopSignal = StrEnum(
+    "StopSignal",
+    {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT", "SIGHUP": "SIGHUP", "SIGUSR1": "SIGUSR1", "SIGUSR2": "SIGUSR2"},
+)
+# The order of forward and backward passes in a pipeline
+PpSchedule = StrEnum(
+    "PpSchedule",
+    {
+        "GPIPE": "gpipe",
+        "ONE_F_ONE_B": "1f1b",
+        "INTERLEAVED_1F1B": "interleaved_1f1b",
+        "ZERO_BUBBLE": "zero_bubble",
+    },
+)
 # The scheduler that runs a job
 Backend = StrEnum("Backend", "SLURM LOCAL")
 # The runtime that a container is started by

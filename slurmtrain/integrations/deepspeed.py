@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.random_state import RandomState
-from slurmtrain.errors import CheckpointError, ConfigError
+from slurmtrain.errors import ConfigError
 from slurmtrain.integrations.commit import (
     commit,
     damage_of,

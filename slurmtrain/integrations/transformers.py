@@ -25,11 +25,12 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.random_state import RANDOM_STATE
 from slurmtrain.checkpoint.store.retention import Keep
-from slurmtrain.errors import CheckpointError, ConfigError, EnvironmentMismatchError
+from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 from slurmtrain.integrations.reporting import ProgressReport
 from slurmtrain.integrations.trainer_folders import STATE_FILE, newest_complete
 from slurmtrain.parallel.ddp import warm_up_ddp_buckets

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.export import Entry, Exported, Output, opened
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.manifest import read_manifest
@@ -24,7 +25,7 @@ from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.data.format import manifest as prepared
 from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.sources.config_check import PREPARED
-from slurmtrain.errors import CheckpointError, ConfigError, DataError
+from slurmtrain.errors import ConfigError, DataError
 from slurmtrain.models import byte_tokenizer, hf_names
 from slurmtrain.models.huggingface import HuggingFace, stored_names
 from slurmtrain.models.lora_export import (

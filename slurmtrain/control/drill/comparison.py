@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.schema import JobConfig
-from slurmtrain.errors import CheckpointError, UnreadableRecordError
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.observe.metrics import is_detail, is_measured, read_metrics
 from slurmtrain.report.compare import by_step, compare_data, divergences
 from slurmtrain.runs.program_checkpoints import find_checkpoints
