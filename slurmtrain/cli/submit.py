@@ -154,6 +154,8 @@ def render(arguments: argparse.Namespace) -> int:
     config, dims = compose_and_validate(arguments)
     check(config, dims, current_folder())
     target = arguments.output
+    if arguments.target is not None:
+        return _render_manifest(arguments, config)
     if arguments.explain:
         if target is not None:
             raise UsageError("--explain prints, but -o writes a script", hint="leave one of them out")
@@ -176,4 +178,14 @@ def render(arguments: argparse.Namespace) -> int:
         shutil.copyfile(run_dir.script, output)
     run_dir.event(Event.RENDERED, file=str(output.resolve()))
     print(f"wrote {output} for run {run_dir.id} in {run_dir.path}\n  start it with: sbatch {output}")
+    return 0
+
+
+def _render_manifest(arguments: argparse.Namespace, config: Config) -> int:
+    """Print the manifest of another engine."""
+    from slurmtrain.launch.submit import dry_manifest
+
+    if arguments.explain or arguments.json:
+        raise UsageError("--explain explains the lines of the sbatch script only", hint="leave out --target")
+    print(dry_manifest(arguments.target, config, current_folder()), end="")
     return 0
