@@ -33,7 +33,11 @@ PpSchedule = StrEnum(
     },
 )
 # The scheduler that runs a job
-Backend = StrEnum("Backend", "SLURM LOCAL")
+Backend = StrEnum("Backend", "SLURM LOCAL KUBERNETES")
+# What else can start a run, by the manifest of `render --target`
+Target = StrEnum("Target", "JOBSET TRAINJOB RAYJOB SKYPILOT")
+# When a node fetches the image of a pod
+PullPolicy = StrEnum("PullPolicy", {"ALWAYS": "Always", "ABSENT": "IfNotPresent", "NEVER": "Never"})
 # The runtime that a container is started by
 ContainerKind = StrEnum("ContainerKind", "PYXIS APPTAINER")
 # What the ranks run. EVALUATE is that of the jobs which `evaluate` and eval.mode=job submit, and PREFLIGHT of those

@@ -1,4 +1,4 @@
-"""render: the script of a job, to read, explained line by line, or written into a file with a run directory for it."""
+"""render: the script of a job, to read, explained line by line, or written into a file; or the manifest of another engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slurmtrain.cli.json_output import emit
 from slurmtrain.cli.submit import compose_and_validate
 from slurmtrain.control.checks import check
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.script import dry_run, explained
+from slurmtrain.launch.script import dry_manifest, dry_run, explained
 from slurmtrain.launch.submit import preparing
 from slurmtrain.runs.events import Event
 from slurmtrain.system.paths import current_folder
@@ -23,6 +23,11 @@ def main(arguments: argparse.Namespace) -> int:
     config, dims = compose_and_validate(arguments)
     check(config, dims, current_folder())
     target = arguments.output
+    if arguments.target is not None:
+        if arguments.explain or arguments.json:
+            raise UsageError("--explain explains the lines of the sbatch script only", hint="leave out --target")
+        print(dry_manifest(arguments.target, config, current_folder()), end="")
+        return 0
     if arguments.explain:
         if target is not None:
             raise UsageError("--explain prints, but -o writes a script", hint="leave one of them out")

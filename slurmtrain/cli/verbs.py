@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from slurmtrain.choices import Target
 from slurmtrain.cli.units import moment, number, rank_or_all, token_count, whole
 
 HIDDEN = argparse.SUPPRESS
@@ -150,11 +151,16 @@ VERBS: dict[str, Verb] = {
     ),
     "render": Verb(
         "Print the sbatch script, to read, edit and submit by hand; --explain explains each line. With -o, also "
-        "prepare a run directory and write the script to FILE: edit it and give it to sbatch yourself.",
+        "prepare a run directory and write the script to FILE: edit it and give it to sbatch yourself. With --target, it is "
+        "the manifest of another engine instead.",
         (
             option("--explain", "explain each line: the config field or SLURM requirement that it comes from"),
             option("--json", "with --explain: print a list of {line, why}, for a program"),
             option("-o, --output FILE", "write the script to FILE and prepare a run for it"),
+            option(
+                f"--target {'|'.join(Target)}",
+                "print the manifest by which Kubernetes, Ray or SkyPilot runs the same job",
+            ),
         ),
         "quickstart",
         composes=True,

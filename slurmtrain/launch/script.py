@@ -69,6 +69,15 @@ def explained(config: Config, cwd: Path) -> list[Line]:
     ]
 
 
+def dry_manifest(target: str, config: Config, cwd: Path) -> str:
+    """Return the manifest by which another engine runs the same job. Nothing is created."""
+    from slurmtrain.launch.targets import manifest
+    from slurmtrain.launch.targets.pod import PodRun
+
+    config = with_absolute_paths(config, cwd)
+    return manifest(target, config, PodRun(folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID))
+
+
 def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> JobPaths:
     run_dir = folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID
     source = source or find_source(config.job, cwd, config.cluster)

@@ -274,9 +274,7 @@ def companions(
     special = {"bos_token_id": facts.bos, "eos_token_id": facts.eos}
     if facts.kind == "bytes":
         return {**byte_tokenizer.files(facts.bos, facts.eos), **template}, special, ()
-    if facts.kind != "tokenizers" or facts.file is None:
-        return {}, special, (f"no tokenizer is written: transformers does not read the {facts.kind} file of {folder}",)
-    content = (folder / facts.file).read_bytes()
+    content = (folder / TOKENIZER).read_bytes()
     return {TOKENIZER: content, TOKENIZER_CONFIG: _tokenizer_config(content, facts), **beside}, special, ()
 
 
@@ -297,7 +295,7 @@ def _tokenizers(data: Any) -> Iterator[tuple[Path, prepared.TokenizerFacts]]:
 def _ends_of_answers(config: Mapping[str, Any]) -> list[int]:
     """Return the special tokens with which the answers of the training's conversations end, which base models do not know."""
     folder, facts = next(iter(_tokenizers(config.get("data"))), (Path(), None))
-    if facts is None or facts.kind != "tokenizers" or facts.file is None:
+    if facts is None or facts.kind == "bytes":
         return []
     try:
         manifest = prepared.read_manifest(folder)
@@ -308,7 +306,7 @@ def _ends_of_answers(config: Mapping[str, Any]) -> list[int]:
         counts = np.empty(len(tokens), np.uint8)
         stream.read_into(tokens, 0)
         stream.read_loss_mask(counts, 0)
-        known = json.loads((folder / facts.file).read_bytes()).get("added_tokens") or []
+        known = json.loads((folder / TOKENIZER).read_bytes()).get("added_tokens") or []
     except (ConfigError, DataError, OSError):
         return []
     special = {token["id"] for token in known if token.get("special")}
