@@ -67,7 +67,7 @@ class SlurmtrainCallback(TrainerCallback, ExportableState):  # type: ignore[misc
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _join(args)
         self._stopping, self.world_size = False, args.world_size
-        self._report = ProgressReport(state.global_step, state.max_steps, args.output_dir)
+        self._report = ProgressReport(state.global_step, state.max_steps)
         # A checkpoint from before the callback was added has no place for its state, which Trainer takes for granted.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if should_stop():  # told while model and data were being loaded: there is nothing to save yet
