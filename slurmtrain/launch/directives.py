@@ -29,17 +29,6 @@ class Line(NamedTuple):
     why: str
 
 
-class Words(NamedTuple):
-    """Words of a command line, and why they are there."""
-
-    words: Sequence[str]
-    why: str
-
-    @property
-    def line(self) -> Line:
-        return Line(shlex.join(self.words), self.why)
-
-
 @dataclass(frozen=True)
 class JobPaths:
     """The paths that the script needs.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from slurmtrain.choices import ContainerKind
 from slurmtrain.config.launched_program import as_started
 from slurmtrain.config.schema import ClusterConfig, Config
-from slurmtrain.launch.directives import Words
+from slurmtrain.launch.directives import Line
 from slurmtrain.runs.attempt_dir import rank_log_name
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.slurm.versions import PERCENT_SIGNS_READ_TWICE, Version
@@ -25,6 +27,17 @@ STAGED = (
 )
 CONTAINER_ENV = "--container-env="  # option of pyxis: names of variables that the host sets, not the image
 _OWN_ARGS = "cluster.container.args: your arguments, unchanged"
+
+
+class Words(NamedTuple):
+    """Words of a command line, and why they are there."""
+
+    words: Sequence[str]
+    why: str
+
+    @property
+    def line(self) -> Line:
+        return Line(shlex.join(self.words), self.why)
 
 
 def explained_srun(
