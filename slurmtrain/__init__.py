@@ -49,25 +49,7 @@ _PUBLIC = {
     "warm_up_ddp_buckets": "slurmtrain.parallel.ddp",
     "ignore_stop_signals": "slurmtrain.data.loading.workers",
 }
-__all__ = [
-    "Checkpointer",
-    "DataLoader",
-    "Keep",
-    "MapRun",
-    "Run",
-    "Status",
-    "__version__",
-    "exit_for_requeue",
-    "ignore_stop_signals",
-    "init",
-    "map",
-    "open_map",
-    "open_run",
-    "should_stop",
-    "stop_requested",
-    "submit",
-    "warm_up_ddp_buckets",
-]
+__all__ = sorted(["__version__", *_PUBLIC])
 
 
 def __getattr__(name: str) -> Any:

@@ -17,27 +17,27 @@ class Choice(StrEnum):
     __repr__ = str.__repr__
 
 
-class StopSignal(Choice):
-    """The signal by which a program of the user's own is told to stop."""
-
-    SIGTERM = "SIGTERM"
-    SIGINT = "SIGINT"
-    SIGHUP = "SIGHUP"
-    SIGUSR1 = "SIGUSR1"
-    SIGUSR2 = "SIGUSR2"
-
-
-class PpSchedule(Choice):
-    """The order of forward and backward passes in a pipeline."""
-
-    GPIPE = "gpipe"
-    ONE_F_ONE_B = "1f1b"
-    INTERLEAVED_1F1B = "interleaved_1f1b"
-    ZERO_BUBBLE = "zero_bubble"
-
-
+# The signal by which a program of the user's own is told to stop
+StopSignal = StrEnum(
+    "StopSignal",
+    {"SIGTERM": "SIGTERM", "SIGINT": "SIGINT", "SIGHUP": "SIGHUP", "SIGUSR1": "SIGUSR1", "SIGUSR2": "SIGUSR2"},
+)
+# The order of forward and backward passes in a pipeline
+PpSchedule = StrEnum(
+    "PpSchedule",
+    {
+        "GPIPE": "gpipe",
+        "ONE_F_ONE_B": "1f1b",
+        "INTERLEAVED_1F1B": "interleaved_1f1b",
+        "ZERO_BUBBLE": "zero_bubble",
+    },
+)
 # The scheduler that runs a job
-Backend = StrEnum("Backend", "SLURM LOCAL")
+Backend = StrEnum("Backend", "SLURM LOCAL KUBERNETES")
+# What else can start a run, by the manifest of `render --target`
+Target = StrEnum("Target", "JOBSET TRAINJOB RAYJOB SKYPILOT")
+# When a node fetches the image of a pod
+PullPolicy = StrEnum("PullPolicy", {"ALWAYS": "Always", "ABSENT": "IfNotPresent", "NEVER": "Never"})
 # The runtime that a container is started by
 ContainerKind = StrEnum("ContainerKind", "PYXIS APPTAINER")
 # What the ranks run. EVALUATE is that of the jobs which `evaluate` and eval.mode=job submit, and PREFLIGHT of those

@@ -109,18 +109,6 @@ class PreflightError(EnvironmentMismatchError):
         self.told_all = told_all
 
 
-class RendezvousError(SlurmtrainError):
-    """The ranks could not find each other in time. A retry on other nodes may help.
-
-    Args:
-        because_of_peer: others did not come, or have left; the rank that raises it was there, and its node says nothing.
-    """
-
-    def __init__(self, message: str, *, hint: str | None = None, because_of_peer: bool = False):
-        super().__init__(message, hint=hint)
-        self.because_of_peer = because_of_peer
-
-
 class DivergedError(SlurmtrainError):
     """Loss, gradients or parameters are not finite, or a loss spike does not go away.
 
@@ -130,49 +118,8 @@ class DivergedError(SlurmtrainError):
     exit_code = EXIT_CONFIG
 
 
-class CheckpointError(SlurmtrainError):
-    """A checkpoint cannot be written, or cannot be trusted."""
-
-
 class DataError(SlurmtrainError):
     """Data cannot be read or written now: a disk is full or fails, a file has vanished. A retry may help."""
-
-
-class LostPeersError(CheckpointError):
-    """Another rank went away in the middle of a save or restore: its failure, not this rank's, came first."""
-
-
-class UnreadableError(CheckpointError):
-    """The storage does not give a checkpoint's files now, which says nothing about them. A retry may help."""
-
-
-class SupersededError(CheckpointError):
-    """A newer incarnation of the run is at work: this one may not commit any more, and has nothing left to do."""
-
-
-class DiscardedError(CheckpointError):
-    """A save was given up on purpose."""
-
-
-class NonFiniteError(CheckpointError):
-    """Parameters are not finite, and are not saved: no later step mends them, and the same bits would do the same again."""
-
-    exit_code = EXIT_CONFIG
-
-
-DIVERGED = (DivergedError, NonFiniteError)  # errors of numbers that have broken, and not of the config or a node
-
-
-class NodeFolderError(CheckpointError):
-    """A node has no folder, or no room, for copies of checkpoints (checkpoint.local). The same attempt would fail again."""
-
-    exit_code = EXIT_CONFIG
-
-
-class CheckpointMismatchError(CheckpointError):
-    """There are checkpoints, but none that this run may continue from: damaged, or of another model. No retry helps."""
-
-    exit_code = EXIT_CONFIG
 
 
 def exit_code_of(error: BaseException) -> int:

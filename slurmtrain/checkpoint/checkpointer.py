@@ -30,6 +30,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import module_state, optimizer_state, state
+from slurmtrain.checkpoint.errors import (
+    CheckpointError,
+    DiscardedError,
+    LostPeersError,
+    NonFiniteError,
+    SupersededError,
+)
 from slurmtrain.checkpoint.format.directory import committed, newest_committed_step, step_of
 from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
 from slurmtrain.checkpoint.node_copies import NodeCopies, NodesDestination
@@ -47,14 +54,7 @@ from slurmtrain.checkpoint.store.fencing import Incarnation, check_fence
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.choices import ReplicaDrift, Verify
-from slurmtrain.errors import (
-    CheckpointError,
-    DiscardedError,
-    LostPeersError,
-    NonFiniteError,
-    SupersededError,
-    nearest,
-)
+from slurmtrain.errors import nearest
 from slurmtrain.slurm.environment import own_node_name
 from slurmtrain.system.activity import RESTORE, SAVE, doing
 from slurmtrain.system.logs import show_error

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.export import Exported, opened
 from slurmtrain.checkpoint.hf_folder import MODE, check_folder, publish_folder
-from slurmtrain.errors import CheckpointError
 from slurmtrain.system.files import fsync_directory, temporary_beside
 
 METADATA = ".metadata"

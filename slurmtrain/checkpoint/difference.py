@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import MANIFEST
 from slurmtrain.checkpoint.format.index_file import read_whole_index
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.format.tensor_index import Box, Index, TensorFacts
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.errors import CheckpointError
 
 PIECE_BYTES = 64 * 2**20  # bytes of a tensor that are compared in one go
 SAFETENSORS, TORCH_FILES = ".safetensors", (".pt", ".pth", ".bin", ".ckpt")

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, check_types, dtype_name, dtype_of
@@ -29,7 +30,7 @@ from slurmtrain.checkpoint.host_memory import available_memory
 from slurmtrain.checkpoint.restore.reader import bytes_of, read_whole
 from slurmtrain.checkpoint.save.finite import bytes_are_finite
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.errors import CheckpointError, UsageError, nearest
+from slurmtrain.errors import UsageError, nearest
 from slurmtrain.system.files import fsync_directory, give_name, temporary_beside
 
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")

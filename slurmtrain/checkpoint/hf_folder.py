@@ -16,9 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.export import Entry, Exported, Output, SafetensorsOutput
 from slurmtrain.checkpoint.safetensors_files import INDEX, SINGLE
-from slurmtrain.errors import CheckpointError, UsageError
+from slurmtrain.errors import UsageError
 from slurmtrain.system.files import fsync_directory, temporary_beside, write_synced
 
 CONFIG = "config.json"

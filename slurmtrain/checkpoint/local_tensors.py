@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.tensor_index import Box
-from slurmtrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.local_tensors import is_dtensor, local
-from slurmtrain.errors import CheckpointError
 
 _EXTRA_KEY = "_extra_state"
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from slurmtrain.checkpoint.errors import CheckpointError, NodeFolderError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
 from slurmtrain.checkpoint.format.directory import committed, step_of
@@ -37,7 +38,6 @@ from slurmtrain.checkpoint.save.destination import CommitResult, Destination
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import check_fence, previous_claim
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
-from slurmtrain.errors import CheckpointError, NodeFolderError
 from slurmtrain.system.files import read_json
 
 log = logging.getLogger(__name__)

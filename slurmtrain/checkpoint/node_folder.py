@@ -18,10 +18,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from slurmtrain.checkpoint.errors import NodeFolderError
 from slurmtrain.checkpoint.format.directory import COMPLETE, INDEX, TEMPORARY_NAME, checkpoint_name, committed, remove
 from slurmtrain.checkpoint.format.manifest import write_manifest
 from slurmtrain.checkpoint.host_memory import available_memory
-from slurmtrain.errors import NodeFolderError
 from slurmtrain.system.files import read_json, write_json, write_synced
 from slurmtrain.system.modes import make_own_folder
 from slurmtrain.system.process import ProcessMark

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.module_state import parameter_names
 from slurmtrain.checkpoint.plain_values import decoded, encode
-from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 
 OWN_WAY = "own"  # marks what an optimiser has given by a state_dict of its own kind
 # Tensors of a parameter's shape that torch's optimisers keep for each, beyond which nothing large is known.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slurmtrain.errors import CheckpointError
+from slurmtrain.checkpoint.errors import CheckpointError
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmtrain.errors import (
+from slurmtrain.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
     DiscardedError,
@@ -31,8 +31,8 @@ from slurmtrain.errors import (
     NonFiniteError,
     SupersededError,
     UnreadableError,
-    storage_hint,
 )
+from slurmtrain.errors import storage_hint
 from slurmtrain.system.activity import waiting
 
 T = TypeVar("T")

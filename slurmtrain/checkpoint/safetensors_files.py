@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES
 from slurmtrain.checkpoint.format.tensor_index import Box
-from slurmtrain.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # the names that transformers gives
 HEADER_BYTES = 100_000_000  # the format's own limit

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import module_state
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import OWN
 from slurmtrain.checkpoint.format.dtypes import dtype_of
 from slurmtrain.checkpoint.format.tensor_index import TensorFacts
@@ -38,7 +39,6 @@ from slurmtrain.checkpoint.optimizer_state import (
 )
 from slurmtrain.checkpoint.plain_values import decoded, encode
 from slurmtrain.checkpoint.random_state import RANDOM_STATE, RandomState
-from slurmtrain.errors import CheckpointError
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import INDEX, file_name
@@ -19,7 +20,6 @@ from slurmtrain.checkpoint.format.tensor_index import Box, Index, TensorFacts
 from slurmtrain.checkpoint.save.plan import SavePlan, TensorPiece
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import claim
-from slurmtrain.errors import CheckpointError
 from slurmtrain.system.modes import file_mode
 
 OWN_STATE = b"{}"  # there is no rank whose state it would be

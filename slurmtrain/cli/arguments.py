@@ -98,7 +98,20 @@ def visible_verbs() -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises its errors, each as one sentence with a hint."""
+    """A parser that raises its errors, each as one sentence with a hint.
+
+    Attributes:
+        words: the verb, and its action, which the examples in the help have.
+        verb: what is parsed.
+    """
+
+    words: Sequence[str] = ()
+    verb: Verb = NO_VERB
+
+    def format_help(self) -> str:
+        """Return the help; its examples are read from the manual only now."""
+        self.epilog = _epilog(self.words, self.verb)
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         choice = re.fullmatch(r"argument (.+?): invalid choice: '?(.*?)'? \(choose from (.*)\)", message, re.DOTALL)
@@ -132,11 +145,11 @@ def parser_of(name: str | None, action: str | None = None) -> Parser:
     parser = Parser(
         prog=" ".join(filter(None, [PROGRAM, name, action, actions])),
         description=textwrap.fill(verb.help, width),
-        epilog=_epilog([each for each in (name, action) if each], verb),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=width, max_help_position=26),
         add_help=name is not None,
         allow_abbrev=False,
     )
+    parser.words, parser.verb = [each for each in (name, action) if each], verb
     arguments = list(verb.arguments)
     if verb.changes or verb.composes:
         arguments.append(option("KEY=VALUE", verb.changes or CONFIG_WORDS, dest="words", nargs="*"))

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slurmtrain.checkpoint.errors import CheckpointError, UnreadableError
 from slurmtrain.checkpoint.format import blocks, directory
 from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, TEMPORARY_NAME
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
@@ -26,7 +27,7 @@ from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.stop import say_which
 from slurmtrain.cli.units import format_size, with_unit
-from slurmtrain.errors import CheckpointError, UnreadableError, UnreadableRecordError, UsageError
+from slurmtrain.errors import UnreadableRecordError, UsageError
 from slurmtrain.report.checkpoints import inspect
 from slurmtrain.report.page.units import plural
 from slurmtrain.runs import lookup, ownership

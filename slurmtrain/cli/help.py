@@ -96,9 +96,8 @@ Config groups (choose with group=option; single fields with group.field=value)
 
 Hydra
   {PROGRAM} --cfg job [overrides]     the composed config, with every field
-  --config-dir DIR     your own configs (DIR/cluster/mine.yaml -> cluster=mine)
+  --config-dir DIR     your own configs (DIR/cluster/mine.yaml -> cluster=mine), also with a primary config of its own
   --config-name NAME   another primary config
-  --config-path DIR    searched first, with its own primary config
   +key=value adds, ~key removes, ++key=value adds or overrides; --info defaults-tree; --hydra-help
   eval "$(slurmtrain -sc install=bash)"    tab completion
 

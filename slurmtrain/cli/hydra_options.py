@@ -14,7 +14,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from slurmtrain.cli.arguments import find_verb, visible_verbs
@@ -38,18 +37,14 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.cfg == "job":
         import yaml
 
-        config = Composer(_folders(arguments), arguments.config_name).compose(arguments.overrides)
+        folders = search_folders(arguments.config_name, arguments.config_dir)
+        config = Composer(folders, arguments.config_name).compose(arguments.overrides)
         print(yaml.safe_dump(to_values(config), sort_keys=False), end="")
         return 0
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     with explaining():
         show(arguments)
     return 0
-
-
-def _folders(arguments: argparse.Namespace) -> list[Path]:
-    """Return the folders that a verb would search, too."""
-    return search_folders(arguments.config_name, arguments.config_dir, arguments.config_path)
 
 
 def show(arguments: argparse.Namespace) -> None:
@@ -59,11 +54,10 @@ def show(arguments: argparse.Namespace) -> None:
     from slurmtrain.config.compose import register_schema
 
     register_schema()
-    first, *others = _folders(arguments)
-    # The folders are given below: by itself, Hydra takes --config-path as relative to this file and then searches no other
-    # folder, and seeks the primary config only there.
+    # Hydra seeks the primary config only in the folder that is given below.
+    first, *others = search_folders(arguments.config_name, arguments.config_dir)
     sys.argv = ["slurmtrain", *arguments.overrides, *([search_path(others)] if others else [])]
-    for name in [each.names[0] for each in HYDRA if not {"--config-dir", "--config-path"} & {*each.names}]:
+    for name in [each.names[0] for each in HYDRA if "--config-dir" not in each.names]:
         value = getattr(arguments, name[2:].replace("-", "_"))
         sys.argv += [name] if value is True else [name, value] if value else []
 

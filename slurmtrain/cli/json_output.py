@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.json_text import json_text
 
 if TYPE_CHECKING:
     from slurmtrain.report.goodput.causes import Goodput
     from slurmtrain.report.status.state import RunState
     from slurmtrain.report.usage import Row
+    from slurmtrain.runs.run_dir import RunDir
     from slurmtrain.runs.sweep_dir import Point
 
 

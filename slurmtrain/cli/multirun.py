@@ -41,7 +41,7 @@ def submit(arguments: argparse.Namespace) -> int:
         )
     if arguments.follow:
         raise UsageError("--follow does not work with -m", hint="sweep status last shows the state of the points")
-    composer = Composer(search_folders(name, arguments.config_dir, arguments.config_path), name)
+    composer = Composer(search_folders(name, arguments.config_dir), name)
     choices = choices_of(composer, arguments.overrides)
     if choices.sweeper["_target_"] != BASIC_SWEEPER:
         return _search(composer, choices, arguments)

@@ -291,7 +291,7 @@ def _print_search(found: list[Candidate]) -> None:
     print(f"{plural(len(found), 'layout')} of {plural(found[0].dims.world_size, 'rank')} {fits}")
     print_table(["step", "tokens/s", "mfu", "GB", "bubble", "communication", "overrides"], rows)
     shown = f"{min(SHOWN, len(found))} of {len(found)}; --json has all"
-    print_sentence(f"{shown}. What is within a few percent is worth measuring: scale", 0)
+    print_sentence(f"{shown}. What is within a few percent is worth measuring, for a few steps each", 0)
 
 
 PARTS = {

@@ -1,19 +1,16 @@
-"""submit and render, and the code that submitting a run, a grid and a search have in common."""
+"""submit, and the code that submitting a run, a grid and a search have in common."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import logging
-import shutil
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.cli.arguments import PROGRAM
-from slurmtrain.cli.columns import sentence_lines, terminal_width
 from slurmtrain.cli.json_output import emit
 from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import ParallelDims
@@ -21,15 +18,12 @@ from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.control.checks import check, warn_of_memory
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.snapshot import CodeSource
-from slurmtrain.launch.submit import dry_run, explained, preparing
 from slurmtrain.report.page.units import plural
-from slurmtrain.runs import lookup
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
+    from slurmtrain.launch.code_source import CodeSource
+    from slurmtrain.runs.run_dir import RunDir
     from slurmtrain.runs.sweep_dir import Sweep
 
 log = logging.getLogger(__name__)
@@ -53,10 +47,8 @@ def main(arguments: argparse.Namespace) -> int:
         else:
             from slurmtrain.launch import bundle as bundles
 
-            if arguments.config_name != "config" or arguments.config_path is not None:
-                raise UsageError(
-                    "--from contains a whole config, so there is nothing to compose from --config-name or --config-path"
-                )
+            if arguments.config_name != "config":
+                raise UsageError("--from contains a whole config, so there is nothing to compose from --config-name")
             bundle, source = unpacked.enter_context(bundles.opened(Path(arguments.bundle).expanduser()))
             config, dims = bundles.config_of(bundle, overrides, cwd, config_dir=arguments.config_dir)
             folder = cwd if source is None else bundle.workdir
@@ -69,10 +61,14 @@ def main(arguments: argparse.Namespace) -> int:
 
             config = starting_after(config, after)
         if arguments.dry_run:
+            from slurmtrain.launch.script import dry_run
+
             print(dry_run(config, cwd, source), end="")
             log.info("this job has %s", size_of(config))
             return 0
         if local:
+            from slurmtrain.launch.submit import preparing
+
             warn_of_memory(config, dims)
             with preparing(config, overrides, cwd, source) as run_dir:
                 pass
@@ -106,12 +102,7 @@ def _run_here(run_dir: RunDir, config: Config) -> int:
 
 def compose_and_validate(arguments: argparse.Namespace) -> tuple[Config, ParallelDims]:
     """Return the config of a command line and its parallel dims, after all checks of its fields."""
-    config = compose(
-        arguments.overrides,
-        config_name=arguments.config_name,
-        config_dir=arguments.config_dir,
-        config_path=arguments.config_path,
-    )
+    config = compose(arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir)
     return config, validate(config)
 
 
@@ -125,6 +116,8 @@ def size_of(config: Config) -> str:
 
 def say_submitted(run_dir: RunDir, jobs: str, config: Config, *, as_json: bool) -> None:
     """Print that a run is submitted, and what to type next."""
+    from slurmtrain.runs import lookup
+
     run = lookup.reference(run_dir)
     said = f"submitted run {run_dir.id} as job {jobs}: {size_of(config)}\n  {run_dir.path}"
     emit(
@@ -147,33 +140,3 @@ def submitting_points(sweep: Sweep) -> Iterator[None]:
     except KeyboardInterrupt:
         log.info("sweep %s: the same command submits the rest; sweep cancel %s ends it", sweep.id, sweep.id)
         raise
-
-
-def render(arguments: argparse.Namespace) -> int:
-    """Print the script of a job, explained with --explain, or write it with a run directory for it."""
-    config, dims = compose_and_validate(arguments)
-    check(config, dims, current_folder())
-    target = arguments.output
-    if arguments.explain:
-        if target is not None:
-            raise UsageError("--explain prints, but -o writes a script", hint="leave one of them out")
-        lines = explained(config, current_folder())
-        text: list[str] = []
-        for why, group in groupby(lines, key=lambda line: line.why):
-            text += [line.text for line in group]
-            text += sentence_lines(f"    | {why}", len("    | "), terminal_width()) if why else []
-        emit([{"line": line.text, "why": line.why} for line in lines], "\n".join(text), as_json=arguments.json)
-        return 0
-    if arguments.json:
-        raise UsageError("--json needs --explain", hint="render --explain --json")
-    if target is None:
-        print(dry_run(config, current_folder()), end="")
-        return 0
-    output = Path(target)
-    if output.is_dir() or not output.resolve().parent.is_dir():
-        raise UsageError(f"cannot write {output}: it is a folder, or its folder does not exist", hint="-o job.sbatch")
-    with preparing(config, arguments.overrides, current_folder()) as run_dir:
-        shutil.copyfile(run_dir.script, output)
-    run_dir.event(Event.RENDERED, file=str(output.resolve()))
-    print(f"wrote {output} for run {run_dir.id} in {run_dir.path}\n  start it with: sbatch {output}")
-    return 0

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from slurmtrain.choices import Target
 from slurmtrain.cli.units import moment, number, rank_or_all, token_count, whole
 
 HIDDEN = argparse.SUPPRESS
@@ -117,9 +118,8 @@ SANDBOX = option("--name NAME", "name, to run several at the same time", default
 # from the help, and those that print something.
 HYDRA = (
     option("--cfg, -c job|hydra|all", "print the composed config, and do nothing else"),
-    option("--config-dir, -cd DIR", "also look for configs in DIR"),
+    option("--config-dir, -cd DIR", "also look for configs in DIR; first, if it has the primary config"),
     option("--config-name, -cn NAME", "another primary config", default="config"),
-    option("--config-path, -cp DIR", "search DIR first; it has its own primary config"),
     option("--info, -i all|config|defaults|defaults-tree|plugins|searchpath", HIDDEN),
     option("--hydra-help", HIDDEN),
     option("--shell-completion, -sc", HIDDEN),
@@ -151,16 +151,20 @@ VERBS: dict[str, Verb] = {
     ),
     "render": Verb(
         "Print the sbatch script, to read, edit and submit by hand; --explain explains each line. With -o, also "
-        "prepare a run directory and write the script to FILE: edit it and give it to sbatch yourself.",
+        "prepare a run directory and write the script to FILE: edit it and give it to sbatch yourself. With --target, it is "
+        "the manifest of another engine instead.",
         (
             option("--explain", "explain each line: the config field or SLURM requirement that it comes from"),
             option("--json", "with --explain: print a list of {line, why}, for a program"),
             option("-o, --output FILE", "write the script to FILE and prepare a run for it"),
+            option(
+                f"--target {'|'.join(Target)}",
+                "print the manifest by which Kubernetes, Ray or SkyPilot runs the same job",
+            ),
         ),
         "quickstart",
         composes=True,
         runs_program=True,
-        function="submit.render",
     ),
     "train": Verb(
         "Train on this rank; started by srun, torchrun, or by hand.",
@@ -395,20 +399,6 @@ VERBS: dict[str, Verb] = {
             option("--search", "rank the layouts that fit, the fastest first"),
             option("--tokens N", "cost of N tokens (15T, 300B, 1.5e12), not train.steps", token_count),
             option("--from RUN", "use rates measured by a run on this cluster instead of data sheets", dest="rates_of"),
-            JSON,
-        ),
-        "planning",
-        composes=True,
-    ),
-    "scale": Verb(
-        "Train a few steps on 1, 2, 4 and more nodes: efficiency of each doubling, and the bottleneck.",
-        (
-            option("--nodes 1,2,4", "numbers of nodes to measure; default: 1, 2, 4, ... up to cluster.nodes"),
-            option("--strong", "the same global batch at all sizes; by default it grows with the nodes"),
-            option("--steps N", "steps per size", whole(10), default=50),
-            option("--at-once N", "run at most N sizes at a time", whole(1)),
-            NO_WAIT,
-            option("--again", "measure all sizes again"),
             JSON,
         ),
         "planning",

@@ -81,26 +81,20 @@ OmegaConf.register_new_resolver("seq_len_of", lambda model: min(model.get("max_s
 OF_CHOICES = ("choice", "shuffle", "tag")  # functions whose arguments are values of the field
 
 
-def compose(
-    overrides: Sequence[str],
-    *,
-    config_name: str = "config",
-    config_dir: str | None = None,
-    config_path: str | None = None,
-) -> Config:
+def compose(overrides: Sequence[str], *, config_name: str = "config", config_dir: str | None = None) -> Config:
     """Compose the config that `overrides` describe.
 
     Args:
         overrides: Hydra's grammar: `key=value`, `+key=value`, `~key`, `group=option`.
         config_name: the primary config.
-        config_dir: a folder of the user's own configs, searched besides the shipped ones.
-        config_path: a folder that holds the primary config and is searched before all others.
+        config_dir: a folder of the user's own configs, searched besides the shipped ones; before them, if it holds the
+            primary config.
 
     Raises:
         UsageError: an unknown key, group or option, or an override that cannot be parsed.
         ConfigError: a value of the wrong type, or outside of its range.
     """
-    return Composer(search_folders(config_name, config_dir, config_path), config_name).compose(overrides)
+    return Composer(search_folders(config_name, config_dir), config_name).compose(overrides)
 
 
 class Files(ConfigRepository):

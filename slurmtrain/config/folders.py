@@ -26,32 +26,24 @@ def is_installed_copy() -> bool:
     return (PACKAGE / "conf").is_dir()
 
 
-def search_folders(
-    config_name: str = "config", config_dir: str | None = None, config_path: str | None = None
-) -> list[Path]:
+def search_folders(config_name: str = "config", config_dir: str | None = None) -> list[Path]:
     """Return the folders to search, in order, that of the primary config first.
 
     The last one is conf/ of the current folder if it describes clusters, as `probe` leaves it.
 
     Raises:
-        UsageError: a folder does not exist, or --config-path holds no primary config.
+        UsageError: the folder of --config-dir does not exist.
         ConfigError: this is the copy of the package in a run's snapshot, which has no configs.
     """
     folders = [_shipped_configs()]
-    for option, given in (("--config-dir", config_dir), ("--config-path", config_path)):
-        if given is None:
-            continue
-        own = Path(given).expanduser().resolve()
+    if config_dir is not None:
+        own = Path(config_dir).expanduser().resolve()
         if not own.is_dir():
-            raise UsageError(f"{option} {given}: there is no such folder", hint="give a folder with yaml files")
-        has_primary = (own / f"{config_name}.yaml").is_file()
-        if option == "--config-path" and not has_primary:
             raise UsageError(
-                f"--config-path {given}: there is no {config_name}.yaml in this folder",
-                hint="name its primary config with --config-name, or add it to the shipped ones with --config-dir",
+                f"--config-dir {config_dir}: there is no such folder", hint="give a folder with yaml files"
             )
         # Hydra looks for the primary config in the first folder only.
-        folders.insert(0 if has_primary else len(folders), own)
+        folders.insert(0 if (own / f"{config_name}.yaml").is_file() else 1, own)
     here = Path(OWN_CLUSTERS).resolve()
     if here.is_dir() and here.parent not in folders:
         folders.append(here.parent)

@@ -64,19 +64,13 @@ class ParallelDims:
         """The number of data-parallel groups: ranks that see different samples."""
         return self.dp_replicate * self.dp_shard
 
-    @property
-    def replicas_only(self) -> bool:
-        """Whether every rank holds the whole model."""
-        return self.world_size == self.dp_replicate
-
     def uses_fsdp(self, parallel: ParallelConfig) -> bool:
         """Return whether FSDP2 is used, or else DistributedDataParallel.
 
         The latter's replicas compute with the very parameters that they train.
         """
-        return (
-            not self.replicas_only or parallel.param_dtype is not None or parallel.reduce_dtype != ReduceDtype.FLOAT32
-        )
+        shares = self.world_size > self.dp_replicate  # a rank holds a part of the model
+        return shares or parallel.param_dtype is not None or parallel.reduce_dtype != ReduceDtype.FLOAT32
 
     def sequence_ranks(self, parallel: ParallelConfig) -> int:
         """Return the number of ranks that share the activations of every sequence, which has to divide its length."""
@@ -105,7 +99,7 @@ class ParallelDims:
 
     def first_rank(self, stage: int) -> int:
         """Return the first rank of a pipeline stage."""
-        return self.rank_at({**dict.fromkeys(AXES, 0), "pp": stage})
+        return stage * self.world_size // self.pp
 
     def dp_rank(self, rank: int) -> int:
         """Return the index of `rank` among the `dp` groups that see different samples."""

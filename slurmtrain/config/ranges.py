@@ -111,10 +111,6 @@ class NodeRange:
         """Whether SLURM may choose the number."""
         return self.least != self.most
 
-    def larger(self, spares: int) -> NodeRange:
-        """Return the range with so many nodes more."""
-        return NodeRange(self.least + spares, self.most + spares)
-
     def __str__(self) -> str:
         """Return the text as sbatch takes it: "4" or "2-4"."""
         return f"{self.least}-{self.most}" if self.elastic else str(self.most)

@@ -47,6 +47,16 @@ PROJECT = Pattern(
     r"a name of a project: Weights & Biases allows none of / \ # ? % : in it",
     "the user or team before the / is observe.wandb.entity; null takes job.name",
 )
+KUBERNETES_NAME = Pattern(
+    "[a-z0-9]([a-z0-9.-]*[a-z0-9])?",
+    "a name as Kubernetes has them",
+    "small letters, digits and dashes, with a letter or digit at both ends",
+)
+SECRET_KEY = Pattern(
+    "[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9._-]+",
+    "a key of a Secret",
+    "write it as SECRET/KEY, such as wandb/api-key",
+)
 NOT_BLANK = Pattern(r"(?s).*\S.*", "filled in", "null leaves it out")
 Natural = Annotated[int, Range(0)]
 Positive = Annotated[int, Range(1)]
@@ -95,10 +105,47 @@ class StageConfig:
 
 
 @dataclass
+class PodsConfig:
+    """The pods of a run on Kubernetes (cluster.backend=kubernetes, or a manifest of `render --target`), one on each node."""
+
+    # The kind of object that `submit` creates: "jobset", "trainjob" or "rayjob"
+    target: choices.Target = choices.Target.JOBSET
+    image: Text | None = None  # image with Python and slurmtrain in it
+    pull_policy: choices.PullPolicy = choices.PullPolicy.ABSENT
+    namespace: Annotated[str, KUBERNETES_NAME] | None = None  # null: that of kubectl's current context
+    # Folders of the pods: path -> the name of a PersistentVolumeClaim, or any source as in the spec of a pod, such as
+    # {hostPath: {path: /lustre}}. One of them, which all pods and this machine share, has to contain job.runs_dir under the
+    # path that it has here.
+    volumes: dict[Annotated[str, NODE_FOLDER], Any] = field(default_factory=dict)
+    # Kueue's LocalQueue, which starts all pods together, or none; null: pods start one by one, as nodes get free
+    queue: Annotated[str, KUBERNETES_NAME] | None = None
+    gpu_resource: Text = "nvidia.com/gpu"  # the resource that cluster.gpus_per_node counts
+    resources: dict[str, Positive] = field(default_factory=dict)  # more resources of each pod, such as rdma/hca: 1
+    shm_gb: Natural = 16  # size of /dev/shm, which counts as memory of the pod: data workers and NCCL use it; 0: 64 MB
+    host_network: bool = False  # use the network of the node, which some set-ups of RDMA need
+    node_selector: dict[str, str] = field(default_factory=dict)
+    tolerations: list[dict[str, Any]] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)  # more labels of all objects and pods
+    annotations: dict[str, str] = field(default_factory=dict)  # annotations of all objects and pods
+    # Environment variables from Secrets: NAME -> SECRET/KEY
+    secrets: dict[Annotated[str, VARIABLE], Annotated[str, SECRET_KEY]] = field(default_factory=dict)
+    # Group that owns the volumes, where their driver needs one; null: their files stay as they are
+    fs_group: Natural | None = None
+    # Seconds from SIGTERM to SIGKILL; null: cluster.signal_lead_s, in which a step and a save have to fit, and 30 s more
+    grace_s: Positive | None = None
+    # Restarts that Kubernetes counts: pods that were lost, or could not start Python. What ends a run that crashes again and
+    # again is requeue.max_attempts_without_progress, as everywhere.
+    max_restarts: Natural = 20
+    ttl_s: Natural | None = None  # delete the object and its pods this long after the end; null: they stay
+    # Anything else in the spec of a pod, merged over what is there: {priorityClassName: high, serviceAccountName: train}
+    spec: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class ClusterConfig:
     """The cluster that the job runs on and the resources that it requests; one yaml file per cluster in conf/cluster/."""
 
-    # "slurm"; or "local": run the same job as processes on this machine, in the foreground
+    # "slurm"; "local": run the same job as processes on this machine, in the foreground; or "kubernetes"
     backend: choices.Backend = choices.Backend.SLURM
     # A number, or a range such as 2-4: as many nodes of it as SLURM can give. The global batch size does not change, so
     # a number of nodes that cannot divide it is not used: the ranks run on the next smaller one that can.
@@ -156,6 +203,7 @@ class ClusterConfig:
     python: str | None = None
     container: ContainerConfig = field(default_factory=ContainerConfig)
     stage: StageConfig = field(default_factory=StageConfig)
+    pods: PodsConfig = field(default_factory=PodsConfig)
     # With parallel.compile: shared folder in which jobs keep compiled code for later jobs; null: keep none
     compile_cache: str | None = None
     env: dict[Annotated[str, VARIABLE], str] = field(default_factory=dict)  # environment variables of every rank
@@ -590,9 +638,7 @@ class PrepareConfig:
     chat_template: str | None = None
     # For chat: what the loss is computed on: all "answers" of the assistant, its "last_answer", or "all" messages
     loss_on: choices.LossOn = choices.LossOn.ANSWERS
-    tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer.json or of a tiktoken rank file NAME.tiktoken
-    # name of a tiktoken encoding, or a regular expression; null: by the name of the file
-    tiktoken_pattern: Lines | None = None
+    tokenizer: str = "bytes"  # "bytes", or the path of a tokenizer.json
     bos: Lines | None = None  # ID or text of the token before each document; null: none
     # ID or text of the token after each document, or "none"; null: the one defined by the tokenizer file (for bytes: 0)
     eos: Lines | None = None

@@ -34,8 +34,8 @@ from slurmtrain.errors import (
     UnreadableRecordError,
     UsageError,
 )
+from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import preparing
 from slurmtrain.report.checkpoints import StoredCheckpoint, complete_checkpoints
 from slurmtrain.report.collect import metrics_of

@@ -13,6 +13,7 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.control.checks import warn_of_memory
 from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.launch.job import check_slurm_is_here, interrupted, submit
 from slurmtrain.launch.measured import check_measured
 from slurmtrain.launch.queue_check import (
@@ -22,8 +23,8 @@ from slurmtrain.launch.queue_check import (
     raise_fatal,
     with_choices_of_the_shell,
 )
-from slurmtrain.launch.snapshot import CodeSource
-from slurmtrain.launch.submit import dry_run, preparing, slurm_conf_of
+from slurmtrain.launch.script import dry_run
+from slurmtrain.launch.submit import preparing, slurm_conf_of
 from slurmtrain.launch.submit_once import check as ask_slurm
 from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import write_request

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.utils import data
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.data.loading.workers import ignore_stop_signals
-from slurmtrain.errors import CheckpointError, UsageError
+from slurmtrain.errors import UsageError
 
 T = TypeVar("T")
 Seed = tuple[int, ...]

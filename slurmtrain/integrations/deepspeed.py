@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.random_state import RandomState
-from slurmtrain.errors import CheckpointError, ConfigError
+from slurmtrain.errors import ConfigError
 from slurmtrain.integrations.commit import (
     commit,
     damage_of,
@@ -122,7 +123,7 @@ class EngineCheckpoints:
             names = sorted((path.name for path in self._folder.glob(OWN)), reverse=True)
         names = self._distributed.broadcast_text("/".join(names)).split("/")
         if not names[0]:
-            self._report = ProgressReport(0, self._steps, self._folder)
+            self._report = ProgressReport(0, self._steps)
             return 0
         for place, name in enumerate(names):
             client_state = self._load(self._folder / name)
@@ -205,7 +206,7 @@ class EngineCheckpoints:
         step = int(client_state[OURS]["step"])
         if rank == 0:
             log.info("resuming at step %d from %s", step, checkpoint)
-        self._saved, self._report = step, ProgressReport(step, self._steps, self._folder)
+        self._saved, self._report = step, ProgressReport(step, self._steps)
         return step
 
     def save_at_stop(self, step: int, client_state: Mapping[str, Any] | None = None) -> None:

@@ -236,8 +236,7 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
         warm_up_ddp_buckets(trainer.strategy.model)
         self._position.go_there(trainer, resumed=self._resumed)
         self._first_step = trainer.global_step
-        folder = self._folder if self._checkpointer is None else self._checkpointer.directory
-        self._report = ProgressReport(trainer.global_step, _total_steps(trainer), folder)
+        self._report = ProgressReport(trainer.global_step, _total_steps(trainer))
         if self._resumed and self._distributed.environment.rank == 0:
             log.info(
                 "resuming at step %d: epoch %d, batch %d",

@@ -25,11 +25,12 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.random_state import RANDOM_STATE
 from slurmtrain.checkpoint.store.retention import Keep
-from slurmtrain.errors import CheckpointError, ConfigError, EnvironmentMismatchError
+from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 from slurmtrain.integrations.reporting import ProgressReport
 from slurmtrain.integrations.trainer_folders import STATE_FILE, newest_complete
 from slurmtrain.parallel.ddp import warm_up_ddp_buckets
@@ -66,7 +67,7 @@ class SlurmtrainCallback(TrainerCallback, ExportableState):  # type: ignore[misc
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         _join(args)
         self._stopping, self.world_size = False, args.world_size
-        self._report = ProgressReport(state.global_step, state.max_steps, args.output_dir)
+        self._report = ProgressReport(state.global_step, state.max_steps)
         # A checkpoint from before the callback was added has no place for its state, which Trainer takes for granted.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if should_stop():  # told while model and data were being loaded: there is nothing to save yet

@@ -26,7 +26,8 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config, JobConfig
 from slurmtrain.errors import ConfigError, UnreadableRecordError, UsageError
 from slurmtrain.launch.changes import changed
-from slurmtrain.launch.snapshot import CodeSource, source_of_run
+from slurmtrain.launch.code_source import CodeSource
+from slurmtrain.launch.snapshot import source_of_run
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.software import CodeRecord, newest_environment
 from slurmtrain.system import records

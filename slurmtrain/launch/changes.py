@@ -25,12 +25,12 @@ from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch import submit_once
 from slurmtrain.launch.change_rules import check_meaning, describe, differences, with_steps
+from slurmtrain.launch.code_source import CodeSource, find_source
 from slurmtrain.launch.directives import without_past
-from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
 from slurmtrain.launch.program_check import check_in_snapshot
 from slurmtrain.launch.script import render_script
-from slurmtrain.launch.snapshot import CodeSource, find_source, take_snapshot
+from slurmtrain.launch.snapshot import take_snapshot
 from slurmtrain.launch.submit import facts_of_config, job_paths
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs import lookup, reached_step
@@ -190,7 +190,7 @@ def _snapshot(config: Config, info: Mapping[str, Any], target: Path) -> tuple[Co
         )
     if not cwd.is_dir():
         raise ConfigError(f"--code: {cwd}, from which the run was submitted, no longer exists")
-    source = find_source(config.job, cwd, interpreter_of(config.cluster))
+    source = find_source(config.job, cwd, config.cluster)
     if source.root is None:
         raise ConfigError(f"--code: {cwd} is no longer in a git work tree", hint="job.snapshot=cwd copies a folder")
     record = take_snapshot(config.job, source, target)

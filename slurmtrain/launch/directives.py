@@ -5,7 +5,6 @@ Also what the parts of the script share: the paths that it needs, and a line of 
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,33 +13,13 @@ from typing import NamedTuple
 
 from slurmtrain.choices import RequeueMode
 from slurmtrain.config.launched_program import as_started
+from slurmtrain.config.ranges import NodeRange
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import SBATCH_OPTIONS
-from slurmtrain.runs.sweep_dir import tasks_of
 
-# Fields whose value matters even if the script has no line for it: no GPUs, no warning, a single job, no array.
-_ALWAYS_DECIDED = (
-    "cluster.gpus_per_node",
-    "cluster.cpus_per_task",
-    "cluster.exclusive",
-    "cluster.tasks_per_node",
-    "cluster.signal_lead_s",
-    "requeue.mode",
-    "the run directory",
-    "slurmtrain itself",
-)
-# Options in the environment (sbatch/opt.c, 22.05 to 26.05) whose name is not that of the variable.
-_OPTIONS_OF_VARIABLES = {
-    "SBATCH_ARRAY_INX": "array",
-    "SBATCH_BURST_BUFFER": "bb",
-    "SBATCH_CPU_FREQ_REQ": "cpu-freq",
-    "SBATCH_MEM_PER_NODE": "mem",
-    "SBATCH_REQ_SWITCH": "switches",
-    "SBATCH_TIMELIMIT": "time",
-    "SBATCH_WAIT4SWITCH": "switches",
-}
+# What variables of the person's shell decide where the config says nothing: who pays, and where the job runs.
+OF_THE_SHELL = ("account", "partition", "qos", "reservation", "wckey")
 # The person chooses the cluster, and exported variables are only added to (see submit_once.export_option).
-_LEFT_TO_THE_SHELL = ("SBATCH_CLUSTERS", "SBATCH_EXPORT")
+_NO_OPTIONS = ("SBATCH_CLUSTERS", "SBATCH_EXPORT")
 
 
 class Line(NamedTuple):
@@ -86,13 +65,14 @@ class JobPaths:
 
     @property
     def tasks(self) -> int:
-        return tasks_of(len(self.run_dirs), self.pack)
+        return -(-len(self.run_dirs) // self.pack)
 
 
 def explained_directives(config: Config, paths: JobPaths) -> list[Line]:
     """Return the #SBATCH lines with their reasons, in the order in which a person reads them."""
     cluster, mode = as_started(config).cluster, config.requeue.mode
-    elastic, spare = config.cluster.node_range.elastic, cluster.spare_nodes
+    nodes, spare = cluster.node_range, cluster.spare_nodes
+    elastic = nodes.elastic
     gpus = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
     runs = f"{paths.pack} runs" if paths.pack > 1 else "one run"
     at_once = f"; at most {paths.parallelism} tasks run at a time" if paths.parallelism else ""
@@ -116,7 +96,7 @@ def explained_directives(config: Config, paths: JobPaths) -> list[Line]:
         ("qos", cluster.qos, "cluster.qos"),
         (
             "nodes",
-            cluster.node_range.larger(spare),
+            NodeRange(nodes.least + spare, nodes.most + spare),
             "cluster.nodes" + (f" + cluster.spare_nodes={spare}" if spare else ""),
         ),
         # A job of a range never has more nodes than tasks, and sbatch counts the tasks of the least nodes (seen on 22.05). So a
@@ -230,31 +210,14 @@ def directive(script: str, name: str) -> str | None:
     return None
 
 
-def set_aside(script: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that would override the script, each with what decides in its place.
-
-    For instance "SBATCH_TIMELIMIT" -> "cluster.time_limit_min": sbatch prefers options from the environment to those of
-    the script. Options that the script has no line for, such as an account if the config names none, are left to the
-    person's variables.
-    """
-    lines = {match[1]: match[2] for match in re.finditer(r"^#SBATCH --([a-z0-9-]+)(?:=(.*))?$", script, re.MULTILINE)}
-    fields = {SBATCH_OPTIONS.get(option) or f"cluster.sbatch.{option}" for option in lines}
-    memory = {"cluster.mem_per_node_gb", "cluster.mem_per_cpu_gb", "cluster.mem_per_gpu_gb"}
-    if fields & memory:  # sbatch takes one of them only
-        fields |= memory
-    found = {}
+def set_aside(script: str, variables: Mapping[str, str]) -> list[str]:
+    """Return the variables of sbatch that are ignored: it would prefer them to the options of the script."""
+    found = []
     for name, value in variables.items():
-        if not name.startswith("SBATCH_") or name in _LEFT_TO_THE_SHELL:
-            continue
-        option = _OPTIONS_OF_VARIABLES.get(name) or name.removeprefix("SBATCH_").lower().replace("_", "-")
-        field = SBATCH_OPTIONS.get(option) or f"cluster.sbatch.{option}"
-        if option in ("gres", "tres-per-task") and "gpu" in value:
-            field = "cluster.gpus_per_node"
-        if option == "cpus-per-gpu":
-            field = "cluster.cpus_per_task"
-        same = lines.get(option) is not None and shlex.split(lines[option]) == [value]
-        if (field in fields or field in _ALWAYS_DECIDED) and not same:
-            found[name] = field
+        if name.startswith("SBATCH_") and name not in _NO_OPTIONS:
+            option = name.removeprefix("SBATCH_").lower()
+            if option not in OF_THE_SHELL or directive(script, option) not in (None, value):
+                found.append(name)
     return found
 
 

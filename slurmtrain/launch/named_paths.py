@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slurmtrain.checkpoint.format.directory import MANIFEST, committed
 from slurmtrain.choices import Backend, JobKind
@@ -18,9 +18,10 @@ from slurmtrain.config.launched_program import repeated_launcher
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources import config_check
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.program_check import check_program
 from slurmtrain.system.paths import URL, absolute
-from slurmtrain.system.sight import OF_EACH_NODE, Seen, Sight, look
+
+if TYPE_CHECKING:
+    from slurmtrain.system.sight import Seen
 
 IMAGE_FILES = (".sif", ".sqsh", ".img", ".simg")
 TEMPLATE_WORDS = ("chatml", "none")  # for prepare.chat_template in place of a path
@@ -157,6 +158,10 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False, begun: 
     Raises:
         ConfigError: something is missing, and the message names the first.
     """
+    # What only makes paths absolute, as a dry run does, needs none of these.
+    from slurmtrain.launch.program_check import check_program
+    from slurmtrain.system.sight import OF_EACH_NODE, Sight, look
+
     config = with_absolute_paths(config, cwd)
     check_program(config, cwd)
     unknown: dict[str, None] = {}

@@ -14,7 +14,7 @@ from slurmtrain.choices import JobKind
 from slurmtrain.config.launched_program import paths_in, program_of, script_and_module
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.snapshot import CodeSource
+from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.system.paths import absolute
 from slurmtrain.system.sight import Sight, look
 

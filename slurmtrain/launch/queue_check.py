@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError, nearest
+from slurmtrain.launch.directives import OF_THE_SHELL
 from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition, association_of, qos_of, wall_limit
-
-_NO = ("0", "f", "false", "n", "no")  # what sbatch reads in a variable as: without this option
 
 
 @dataclass(frozen=True)
@@ -128,16 +128,12 @@ def _memory_of_a_node(facts: ClusterFacts, partition: Partition, cluster: Cluste
 
 def with_choices_of_the_shell(cluster: ClusterConfig, variables: Mapping[str, str]) -> ClusterConfig:
     """Return the config with what it leaves open and sbatch takes from the variables of the person's shell instead."""
-    overcommit = variables.get("SBATCH_OVERCOMMIT")
-    shared = overcommit is not None and overcommit.lower() not in _NO and not cluster.sbatch.get("overcommit")
-    return replace(
-        cluster,
-        sbatch={**cluster.sbatch, "overcommit": True} if shared else cluster.sbatch,
-        partition=cluster.partition or variables.get("SBATCH_PARTITION") or None,
-        account=cluster.account or variables.get("SBATCH_ACCOUNT") or None,
-        qos=cluster.qos or variables.get("SBATCH_QOS") or None,
-        reservation=cluster.reservation or variables.get("SBATCH_RESERVATION") or None,
-    )
+    its: dict[str, Any] = {
+        name: getattr(cluster, name) or variables.get(f"SBATCH_{name.upper()}") or None
+        for name in OF_THE_SHELL
+        if hasattr(cluster, name)
+    }
+    return replace(cluster, **its)
 
 
 def hint_of_facts(said: str, facts: ClusterFacts, cluster: ClusterConfig) -> str | None:

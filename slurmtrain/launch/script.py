@@ -1,4 +1,4 @@
-"""The one source of the sbatch text: `submit`, its --dry-run and `render` use what `render_script` returns.
+"""The one source of the sbatch text: `submit`, its --dry-run and `render` print or pass on what `render_script` returns.
 
 The text is a pure function of a config and some paths. The template is jobs/job.sbatch.j2; its renders for the shipped
 clusters lie beside it as golden files.
@@ -6,8 +6,11 @@ clusters lie beside it as golden files.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmtrain import __version__
@@ -16,16 +19,19 @@ from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
 from slurmtrain.errors import EnvironmentMismatchError
+from slurmtrain.launch.code_source import CodeSource, find_source, pythonpath_folders
 from slurmtrain.launch.directives import JobPaths, Line, explained_directives
-from slurmtrain.launch.import_paths import pythonpath_folders
-from slurmtrain.launch.srun import explained_srun
+from slurmtrain.launch.named_paths import with_absolute_paths
+from slurmtrain.runs.create import folder_of
 from slurmtrain.slurm.command_environment import OF_LAUNCHERS, OF_QUERIES, OF_RANKS
 from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.system.node_copies import shared_interpreter
 
 if TYPE_CHECKING:
     import jinja2
 
 TEMPLATE = "job.sbatch.j2"
+PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
 # How the submitting shell reached SLURM, where a node has a configuration of its own; and what would change how bash works.
 OF_SHELL = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS", "SLURM_JWT", "POSIXLY_CORRECT")
 EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not the nodes' fault
@@ -35,26 +41,47 @@ _REMARK = re.compile(r"\{#!\s*(.*?)\s*#\}", re.DOTALL)
 _BEGIN, _END = "\x01", "\x02"
 
 
-def render_script(config: Config, paths: JobPaths) -> str:
-    """Return the text that is passed to sbatch."""
-    return _render(config, paths, _environment().get_template(TEMPLATE))
+def dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> str:
+    """Return the script that `submit` would pass to sbatch. Nothing is created.
+
+    Args:
+        source: the code; None: that of `cwd`, as job.snapshot says.
+    """
+    config = with_absolute_paths(config, cwd)
+    return render_script(config, _paths_of_a_dry_run(config, cwd, source))
 
 
-def explain_script(config: Config, paths: JobPaths) -> list[Line]:
-    """Return the lines of `render_script`, each with the reason why it is there."""
-    environment = _environment()
+def explained(config: Config, cwd: Path) -> list[Line]:
+    """Return the lines of `dry_run`, each with the reason why it is there."""
+    from slurmtrain.launch.srun import explained_srun
+
+    config = with_absolute_paths(config, cwd)
+    paths = _paths_of_a_dry_run(config, cwd)
     source = (shipped("jobs") / TEMPLATE).read_text()
-    template = environment.from_string(_REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", source))
+    template = _environment().from_string(_REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", source))
     run_dir = paths.run_dirs[0]
-    srun = explained_srun(
-        config, run_dir, run_dir / "attempts" / "0001", run_dir / paths.workdir, packed=paths.pack > 1
-    )
+    srun = explained_srun(config, run_dir, run_dir / "attempts" / "0001", run_dir / paths.workdir)
     return [
-        *_with_reasons(_render(config, paths, template)),
+        *_with_reasons(render_script(config, paths, template)),
         Line("", ""),
         Line("# `supervise` starts the ranks with:", ""),
         *(each.line for each in srun),
     ]
+
+
+def dry_manifest(target: str, config: Config, cwd: Path) -> str:
+    """Return the manifest by which another engine runs the same job. Nothing is created."""
+    from slurmtrain.launch.targets import manifest
+    from slurmtrain.launch.targets.pod import PodRun
+
+    config = with_absolute_paths(config, cwd)
+    return manifest(target, config, PodRun(folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID))
+
+
+def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> JobPaths:
+    run_dir = folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID
+    source = source or find_source(config.job, cwd, config.cluster)
+    return JobPaths([run_dir], source.workdir, shared_interpreter(), roots=source.roots, submit_dir=cwd)
 
 
 def _with_reasons(marked: str) -> list[Line]:
@@ -89,13 +116,14 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _render(
-    config: Config,
-    paths: JobPaths,
-    template: jinja2.Template,
-) -> str:
+def render_script(config: Config, paths: JobPaths, template: jinja2.Template | None = None) -> str:
+    """Return the text that is passed to sbatch."""
     folders = [_in_script(folder) for folder in pythonpath_folders(paths.workdir, paths.roots)]
-    return template.render(
+    excluded: Sequence[str] = ()
+    if config.cluster.exclude:
+        with contextlib.suppress(EnvironmentMismatchError):  # a file of nodes, which only sbatch reads
+            excluded = expand_nodelist(config.cluster.exclude)
+    return (template or _environment().get_template(TEMPLATE)).render(
         version=__version__,
         directives=explained_directives(config, paths),
         run_dirs=paths.run_dirs,
@@ -111,16 +139,8 @@ def _render(
         of_shell=" ".join([*OF_SHELL, *OF_RANKS, *(f'"${{!{prefix}@}}"' for prefix in OF_LAUNCHERS)]),
         query_variables=" ".join(f'"${{!{prefix}@}}"' for prefix in OF_QUERIES),
         restart_delay_s=config.requeue.restart_delay_s,
-        excluded_max=EXCLUDED_MAX + _count_nodes(config.cluster.exclude),
+        excluded_max=EXCLUDED_MAX + len(excluded),
     )
-
-
-def _count_nodes(nodelist: str | None) -> int:
-    """Count the nodes in a list that a person has given; a file of them, which only sbatch reads, counts as none."""
-    try:
-        return len(expand_nodelist(nodelist)) if nodelist else 0
-    except EnvironmentMismatchError:
-        return 0
 
 
 def _in_script(folder: str) -> str:

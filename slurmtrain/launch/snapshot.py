@@ -7,17 +7,13 @@ import functools
 import hashlib
 import os
 import shutil
-import subprocess
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from slurmtrain.choices import SnapshotMode
 from slurmtrain.config.folders import PACKAGE, is_installed_copy, shipped
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.import_paths import ask, roots_below
+from slurmtrain.launch.code_source import TIMED_OUT, CodeSource, find_source, git_failed, run_git
 from slurmtrain.runs import lookup
 from slurmtrain.runs.create import folder_of
 from slurmtrain.runs.run_dir import DRILLS, RunDir
@@ -26,58 +22,8 @@ from slurmtrain.system.modes import folder_mode, forbid_others_to_write, inherit
 from slurmtrain.system.paths import absolute, runs_root
 from slurmtrain.system.process_facts import without_user
 
-# Variables of git that do not say which repository is meant. All others are set within a hook or `git rebase --exec`.
-KEPT_FOR_GIT = ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM", "GIT_EXEC_PATH")
 IN_PLACE_S = 5.0  # seconds for git to say whether a work tree that is not copied has changes
-TIMED_OUT = 124
 LONGEST_DIFF = 1 << 20  # characters of a diff that is kept; the snapshot has the files, however much differs
-
-
-@dataclass(frozen=True)
-class CodeSource:
-    """The folders that would be copied, found without copying: a dry run shows the same paths.
-
-    Attributes:
-        root: the folder that is copied; None: run in place.
-        workdir: working directory of the ranks: "code", "code/sub" below the run directory, or an absolute path when
-            run in place.
-        roots: folders of the copy that the ranks import from, besides the working directory, relative to the copy.
-        git: the files are those that git knows, or would.
-        record: what is known of code that was a snapshot before, and which files it has; None: git is asked.
-        bundle: what run.json says of the bundle that it comes from.
-    """
-
-    root: Path | None
-    workdir: str
-    git: bool = False
-    roots: tuple[str, ...] = ()
-    record: CodeRecord | None = None
-    bundle: Mapping[str, Any] | None = None
-
-
-def find_source(job: JobConfig, cwd: Path, interpreter: str | None = None) -> CodeSource:
-    """Decide what the snapshot is made of: the git work tree around `cwd`, `cwd` itself, or nothing.
-
-    Args:
-        interpreter: the ranks' interpreter, which is asked where it imports the work tree from; None: it cannot be
-            asked.
-
-    Raises:
-        ConfigError: there is a `.git`, but git cannot read it; or code of the work tree is imported in a way that no
-            snapshot can replace. Running in place instead would silently break the promise that later edits change
-            nothing.
-    """
-    source = CodeSource(None, str(cwd)) if job.snapshot != SnapshotMode.CWD else CodeSource(cwd, "code")
-    if job.snapshot == SnapshotMode.AUTO:
-        found, here = _run_git(cwd, "rev-parse", "--show-toplevel"), cwd.resolve()
-        if found.returncode == 0 and found.stdout.strip():
-            root = Path(found.stdout.rstrip("\n"))
-            source = CodeSource(root, str("code" / here.relative_to(root.resolve())), git=True)
-        elif any((folder / ".git").exists() for folder in (here, *here.parents)):
-            raise _git_failed(here, found)
-    if source.root is None or interpreter is None:
-        return source
-    return dataclasses.replace(source, roots=roots_below(source.root, *ask(interpreter)))
 
 
 def source_of_run(run_dir: RunDir) -> CodeSource:
@@ -163,14 +109,14 @@ def _git_state(source: CodeSource, files: Collection[str]) -> CodeRecord:
     """
     folder = source.root or Path(source.workdir)
     # Perhaps a work tree is so large that it runs in place for that.
-    run = functools.partial(_run_git, folder, patience_s=None if source.git else IN_PLACE_S)
+    run = functools.partial(run_git, folder, patience_s=None if source.git else IN_PLACE_S)
     others = "--untracked-files=all" if source.git else "--untracked-files=no"
     status = run("status", "--porcelain=v2", "--branch", "--no-renames", "-z", others)
     if status.returncode == TIMED_OUT:
         return CodeRecord(run("rev-parse", "HEAD").stdout.strip() or None, dirty=None, diff=None)
     if status.returncode:
         if source.git:
-            raise _git_failed(folder, status)
+            raise git_failed(folder, status)
         return CodeRecord()
     lines = [line for line in status.stdout.split("\0") if line]
     head = dict(line.split(" ", 2)[1:] for line in lines if line.startswith("# branch."))
@@ -224,9 +170,9 @@ def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:
 
 def _files_in_git(root: Path) -> list[Path]:
     """Return tracked files and untracked ones that are not ignored, also those of submodules and of clones inside."""
-    listed = _run_git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    listed = run_git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listed.returncode:
-        raise _git_failed(root, listed)
+        raise git_failed(root, listed)
     files: list[Path] = []
     for name in filter(None, dict.fromkeys(listed.stdout.split("\0"))):  # a file in conflict is listed once a side
         path = root / name
@@ -252,31 +198,3 @@ def _check_size(files: list[Path], root: Path, max_mb: int) -> None:
             f"the work tree {root} has {total_mb:.0f} MB to copy, more than job.snapshot_max_mb={max_mb}; the largest: {named}",
             hint="add data to .gitignore, raise job.snapshot_max_mb, or run in place with job.snapshot=none",
         )
-
-
-def _run_git(folder: Path, *arguments: str, patience_s: float | None = None) -> subprocess.CompletedProcess[str]:
-    command = ["git", *arguments]
-    try:
-        # surrogateescape: a file name need not be UTF-8, and os functions take it back as it was.
-        return subprocess.run(
-            command,
-            cwd=folder,
-            env={name: value for name, value in os.environ.items() if name in KEPT_FOR_GIT or name[:4] != "GIT_"},
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",
-            check=False,
-            timeout=patience_s,
-        )
-    except FileNotFoundError:
-        return subprocess.CompletedProcess(command, 127, "", "git is not installed, or not in PATH")
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, TIMED_OUT, "", f"git took longer than {patience_s} s")
-
-
-def _git_failed(folder: Path, answer: subprocess.CompletedProcess[str]) -> ConfigError:
-    words = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
-    return ConfigError(
-        f"the code in {folder} cannot be copied, because git failed: {words[0].removeprefix('fatal: ')}",
-        hint=f"make `git -C {folder} status` work, or run in place with job.snapshot=none",
-    )

@@ -77,7 +77,9 @@ def explained_srun(
     if not packed:
         # Counted memory is given back late: after a crash, SLURM 22.05 refuses the next step ("Memory required by task is not
         # available"). What `--mem=0` takes is not counted (slurmctld's step_mgr.c, `_pick_step_nodes`).
-        words.append(Words(["--mem=0"], "all memory of the job, and none that must be given back before the next start"))
+        words.append(
+            Words(["--mem=0"], "all memory of the job, and none that must be given back before the next start")
+        )
     if nodes:
         words.append(Words(nodes, "the nodes on which the ranks run; the others are spare, or cannot divide the batch"))
     words.append(

@@ -1,4 +1,4 @@
-"""From a config to a run directory with all that its job needs, or to the script alone."""
+"""From a config to a run directory with all that its job needs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.frozen import config_hash, freeze
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
-from slurmtrain.launch.directives import JobPaths, Line
-from slurmtrain.launch.import_paths import interpreter_of
+from slurmtrain.launch.code_source import CodeSource, find_source
+from slurmtrain.launch.directives import JobPaths
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.script import explain_script, render_script
-from slurmtrain.launch.snapshot import CodeSource, find_source, take_snapshot
-from slurmtrain.runs.create import create_run_dir, folder_of
+from slurmtrain.launch.program_check import check_in_snapshot
+from slurmtrain.launch.script import render_script
+from slurmtrain.launch.snapshot import take_snapshot
+from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir, made_at
 from slurmtrain.runs.software import CodeRecord
 from slurmtrain.system import files
@@ -32,26 +33,6 @@ from slurmtrain.system.redaction import redacted
 from slurmtrain.system.trust import own_user
 
 log = logging.getLogger(__name__)
-
-PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
-
-
-def dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> str:
-    """Return the script that `submit` would pass to sbatch. Nothing is created. Arguments as of `preparing`."""
-    config = with_absolute_paths(config, cwd)
-    return render_script(config, _paths_of_a_dry_run(config, cwd, source))
-
-
-def explained(config: Config, cwd: Path) -> list[Line]:
-    """Return the lines of `dry_run` with the reason of each."""
-    config = with_absolute_paths(config, cwd)
-    return explain_script(config, _paths_of_a_dry_run(config, cwd))
-
-
-def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> JobPaths:
-    run_dir = folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID
-    source = source or find_source(config.job, cwd, interpreter_of(config.cluster))
-    return JobPaths([run_dir], source.workdir, shared_interpreter(), roots=source.roots, submit_dir=cwd)
 
 
 @contextlib.contextmanager
@@ -66,9 +47,7 @@ def preparing(
         source: the code; None: that of `cwd`, as job.snapshot says.
     """
     config = with_absolute_paths(config, cwd)
-    from slurmtrain.launch.program_check import check_in_snapshot
-
-    source = source or find_source(config.job, cwd, interpreter_of(config.cluster))
+    source = source or find_source(config.job, cwd, config.cluster)
     run_dir = create_run_dir(Path(config.job.runs_dir), config.job.name)
     try:
         record = take_snapshot(config.job, source, run_dir.code)

@@ -139,7 +139,7 @@ def submit_exactly_once(
     with_token = [f"--comment={own} {TOKEN_PREFIX}{token}" if own else f"--comment={TOKEN_PREFIX}{token}", *options]
     aside = set_aside(script, os.environ)
     if aside:
-        named = ", ".join(f"{name}={os.environ[name]} ({owner})" for name, owner in sorted(aside.items()))
+        named = ", ".join(f"{name}={os.environ[name]}" for name in sorted(aside))
         log.info("variables of this shell are ignored, since the config decides: %s", named)
 
     def look(said: str = "") -> str | None:
@@ -214,7 +214,7 @@ def check(script: Path, client: SlurmClient, hint_of: Callable[[str], str | None
         RefusedError: SLURM would refuse; its own words are in the message.
     """
     try:
-        code, words = client.test_only(script, without=list(set_aside(script.read_text(), os.environ)))
+        code, words = client.test_only(script, without=set_aside(script.read_text(), os.environ))
     except ClusterError:
         return
     low = words.lower()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.export import Entry, Exported, Output, opened
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.manifest import read_manifest
@@ -24,7 +25,7 @@ from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.data.format import manifest as prepared
 from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.sources.config_check import PREPARED
-from slurmtrain.errors import CheckpointError, ConfigError, DataError
+from slurmtrain.errors import ConfigError, DataError
 from slurmtrain.models import byte_tokenizer, hf_names
 from slurmtrain.models.huggingface import HuggingFace, stored_names
 from slurmtrain.models.lora_export import (
@@ -273,9 +274,7 @@ def companions(
     special = {"bos_token_id": facts.bos, "eos_token_id": facts.eos}
     if facts.kind == "bytes":
         return {**byte_tokenizer.files(facts.bos, facts.eos), **template}, special, ()
-    if facts.kind != "tokenizers" or facts.file is None:
-        return {}, special, (f"no tokenizer is written: transformers does not read the {facts.kind} file of {folder}",)
-    content = (folder / facts.file).read_bytes()
+    content = (folder / TOKENIZER).read_bytes()
     return {TOKENIZER: content, TOKENIZER_CONFIG: _tokenizer_config(content, facts), **beside}, special, ()
 
 
@@ -296,7 +295,7 @@ def _tokenizers(data: Any) -> Iterator[tuple[Path, prepared.TokenizerFacts]]:
 def _ends_of_answers(config: Mapping[str, Any]) -> list[int]:
     """Return the special tokens with which the answers of the training's conversations end, which base models do not know."""
     folder, facts = next(iter(_tokenizers(config.get("data"))), (Path(), None))
-    if facts is None or facts.kind != "tokenizers" or facts.file is None:
+    if facts is None or facts.kind == "bytes":
         return []
     try:
         manifest = prepared.read_manifest(folder)
@@ -307,7 +306,7 @@ def _ends_of_answers(config: Mapping[str, Any]) -> list[int]:
         counts = np.empty(len(tokens), np.uint8)
         stream.read_into(tokens, 0)
         stream.read_loss_mask(counts, 0)
-        known = json.loads((folder / facts.file).read_bytes()).get("added_tokens") or []
+        known = json.loads((folder / TOKENIZER).read_bytes()).get("added_tokens") or []
     except (ConfigError, DataError, OSError):
         return []
     special = {token["id"] for token in known if token.get("special")}

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.dcp import METADATA, DcpFolder
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, tensors_of
 from slurmtrain.checkpoint.safetensors_files import read as read_stored
 from slurmtrain.checkpoint.write_whole import write_checkpoint
 from slurmtrain.config import known_models
-from slurmtrain.errors import CheckpointError, UsageError, nearest
+from slurmtrain.errors import UsageError, nearest
 from slurmtrain.models import hf_names
 
 MODEL = "model"

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.export import Entry, Exported, Output, in_type, opened
 from slurmtrain.checkpoint.format.dtypes import dtype_of
 from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.hf_folder import in_order, write_hf_folder
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
 from slurmtrain.config import known_models
-from slurmtrain.errors import CheckpointError
 from slurmtrain.models import hf_names
 from slurmtrain.models.huggingface import HuggingFace
 

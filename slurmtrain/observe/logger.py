@@ -1,7 +1,7 @@
 """The protocol of loggers: what is given the numbers of a run, outside of its directory, such as W&B, MLflow or your own.
 
-A logger lives in a process of its own beside rank 0 (`observe.logger_process`), which reads metrics.jsonl and hands on what
-the logger does not have yet. So training never waits for it, and nothing is lost while it fails: it is in the file.
+A logger lives in a thread of rank 0 (`observe.logger_thread`), which reads metrics.jsonl and hands on what the logger does
+not have yet. So training never waits for it, and nothing is lost while it fails: it is in the file.
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ class Ending(StrEnum):
     FINISHED = "finished"  # all steps are done
     STOPPED = "stopped"  # it was told to stop, and the run may go on in another attempt
     FAILED = "failed"
-
-
-class NewProcessNeededError(Exception):
-    """A logger raises it in `open` when it cannot be opened again in this process: it gets another one."""
 
 
 @dataclass(frozen=True, order=True)
@@ -67,9 +63,9 @@ class LoggedRun:
 class Logger(Protocol):
     """The methods of a logger. A class of your own that is derived from this one needs `log` only.
 
-    It is built from its config in `observe.loggers` for each attempt, in a process of its own on rank 0's node, and sees
-    numbers only. Whatever a method raises is said once; after a pause the logger is closed, built and opened again, and goes on
-    after what it has. A record that fails three times in a row is left out.
+    It is built from its config in `observe.loggers` for each attempt, in a thread of rank 0, and sees numbers only. Whatever a
+    method raises is said once; after a pause the logger is closed, built and opened again, and goes on after what it has. A
+    record that fails three times in a row is left out.
     """
 
     def open(self, run: LoggedRun) -> Held | None:

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from slurmtrain.choices import WandbMode
 from slurmtrain.config.schema import WandbConfig
 from slurmtrain.errors import ConfigError
-from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger, NewProcessNeededError
+from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.modes import folder_mode
 
@@ -162,11 +162,14 @@ class WandbLogger(Logger):
         self.said = ""  # where the numbers go
 
     def open(self, run: LoggedRun) -> Held:
-        if WandbLogger._opened:  # wandb never gets over the end of its wandb-core, of SLURM's SIGTERM for instance
-            raise NewProcessNeededError
-        WandbLogger._opened = True
         import wandb
 
+        if WandbLogger._opened:
+            # After the end of its wandb-core, of SLURM's SIGTERM for instance, wandb starts another one only if it is told to
+            # forget the first. It says that the connection is lost, and does so.
+            with contextlib.suppress(Exception):
+                wandb.teardown()
+        WandbLogger._opened = True
         mode = find_mode(self._config.mode, os.environ)
         self._online = mode.online
         variables = variables_of(self._config, run, mode)

@@ -1,9 +1,8 @@
-"""How well a job scales: the efficiency of each size against the one before, and what the first bottleneck is.
+"""How well a job scales: the efficiency of each size against the one before, and what costs most.
 
 A size is judged by the rank-seconds that a token costs: twice the ranks should take half the time for the same tokens
 (strong scaling), or the same time for twice as many (weak scaling); either way a token costs what it did. What costs more
-is what does not scale. The same rule holds for times that were measured and for those that were computed. Pure functions
-of plain numbers.
+is what does not scale. Pure functions of plain numbers.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from slurmtrain.checkpoint.errors import CheckpointError, UnreadableError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
-from slurmtrain.errors import CheckpointError, UnreadableError
 
 
 @dataclass(frozen=True)

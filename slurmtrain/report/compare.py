@@ -14,8 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.errors import CheckpointError, ConfigError, UnavailableRecordError, UnreadableRecordError
+from slurmtrain.errors import ConfigError, UnavailableRecordError, UnreadableRecordError
 from slurmtrain.observe import read_evaluations, read_metrics
 from slurmtrain.observe.metrics import is_measured
 from slurmtrain.runs.run_dir import RunDir

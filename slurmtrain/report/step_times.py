@@ -34,8 +34,6 @@ class StepTimes:
         parts: seconds by the part of the step that they are spent on, as far as the run has measured them.
         tokens_per_s: tokens of all ranks per second; None: not logged.
         mfu: as logged; None: it is not.
-        slowest_rank, slowest_ratio: the slowest rank by its own work, and how many times the median's time it takes; None:
-            the run has not compared its ranks.
         records: number of records that count.
     """
 
@@ -43,8 +41,6 @@ class StepTimes:
     parts: Mapping[str, float] = field(default_factory=dict)
     tokens_per_s: float | None = None
     mfu: float | None = None
-    slowest_rank: int | None = None
-    slowest_ratio: float | None = None
     records: int = 0
 
     @property
@@ -86,14 +82,11 @@ def step_times(logged: Sequence[Mapping[str, Any]]) -> StepTimes | None:
     ]
     step_s = statistics.median(whole) if whole else _positive(newest[-1].get("step_time_s"))
     assert step_s is not None  # all of them have one
-    compared = [record for record in newest if records.is_count(record.get("slowest_rank"))]
     return StepTimes(
         step_s=step_s,
         parts=parts,
         tokens_per_s=_median(record.get("tokens_per_s") for record in newest),
         mfu=_median(record.get("mfu") for record in newest),
-        slowest_rank=int(compared[-1]["slowest_rank"]) if compared else None,
-        slowest_ratio=_positive(compared[-1].get("slowest_rank_ratio")) if compared else None,
         records=len(newest),
     )
 

@@ -60,7 +60,6 @@ class RunInfo(TypedDict, total=False):
     chain: list[JobId] | None
     chain_after: Count | None
     varied: dict[str, Any] | list[str] | None
-    trainings: dict[str, Any] | None
     made_at: dict[str, Any] | None
     copied_from: str | None
     copy: str | None

@@ -10,8 +10,20 @@ import socket
 import struct
 from pathlib import Path
 
-from slurmtrain.errors import EnvironmentMismatchError, RendezvousError
+from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError
 from slurmtrain.slurm.environment import Environment
+
+
+class RendezvousError(SlurmtrainError):
+    """The ranks could not find each other in time. A retry on other nodes may help.
+
+    Args:
+        because_of_peer: others did not come, or have left; the rank that raises it was there, and its node says nothing.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, because_of_peer: bool = False):
+        super().__init__(message, hint=hint)
+        self.because_of_peer = because_of_peer
 
 
 def machine() -> str:

@@ -221,12 +221,17 @@ def _profiling(context: AttemptContext, distributed: DistributedContext, ranks: 
     return Profiling(context.run_dir, group, on_gpu=on_gpu, switch=switch, event=event)
 
 
-def should_stop() -> bool:
+def should_stop(asked: bool = False) -> bool:
     """Return whether any rank was told to stop: the same answer on all ranks. Call it once a step, on every rank.
 
     It costs one small all-reduce on the CPU. Profiles that are asked for by `touch RUN/profile` begin and end here.
+
+    Args:
+        asked: this rank was told to stop otherwise than by a signal, as by a file. One rank is enough.
     """
     agreement, profiling = session.initialised()[1], session.profiling
+    if asked:
+        signals.install_signal_handlers().request(signals.StopCause.PROGRAM)
     agreement.begin(profile=profiling is not None and profiling.look())
     decision = agreement.finish()
     if profiling is None:

@@ -17,18 +17,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slurmtrain.errors import (
-    DIVERGED,
-    CheckpointMismatchError,
-    LostPeersError,
-    PreflightError,
-    RendezvousError,
-    SlurmtrainError,
-    SupersededError,
-    exit_code_of,
-)
+from slurmtrain.checkpoint.errors import CheckpointMismatchError, LostPeersError, NonFiniteError, SupersededError
+from slurmtrain.errors import DivergedError, PreflightError, SlurmtrainError, exit_code_of
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.failures import Failure, record_failure
+from slurmtrain.runtime.addresses import RendezvousError
 from slurmtrain.system import signals
 from slurmtrain.system.logs import show_error
 
@@ -52,7 +45,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         because_of_peer=lost_a_peer(error) or told_all,
         superseded=isinstance(error, SupersededError),
         on_any_node=isinstance(error, CheckpointMismatchError),
-        diverged=isinstance(error, DIVERGED),
+        diverged=isinstance(error, DivergedError | NonFiniteError),
         bad_nodes=error.nodes if isinstance(error, PreflightError) else (),
     )
 

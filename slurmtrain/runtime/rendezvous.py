@@ -20,8 +20,15 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from slurmtrain.errors import EnvironmentMismatchError, PreflightError, RendezvousError, SlurmtrainError
-from slurmtrain.runtime.addresses import address_of, bind_port, interface_towards, listening_address, machine
+from slurmtrain.errors import EnvironmentMismatchError, PreflightError, SlurmtrainError
+from slurmtrain.runtime.addresses import (
+    RendezvousError,
+    address_of,
+    bind_port,
+    interface_towards,
+    listening_address,
+    machine,
+)
 from slurmtrain.runtime.shared_file_wait import Pauses, look
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import write_json

@@ -18,6 +18,7 @@ from slurmtrain.slurm.nodelist import expand_counts, expand_nodelist
 # "local" for the ranks that cluster=local starts; the name of a launcher for those that it starts (job.launcher).
 LAUNCHER_VARIABLE = "SLURMTRAIN_LAUNCHER"
 NODES_VARIABLE = "SLURMTRAIN_NODES"  # with such a launcher: the names of all nodes, with commas
+JOB_VARIABLE = "SLURMTRAIN_JOB"  # in a pod: the name of the object that it belongs to, as a job of SLURM has an id
 SPECIAL_STEPS = 0xFFFFFFF0  # step ids above are the batch script, the extern step and salloc's interactive shell
 
 

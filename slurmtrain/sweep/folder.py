@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.import_paths import interpreter_of
+from slurmtrain.launch.code_source import find_source
 from slurmtrain.launch.program_check import check_in_snapshot
-from slurmtrain.launch.snapshot import find_source, take_snapshot
+from slurmtrain.launch.snapshot import take_snapshot
 from slurmtrain.launch.submit import run_info
 from slurmtrain.runs import create, lookup
 from slurmtrain.runs.create import make_folder, new_run_id
@@ -111,7 +111,7 @@ def create_sweep(
     """
     job = sweep_plan.first.job
     runs = Path(job.runs_dir)
-    source = find_source(job, cwd, interpreter_of(sweep_plan.first.cluster))
+    source = find_source(job, cwd, sweep_plan.first.cluster)
     name = sweep_plan.id
     try:
         make_folder(runs, PREPARING)

@@ -40,7 +40,7 @@ from slurmtrain.runs.run_dir import RunDir, copied_from
 from slurmtrain.runs.sweep_dir import Sweep, tasks_of
 from slurmtrain.slurm import command_environment
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.sweep.arrays import plan_arrays, tasks_at_once
+from slurmtrain.sweep.plan import plan_arrays, tasks_at_once
 from slurmtrain.system import files
 from slurmtrain.system.file_claims import claimed
 from slurmtrain.system.files import read_json, write_json

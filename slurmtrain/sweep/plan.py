@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,12 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
+from slurmtrain.launch.code_source import find_source
 from slurmtrain.launch.directives import JobPaths
-from slurmtrain.launch.import_paths import interpreter_of
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.script import render_script
-from slurmtrain.launch.snapshot import find_source
-from slurmtrain.launch.submit import PLACEHOLDER_ID, slurm_conf_of, steps_of
+from slurmtrain.launch.script import PLACEHOLDER_ID, render_script
+from slurmtrain.launch.submit import slurm_conf_of, steps_of
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.sweep.arrays import plan_arrays, tasks_at_once
 
 if TYPE_CHECKING:
     from slurmtrain.config.compose import Composer
@@ -290,13 +288,38 @@ def _shape(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+# The distribution of runs to array jobs. An array has one script, so runs that ask for different resources need different
+# arrays. MaxArraySize limits the *index* (slurm.conf(5): the largest index is one less), so the second half of a long array has
+# to begin at 0 again. One task of an array is one run, or a pack of runs that share it: the members 0 to pack - 1 are task 0.
+
+
+def plan_arrays(shapes: Sequence[Hashable], *, max_size: int | None = None, pack: int = 1) -> list[list[int]]:
+    """Return the numbers of the points of each array, out of points 0 to len(shapes) - 1.
+
+    Args:
+        shapes: what each point asks for; points of one array have the same shape.
+        max_size: greatest number of tasks of an array.
+        pack: number of points that share a task.
+    """
+    by_shape: dict[Hashable, list[int]] = {}
+    for number, shape in enumerate(shapes):
+        by_shape.setdefault(shape, []).append(number)
+    size = (max_size or len(shapes)) * pack
+    return [numbers[begin : begin + size] for numbers in by_shape.values() for begin in range(0, len(numbers), size)]
+
+
+def tasks_at_once(parallelism: int | None, pack: int) -> int | None:
+    """Return how many tasks of an array may run at the same time, so that at most `parallelism` points do; at least one."""
+    return None if parallelism is None else max(1, parallelism // pack)
+
+
 def preview(
     sweep_plan: SweepPlan, cwd: Path, parallelism: int | None = None, after: Sequence[RunDir] = ()
 ) -> list[str]:
     """Return the scripts that would be passed to sbatch, one per array. Nothing is created."""
     job = sweep_plan.first.job
     runs = [Path(job.runs_dir) / sweep_plan.id / run_id for run_id in sweep_plan.run_ids(PLACEHOLDER_ID).values()]
-    source = find_source(job, cwd, interpreter_of(sweep_plan.first.cluster))
+    source = find_source(job, cwd, sweep_plan.first.cluster)
     shapes = [sweep_plan.shapes[identity] for identity in sweep_plan.run_ids("")]
     if sweep_plan.first.cluster.backend == Backend.LOCAL:
         return []

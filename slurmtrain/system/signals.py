@@ -31,6 +31,7 @@ class StopCause(StrEnum):
     DEADLINE = "deadline"  # the time limit is near
     OTHER_RANK = "another rank"  # which was told to
     STOP_FILE = "the file stop"
+    PROGRAM = "the program"  # of the user's own, which an engine has told in its own way
     PREEMPTED = "a preemption"  # before the ranks could hear its signal
     ENDED = "the end of the job"  # which SLURM has ended before
 
@@ -117,11 +118,15 @@ _armed: StopFlag | None = None
 
 
 def install_signal_handlers() -> StopFlag:
-    """Install the handlers, once per process; later calls return the same flag."""
+    """Install the handlers, once per process; later calls return the same flag.
+
+    Only the main thread can. Elsewhere (Ray Train calls its loop in a thread) signals stay with whoever has the main one.
+    """
     global _armed
     if _armed is None:
         _armed = StopFlag()
-        _armed._install()
+        if threading.current_thread() is threading.main_thread():
+            _armed._install()
     return _armed
 
 

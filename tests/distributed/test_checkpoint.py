@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks, manifest
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.data import BatchLoader
-from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.files import write_synced

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurmtrain.checkpoint import ranks
+from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, SupersededError
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
-from slurmtrain.errors import CheckpointError, CheckpointMismatchError, SlurmtrainError, SupersededError
+from slurmtrain.errors import SlurmtrainError
 from slurmtrain.models import Decoder
 from slurmtrain.parallel.gradients import clip_gradients
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize

@@ -7,6 +7,7 @@ import os
 import signal
 import sqlite3
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,20 @@ class Mine(Logger):
 """
 
 
+SLOW_AND_BROKEN = """
+class Slow(Mine):
+    def log(self, step, values):
+        if not os.path.exists(self.path + ".begun"):
+            open(self.path + ".begun", "w").close()
+            time.sleep(100)
+        super().log(step, values)
+
+class Broken(Mine):
+    def open(self, run):
+        raise OSError("no route")
+"""
+
+
 def mlflow_client(run_dir: RunDir) -> Any:
     from mlflow import MlflowClient
 
@@ -85,21 +100,9 @@ def logged_by_own(folder: Path) -> int:
     return int(json.loads(path.read_text().splitlines()[-1])[0]) if path.exists() and path.stat().st_size else -1
 
 
-def logger_pids(run_dir: RunDir) -> list[int]:
-    """The processes of the loggers, and what they have started."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        words = _command(entry).split(b"\0") if entry.name.isdigit() else []
-        if b"slurmtrain.observe.logger_process" in words and str(run_dir.path).encode() in words:
-            found += [int(entry.name), *process.living_descendants(int(entry.name))]
-    return found
-
-
-def _command(entry: Path) -> bytes:
-    try:
-        return (entry / "cmdline").read_bytes()
-    except OSError:
-        return b""
+def processes_of(rank: int) -> list[int]:
+    """A rank and what it has started, such as wandb-core: SLURM signals all of them, and wandb-core dies of SIGTERM."""
+    return [rank, *process.living_descendants(rank)]
 
 
 @pytest.mark.parametrize(
@@ -137,10 +140,10 @@ def test_a_run_that_was_interrupted_is_one_run_with_each_step_once(
             wait_until(lambda reached=reached: logged_by_mlflow(run.run_dir) >= reached, "logged by MLflow")  # type: ignore[misc]
         assert wait_until(lambda: [path.read_text() for path in prometheus.glob("*.prom")], "shown to Prometheus")
         if number < 3:
-            for pid in [run.rank_pid(0), *logger_pids(run.run_dir)]:  # as SLURM does; wandb-core dies of it
+            for pid in processes_of(run.rank_pid(0)):
                 os.kill(pid, signal.SIGTERM)
         else:  # as when SLURM kills a job: the loggers have no time either
-            for pid in [run.rank_pid(0), *logger_pids(run.run_dir)]:
+            for pid in processes_of(run.rank_pid(0)):
                 os.kill(pid, signal.SIGKILL)
         (project.path / "hold").unlink()
     go_on(project)
@@ -217,25 +220,27 @@ def test_mlflow_has_one_run_with_each_step_once_whatever_ended_the_attempts(tmp_
 
 
 def test_a_logger_that_is_slow_or_fails_holds_up_neither_training_nor_its_end(project: Project, tmp_path: Path) -> None:
-    (project.path / "mine.py").write_text(
-        OWN_LOGGER + "\nclass Broken(Mine):\n    def open(self, run):\n        raise OSError('no route')\n"
-    )
-    target = f"path: {tmp_path / 'own.jsonl'}, seconds: 100"
+    (project.path / "mine.py").write_text(OWN_LOGGER + SLOW_AND_BROKEN)
+    own = f"path: {tmp_path / 'own.jsonl'}"
+    pause(project)
     run = project.submit(
-        "train.steps=5",
-        "train.eval_every=0",
-        f"+observe.loggers.slow={{_target_: mine.Mine, {target}}}",
-        f"+observe.loggers.broken={{_target_: mine.Broken, {target}}}",
+        *LONG,
+        f"+observe.loggers.slow={{_target_: mine.Slow, {own}}}",
+        f"+observe.loggers.broken={{_target_: mine.Broken, {own}}}",
         "observe.textfile_dir=/proc/none",
     )
-    wait_until(lambda: logger_pids(run.run_dir), "begun")
-    wait_until(lambda: "step 5/5" in run.logs(), "trained")
+    wait_for_attempt(run, 1)
+    wait_until((tmp_path / "own.jsonl.begun").exists, "begun")
     wait_until(lambda: (read_json(run.run_dir.logger_file("broken")) or {}).get("error"), "refused")
-    for pid in logger_pids(run.run_dir):
-        if b"slow" in _command(Path(f"/proc/{pid}")).split(b"\0"):
-            os.kill(pid, signal.SIGKILL)  # rather than half a minute in which it may still close
+    begun = time.monotonic()
+    os.kill(run.rank_pid(0), signal.SIGTERM)
+    wait_for_attempt(run, 2)
+    assert time.monotonic() - begun < 60  # and not the 100 s of the slow one
+    go_on(project)
     run.finish()
+    assert "the logger slow has not closed in time" in run.logs()
     assert "no route" in run.logs()
+    assert logged_by_own(tmp_path) == 30
     assert run.processes() == []
 
 

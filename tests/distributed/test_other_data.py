@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slurmtrain.errors import CheckpointMismatchError, ConfigError
+from slurmtrain.checkpoint.errors import CheckpointMismatchError
+from slurmtrain.errors import ConfigError
 from tests.distributed.test_training import StopAt, alone, fit, losses
 from tests.support.gloo import GlooRanks
 from tests.support.local_runs import assert_same_run

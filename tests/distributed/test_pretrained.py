@@ -14,6 +14,7 @@ import torch
 
 from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.local_tensors import box_of, local
@@ -23,7 +24,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import HUGGING_FACE, with_sizes
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config, LoraConfig
-from slurmtrain.errors import CheckpointError, ConfigError
+from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder, initialize
 from slurmtrain.models.hf_export import export_hf, export_peft
 from slurmtrain.models.hf_names import hugging_face_name

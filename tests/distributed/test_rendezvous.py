@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from slurmtrain.config.parallel_dims import ParallelDims
-from slurmtrain.errors import EnvironmentMismatchError, RendezvousError
+from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.parallel.sharded import build_mesh, sequence_group
-from slurmtrain.runtime.addresses import machine
+from slurmtrain.runtime.addresses import RendezvousError, machine
 from slurmtrain.runtime.distributed_context import DistributedContext, init_distributed
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, NODES_VARIABLE, Environment
 from slurmtrain.system import signals

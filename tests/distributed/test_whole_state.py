@@ -18,11 +18,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.data import BatchLoader
-from slurmtrain.errors import CheckpointError
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks

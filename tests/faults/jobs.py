@@ -10,8 +10,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 import slurmtrain
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.store import fencing
-from slurmtrain.errors import CheckpointError
 from tests.faults.kills import NEWEST, OLDER, RANKS, check, facts
 from tests.faults.processes import CLONE_NEWNS, LIBC, Lane
 from tests.faults.rows import Outcome, Trial, row

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import checkpoint_name
-from slurmtrain.errors import CheckpointError
 from tests.faults.layer import FileLayer
 from tests.faults.processes import Child, Lane, UnexplainedError, tell
 from tests.faults.rows import Outcome, Trial, row

@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.errors import CheckpointError
 from slurmtrain.system.process import stat
 from tests.faults.kills import NEWEST, OLDER, RANKS
 from tests.faults.layer import FileLayer

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.store.fencing import Incarnation
-from slurmtrain.errors import CheckpointError
 from tests.faults.rows import Outcome, Trial
 from tests.support.logs import collect_messages
 

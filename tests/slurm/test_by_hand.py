@@ -1,4 +1,4 @@
-"""What is tried by hand on a real SLURM: layouts that share a model, the checks before training, scaling.
+"""What is tried by hand on a real SLURM: layouts that share a model, the checks before training.
 
 That all layouts go on with the same bits is shown by tests/distributed/test_change_of_layout.py, and that SLURM's preemption
 changes no bit by test_training.py.
@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,27 +22,6 @@ pytestmark = pytest.mark.slow
 
 STEPS = 12
 SHORT = [f"train.steps={STEPS}", "train.eval_every=6", "model.tie_embeddings=false"]
-# A hook of the user's own that makes FSDP's collectives slow as soon as there are several nodes.
-SLOWED = """
-import os, time
-import torch.distributed as dist
-from slurmtrain.training.hooks.base import TrainingHook
-
-SEVERAL = int(os.environ["SLURM_NNODES"]) > 1
-
-def slowed(name):
-    original = getattr(dist, name)
-    def wrapped(*arguments, **named):
-        time.sleep(0.05)
-        return original(*arguments, **named)
-    setattr(dist, name, wrapped)
-
-class Link(TrainingHook):
-    def __init__(self):
-        for kind, before in (("all_gather", "into_tensor"), ("reduce_scatter", "tensor")):
-            if SEVERAL:  # torch 2.13 has other names for the two
-                slowed(f"{kind}_single" if hasattr(dist, f"{kind}_single") else f"{kind}_{before}")
-"""
 WORDS = [
     *("+cluster=sandbox", "cluster.sandbox=null", "cluster.nodes=2", "cluster.tasks_per_node=1", "+experiment=smoke"),
     *("parallel=fsdp", "train.global_batch_size=8", "cluster.network_gb_per_s=1", "job.name=lm"),
@@ -53,7 +31,6 @@ WORDS = [
 @pytest.fixture(scope="module")
 def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
     made = make_project(tmp_path_factory.mktemp("by-hand") / "project", sandbox)
-    (made.path / "slowed.py").write_text(SLOWED)
     return made
 
 
@@ -67,28 +44,6 @@ def test_a_preempted_run_on_two_nodes_finishes_with_the_same_bits(project: Proje
     assert [attempt.reason for attempt in preempted.attempts()] == ["preempted", "finished"]
     assert_steps_join(preempted, total=STEPS)
     assert_same_bits(preempted, undisturbed)
-
-
-def scale(project: Project, *words: str) -> str:
-    line = [*WORDS, f"cluster.slurm_conf={project.cluster.sandbox.slurm_conf}", *words]
-    command = [sys.executable, "-m", "slurmtrain", *line, "scale", "--at-once", "1", "--steps", "20"]
-    return project.cluster.run(command, cwd=project.path).stdout
-
-
-def test_what_is_slow_on_more_nodes_is_named(project: Project) -> None:
-    words = ["train.hooks=[{_target_: slowed.Link}]"]
-    found: dict[str, Any] = json.loads(scale(project, *words, "--json"))
-    assert [each["nodes"] for each in found["sizes"]] == [1, 2]
-    assert [each["global_batch_size"] for each in found["sizes"]] == [4, 8]
-    assert found["not_measured"] == []
-    (doubling,) = found["doublings"]
-    assert not doubling["worth_it"]
-    assert (doubling["bottleneck"]["kind"], doubling["bottleneck"]["axis"]) == ("communication", "dp_shard")
-    assert doubling["planned"]["efficiency"] > doubling["efficiency"]
-    # The same command shows it again, and submits nothing.
-    assert "using more than 1 node is not worth it" in scale(project, *words)
-    again = json.loads(scale(project, *words, "--json"))
-    assert again["sizes"] == found["sizes"]
 
 
 # Python loads it first of all, from the snapshot: on one node another environment comes before the one of all others.

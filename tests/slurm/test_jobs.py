@@ -681,7 +681,7 @@ def test_what_a_shell_has_set_for_slurms_commands_hides_no_run_and_changes_no_jo
 
     words = ["+cluster=sandbox", "cluster.sandbox=null", "+cluster.sbatch.begin=now+2hours", *ONE]
     said = cli(*words, "+experiment=smoke", "submit")
-    assert "of this shell are ignored" in said and "SBATCH_TIMELIMIT=1 (cluster.time_limit_min)" in said
+    assert "of this shell are ignored" in said and "SBATCH_TIMELIMIT=1" in said
     (run_dir,) = all_runs(project.path / "runs")
     (job_id,) = run_dir.info()["job_ids"]
     job = project.cluster.job(job_id)

@@ -100,7 +100,8 @@ def disturb(run: Run, way: str, chance: random.Random) -> None:
             run.wait_until(
                 lambda: len(run.attempts()) > number or run.attempts()[-1].verdict is not None, "at its limit"
             )
-            slurm.run(["scontrol", "update", f"JobId={run.job_id}", "TimeLimit=60"], check=False)  # it may have ended
+            again = ["scontrol", "update", f"JobId={run.job_id}", "TimeLimit=60"]  # refused while the job is completing
+            run.wait_until(lambda: finished(run) or slurm.run(again, check=False).returncode == 0, "with its old limit")
         case "restart of the controller":
             with controller:
                 slurm.run(["scontrol", "shutdown", "slurmctld"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import gzip
 import json
 import os
@@ -88,13 +87,6 @@ def _trained() -> str:
 
 def write_tokenizer(path: Path) -> Path:
     path.write_text(_trained())
-    return path
-
-
-def write_ranks(path: Path, *more: bytes) -> Path:
-    """Ranks for tiktoken: all bytes, and further tokens."""
-    tokens = [*(bytes([byte]) for byte in range(256)), *more]
-    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
     return path
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from slurmtrain.errors import UnreadableError
+from slurmtrain.checkpoint.errors import UnreadableError
 from slurmtrain.system import patience
 from slurmtrain.system.modes import file_mode
 from slurmtrain.system.patience import LATE_S

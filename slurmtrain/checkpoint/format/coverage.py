@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.tensor_index import (
     FileTable,
     Ints,
@@ -16,7 +17,6 @@ from slurmtrain.checkpoint.format.tensor_index import (
     padded,
     shapes_of,
 )
-from slurmtrain.errors import CheckpointError
 
 PRIME = (1 << 31) - 1  # of a random measure
 

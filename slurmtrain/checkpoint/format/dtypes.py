@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.tensor_index import TensorSchema
-from slurmtrain.errors import CheckpointError
 
 # https://github.com/huggingface/safetensors#format. What it has no name for is stored as bytes; index.bin has the real type.
 SAFETENSORS_NAMES = {

@@ -6,12 +6,12 @@ import json
 from functools import partial
 from pathlib import Path
 
+from slurmtrain.checkpoint.errors import CheckpointError, UnreadableError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.coverage import check_coverage
 from slurmtrain.checkpoint.format.directory import INDEX
 from slurmtrain.checkpoint.format.manifest import Manifest
 from slurmtrain.checkpoint.format.tensor_index import DTYPE_BYTES, Index
-from slurmtrain.errors import CheckpointError, UnreadableError
 
 HEADER_BYTES = 1 << 30  # more than that of a million tensors
 

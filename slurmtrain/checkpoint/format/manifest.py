@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, step_of
-from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.system.files import write_synced
 from slurmtrain.system.patience import LATE_S
 

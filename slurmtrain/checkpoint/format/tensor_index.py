@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmtrain.errors import CheckpointError
+from slurmtrain.checkpoint.errors import CheckpointError
 
 Ints = npt.NDArray[np.int64]
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import module_state
+from slurmtrain.checkpoint.errors import CheckpointMismatchError
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.tensor_index import TensorFacts
 from slurmtrain.choices import DECODERS, Allow
-from slurmtrain.errors import CheckpointMismatchError, UsageError, nearest
+from slurmtrain.errors import UsageError, nearest
 
 KINDS = tuple(Allow)
 FINGERPRINT = "data_fingerprint"  # in the config that a checkpoint is bound to: of the data's content

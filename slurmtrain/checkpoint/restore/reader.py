@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
 from slurmtrain.checkpoint.format.directory import file_name
@@ -33,7 +34,6 @@ from slurmtrain.checkpoint.local_tensors import box_of, local
 from slurmtrain.checkpoint.plain_values import parse
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.choices import Verify
-from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 
 SAMPLED_SHARE = 16  # one block in this many is compared
 STRAIGHT_BYTES = 4 << 10  # smaller parts are not worth a read of their own

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import (
     INDEX,
@@ -39,7 +40,6 @@ from slurmtrain.checkpoint.restore.reader import read_tensors
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.fencing import wait_until_visible
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
-from slurmtrain.errors import CheckpointError, CheckpointMismatchError, UnreadableError
 from slurmtrain.system.patience import refresh
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from slurmtrain.checkpoint import optimizer_state
+from slurmtrain.checkpoint.errors import CheckpointError, DiscardedError, NonFiniteError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.coverage import check_coverage
@@ -32,7 +33,6 @@ from slurmtrain.checkpoint.save.plan import SavePlan, TensorPiece
 from slurmtrain.checkpoint.save.staging import Image
 from slurmtrain.checkpoint.store.fencing import check_fence, wait_until_visible
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
-from slurmtrain.errors import CheckpointError, DiscardedError, NonFiniteError
 from slurmtrain.system.files import fsync_directory
 
 GROUPS_NAMED = 8  # of those that differ; it is no use to name more

@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.errors import CheckpointError
+from slurmtrain.checkpoint.errors import CheckpointError
 
 DRAIN_S = 30.0  # how long whoever has failed waits for a save in flight
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import OWN, OWN_STATE
 from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, dtype_name
 from slurmtrain.checkpoint.format.tensor_index import (
@@ -33,7 +34,6 @@ from slurmtrain.checkpoint.format.tensor_index import (
 from slurmtrain.checkpoint.local_tensors import box_of, is_dtensor
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save.fingerprints import BUFFERS, TENSORS, group_key
-from slurmtrain.errors import CheckpointError
 
 PAGE_BYTES = 4096
 

@@ -26,7 +26,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from slurmtrain.errors import CheckpointError
+from slurmtrain.checkpoint.errors import CheckpointError
 
 DAY_S = 86400.0
 

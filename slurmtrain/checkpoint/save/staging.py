@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.host_memory import allocate_pages, available_memory, give_back
 from slurmtrain.checkpoint.local_tensors import local
 from slurmtrain.checkpoint.save.fingerprints import Fingerprints, compared_part, fingerprint
 from slurmtrain.checkpoint.save.plan import SavePlan
-from slurmtrain.errors import CheckpointError
 
 RESERVE_BYTES = 1 << 20  # the rank's own plain state may grow
 

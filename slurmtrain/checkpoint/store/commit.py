@@ -34,10 +34,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import checkpoint_name
 from slurmtrain.checkpoint.format.manifest import Manifest, write_manifest
 from slurmtrain.checkpoint.store.fencing import Incarnation, check_fence
-from slurmtrain.errors import CheckpointError
 from slurmtrain.system.files import fsync_directory
 from slurmtrain.system.modes import folder_mode
 

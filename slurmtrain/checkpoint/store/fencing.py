@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.checkpoint.errors import CheckpointError, SupersededError
 from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME, remove
-from slurmtrain.errors import CheckpointError, SupersededError
 from slurmtrain.system.files import fsync_directory, write_new
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.patience import refresh

@@ -36,6 +36,7 @@ from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, checkpoint_name, step_of
 from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes
@@ -43,7 +44,6 @@ from slurmtrain.checkpoint.store import commit, retention
 from slurmtrain.checkpoint.store.fencing import wait_until_visible
 from slurmtrain.checkpoint.store.retention import UNKNOWN_SOUNDNESS, Keep, Kept, Soundness, surplus
 from slurmtrain.checkpoint.store.transfers import note_block
-from slurmtrain.errors import CheckpointError
 from slurmtrain.system.files import fsync_directory
 from slurmtrain.system.modes import file_mode
 

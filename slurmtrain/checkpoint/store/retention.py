@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import FINAL_NAME, TEMPORARY_NAME, committed, remove, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.choices import BestMode
-from slurmtrain.errors import CheckpointError, UnreadableRecordError
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.system.modes import file_mode, folder_mode
 from slurmtrain.system.patience import refresh
 from slurmtrain.system.process import ProcessMark

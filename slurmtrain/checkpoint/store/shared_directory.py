@@ -16,10 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format.manifest import Manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim, claim_file, wait_until_visible
-from slurmtrain.errors import CheckpointError, CheckpointMismatchError
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,16 @@ It compares what both have logged, and every tensor of the newest checkpoint tha
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.schema import JobConfig
-from slurmtrain.errors import CheckpointError, UnreadableRecordError
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.observe.metrics import is_detail, is_measured, read_metrics
 from slurmtrain.report.compare import by_step, compare_data, divergences
 from slurmtrain.runs.program_checkpoints import find_checkpoints
@@ -22,6 +24,7 @@ from slurmtrain.runs.run_dir import RunDir
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.difference import TensorDifference  # with numpy
 
+_RANDOM = re.compile(r"(\w+_)?(rng|random)(_states?)?(_all)?")
 Log = Mapping[int, Mapping[str, float]]  # values by step and name
 Differences = Callable[[Path, Path], tuple[list["TensorDifference"], list[str]]]
 HASH = "data_hash"  # a digest of the samples so far
@@ -124,7 +127,8 @@ def with_checkpoint(
 
 
 def _is_random(name: str) -> bool:
-    return any(word in name.lower() for word in ("random", "rng"))
+    """Return whether a part of a name says that it is a random state, as "random", "numpy_rng" or "cuda_rng_state" do."""
+    return any(_RANDOM.fullmatch(part) for part in re.split(r"[^\w]+", name.lower()))
 
 
 def compare_runs(undisturbed: RunDir, other: RunDir, job: JobConfig, tolerance: float) -> Comparison:

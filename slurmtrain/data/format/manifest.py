@@ -6,7 +6,7 @@ no torch.
 
     OUTPUT/
       manifest.json                      this
-      tokenizer.json | NAME.tiktoken     a copy of the tokenizer's file, if it has one
+      tokenizer.json                     a copy of the tokenizer's file, if it has one
       chat_template.jinja                of chat data: the template that was used, beside the tokenizer's other settings
       train/00000.tokens                 uint8, uint16 or uint32 [tokens]: documents end to end, with bos and eos, if any
       train/00000.ends                   uint64 [documents]: where each document ends in the shard, in tokens
@@ -39,7 +39,7 @@ SHARED_MODE = 0o666  # the umask decides who reads a data set
 TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}  # bytes of one token, by dtype
 KINDS = ("tokens", "ends", "bytes")  # the files of a shard, by suffix
 LOSS_MASK = "loss_mask"  # a further one of chat data
-TOKENIZER_KINDS = ("bytes", "tokenizers", "tiktoken")
+TOKENIZER_KINDS = ("bytes", "tokenizers")
 T = TypeVar("T")
 
 
@@ -54,8 +54,6 @@ class TokenizerFacts:
         vocab_size: all token ids are below this number.
         bos: id before each document; None: there is none.
         eos: id after each document; None: there is none.
-        pattern: for tiktoken, whose file does not hold it: the regular expression that cuts a text before ranks are
-            looked up.
     """
 
     kind: str
@@ -64,7 +62,6 @@ class TokenizerFacts:
     vocab_size: int
     bos: int | None
     eos: int | None
-    pattern: str | None = None
 
     @property
     def dtype(self) -> str:

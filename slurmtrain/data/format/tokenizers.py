@@ -2,19 +2,18 @@
 
 Imports no torch, and a tokenizer's package only if its file is used.
 
-There are three kinds, recognised by name: "bytes" (built in), a `tokenizer.json` of Hugging Face `tokenizers`, and a
-file of ranks of `tiktoken` (NAME.tiktoken). A tokenizer's identity is the sha256 of its file. Special tokens within a
-text are encoded as plain text; the caller adds each document's bos and eos, whose ids are in `facts`.
+There are two kinds: "bytes" (built in), and a `tokenizer.json` of Hugging Face `tokenizers`. A tokenizer's identity is the
+sha256 of its file. Special tokens within a text are encoded as plain text; the caller adds each document's bos and eos,
+whose ids are in `facts`.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -63,16 +62,13 @@ class TokenizerChoice:
     """The user's settings of a tokenizer.
 
     Attributes:
-        name: "bytes", or the path of a tokenizer.json or NAME.tiktoken.
+        name: "bytes", or the path of a tokenizer.json.
         bos, eos: a token's id or text, or "none". None: no bos; the eos that the file names.
-        pattern: for tiktoken: a regular expression, or the name of an encoding; None: the one that belongs to the
-            file's name.
     """
 
     name: str = BYTES
     bos: str | None = None
     eos: str | None = None
-    pattern: str | None = None
 
 
 def load_tokenizer(choice: TokenizerChoice) -> tuple[Tokenizer, bytes]:
@@ -85,14 +81,11 @@ def load_tokenizer(choice: TokenizerChoice) -> tuple[Tokenizer, bytes]:
     if choice.name == BYTES:
         return _Bytes(choice), b""
     path = Path(choice.name)
-    kind = _KINDS.get(path.suffix)
-    if kind is None:
+    if path.suffix != ".json":
         inside = path / "tokenizer.json"  # a folder as transformers takes it
         raise ConfigError(
             f"prepare.tokenizer={choice.name} is not a known tokenizer",
-            hint=f"prepare.tokenizer={inside}"
-            if inside.is_file()
-            else '"bytes", a tokenizer.json of Hugging Face, or ranks of tiktoken in a file NAME.tiktoken',
+            hint=f"prepare.tokenizer={inside}" if inside.is_file() else '"bytes", or a tokenizer.json of Hugging Face',
         )
     try:
         content = _read(path)
@@ -103,7 +96,7 @@ def load_tokenizer(choice: TokenizerChoice) -> tuple[Tokenizer, bytes]:
             f"prepare.tokenizer={choice.name} is not a plain file",
             hint="a pipe can be read only once, but every process reads the tokenizer: write it to a file",
         )
-    return kind(choice, path, content), content
+    return _HuggingFace(choice, content), content
 
 
 def _read(path: Path) -> bytes | None:
@@ -130,8 +123,6 @@ def needed(module: str, what: str) -> ModuleType:
 
 class _Bytes:
     def __init__(self, choice: TokenizerChoice):
-        if choice.pattern is not None:
-            raise _pattern_of_no_use(choice)
         ids = _Ids(choice, {}, 256)
         eos = SEPARATOR if choice.eos is None else ids.find("eos")
         self.facts = _facts(choice, BYTES, None, b"", 256, ids.find("bos"), eos)
@@ -157,9 +148,7 @@ class _Bytes:
 
 
 class _HuggingFace:
-    def __init__(self, choice: TokenizerChoice, path: Path, content: bytes):
-        if choice.pattern is not None:
-            raise _pattern_of_no_use(choice)
+    def __init__(self, choice: TokenizerChoice, content: bytes):
         tokenizers = needed("tokenizers", f"prepare.tokenizer={choice.name}")
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
@@ -212,96 +201,6 @@ class _HuggingFace:
 
 
 @dataclass(frozen=True)
-class _Encoding:
-    """The parts of a tiktoken encoding that its file of ranks does not hold."""
-
-    pattern: str
-    end: int
-    vocab_size: int
-
-
-_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-_CL100K = (
-    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"""
-    r"""|\s+(?!\S)|\s"""
-)
-_O200K = (
-    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
-    r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
-    r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
-)
-# Copied from tiktoken_ext/openai_public.py of tiktoken, which needs a network to be asked.
-ENCODINGS = {
-    "gpt2": _Encoding(_GPT2, 50256, 50257),
-    "r50k_base": _Encoding(_GPT2, 50256, 50257),
-    "p50k_base": _Encoding(_GPT2, 50256, 50281),
-    "cl100k_base": _Encoding(_CL100K, 100257, 100277),
-    "o200k_base": _Encoding(_O200K, 199999, 200019),
-}
-
-
-class _Tiktoken:
-    def __init__(self, choice: TokenizerChoice, path: Path, content: bytes):
-        tiktoken = needed("tiktoken", f"prepare.tokenizer={choice.name}")
-        known = ENCODINGS.get(path.stem)
-        if known is None and choice.pattern is None:
-            raise ConfigError(
-                f"prepare.tokenizer={choice.name} is not one of {', '.join(ENCODINGS)}: its pre-tokenizer pattern is unknown",
-                hint="prepare.tiktoken_pattern=NAME of one of these, or the regular expression itself",
-            )
-        named = known if choice.pattern is None else ENCODINGS.get(choice.pattern)
-        pattern = named.pattern if named else choice.pattern
-        ranks = _ranks(choice, content)
-        size = max(max(ranks.values()) + 1, known.vocab_size if known else 0)
-        ids = _Ids(choice, {END_TOKENS[0]: known.end} if known else {}, size)
-        eos = ids.only_end() if choice.eos is None else ids.find("eos")
-        self.facts = _facts(choice, "tiktoken", path.name, content, size, ids.find("bos"), eos, pattern)
-        try:
-            self._encoding = tiktoken.Encoding(path.stem, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-        except ValueError as error:
-            raise ConfigError(f"prepare.tiktoken_pattern={pattern} cannot be used: {error}") from None
-
-    def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
-        return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
-
-    def encode_chats(self, texts: Sequence[str], spans: Sequence[Spans]) -> Sequence[tuple[Ids, NDArray[np.uint8]]]:
-        raise ConfigError(
-            "prepare.records=chat needs a tokenizer with special tokens, which tiktoken rank files do not have",
-            hint="prepare.tokenizer= the tokenizer.json of the model",
-        )
-
-    def special_tokens(self) -> Sequence[str]:
-        return ()
-
-
-_KINDS: dict[str, Callable[[TokenizerChoice, Path, bytes], Tokenizer]] = {
-    ".json": _HuggingFace,
-    ".tiktoken": _Tiktoken,
-}
-
-
-def _ranks(choice: TokenizerChoice, content: bytes) -> dict[bytes, int]:
-    """Return the ranks by token.
-
-    The reader of tiktoken is not used since it would cache the file by its path, whatever it holds later.
-    """
-    ranks = {}
-    for number, line in enumerate(content.splitlines(), start=1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError:
-            raise ConfigError(
-                f"prepare.tokenizer={choice.name}, line {number}: {line[:40]!r} is not a base64 token with its rank"
-            ) from None
-    if len(set(ranks.values())) < len(ranks) or min(ranks.values(), default=0) < 0:
-        raise ConfigError(f"prepare.tokenizer={choice.name} gives a rank twice, or a negative one")
-    if not all(bytes([byte]) in ranks for byte in range(256)):
-        raise ConfigError(f"prepare.tokenizer={choice.name} lacks single bytes, so it cannot encode every text")
-    return ranks
-
-
-@dataclass(frozen=True)
 class _Ids:
     """A finder of special tokens in a vocabulary."""
 
@@ -346,22 +245,8 @@ class _Ids:
 
 
 def _facts(
-    choice: TokenizerChoice,
-    kind: str,
-    file: str | None,
-    content: bytes,
-    size: int,
-    bos: int | None,
-    eos: int | None,
-    pattern: str | None = None,
+    choice: TokenizerChoice, kind: str, file: str | None, content: bytes, size: int, bos: int | None, eos: int | None
 ) -> TokenizerFacts:
     size = max([size, *(special + 1 for special in (bos, eos) if special is not None)])
     digest = hashlib.sha256(content).hexdigest() if file else None
-    return TokenizerFacts(kind, file, digest, size, bos, eos, pattern)
-
-
-def _pattern_of_no_use(choice: TokenizerChoice) -> ConfigError:
-    return ConfigError(
-        f"prepare.tiktoken_pattern={choice.pattern}, but {choice.name} is not a tiktoken file",
-        hint="leave it out: other tokenizers define their own pattern",
-    )
+    return TokenizerFacts(kind, file, digest, size, bos, eos)

@@ -169,7 +169,7 @@ def _tokenizer_choice(config: PrepareConfig) -> TokenizerChoice:
     eos = config.eos
     if config.records == RecordKind.CHAT and config.chat_template != NO_TOKEN and eos is None:
         eos = NO_TOKEN  # the template writes the tokens that end turns
-    return TokenizerChoice(config.tokenizer, config.bos, eos, config.tiktoken_pattern)
+    return TokenizerChoice(config.tokenizer, config.bos, eos)
 
 
 def _chat_template(

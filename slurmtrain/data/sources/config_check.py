@@ -17,7 +17,6 @@ from slurmtrain.config.schema import Config
 from slurmtrain.data.sources.shares import shares_of
 from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.system.paths import absolute
-from slurmtrain.system.sight import OF_EACH_NODE
 
 if TYPE_CHECKING:  # most configs name no prepared data, and `submit` is to answer at once
     from slurmtrain.data.format.manifest import Manifest, TokenizerFacts
@@ -72,6 +71,7 @@ def prepared_folders(values: Mapping[str, Any]) -> Iterator[Path]:
 def _check_is_there(folder: Path) -> None:
     """Raise ConfigError if `folder` certainly holds no prepared data set; a folder that only compute nodes can see passes."""
     from slurmtrain.data.format.manifest import FILE_NAME, read_manifest
+    from slurmtrain.system.sight import OF_EACH_NODE
 
     if folder.parent in OF_EACH_NODE:
         return

@@ -82,7 +82,7 @@ def find_variables(run_dir: RunDir, attempt: int) -> dict[str, str]:
     from slurmtrain.config import secrets
     from slurmtrain.config.frozen import load_frozen
     from slurmtrain.observe import mlflow_logger, wandb_logger
-    from slurmtrain.observe.logger_process import logged_run
+    from slurmtrain.observe.logger_thread import logged_run
 
     config = load_frozen(run_dir.config_file)
     secrets.take(config.secrets)

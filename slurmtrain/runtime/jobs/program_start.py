@@ -22,9 +22,16 @@ from pathlib import Path
 from slurmtrain.choices import StopSignal
 from slurmtrain.config.launched_program import SHELLS, has_launcher, launched_program, node_shape
 from slurmtrain.config.schema import ClusterConfig, Config
-from slurmtrain.errors import RendezvousError
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from slurmtrain.runtime.addresses import HeldPort, address_of, interface_addresses, is_taken, machine, own_addresses
+from slurmtrain.runtime.addresses import (
+    HeldPort,
+    RendezvousError,
+    address_of,
+    interface_addresses,
+    is_taken,
+    machine,
+    own_addresses,
+)
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.jobs.launched_process import STOPS, reset_signals
 from slurmtrain.runtime.jobs.program_exit_code import ProcessEnd, end_of_node

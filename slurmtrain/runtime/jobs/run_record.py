@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.save.pending_save import SaveResult
-from slurmtrain.errors import CheckpointError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.node_blame import cluster_of_this_job

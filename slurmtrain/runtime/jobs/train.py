@@ -30,7 +30,7 @@ from slurmtrain.data.sources.protocol import (
     inspect_source,
 )
 from slurmtrain.errors import ConfigError
-from slurmtrain.observe.logger_processes import loggers_of
+from slurmtrain.observe.logger_thread import loggers_of
 from slurmtrain.observe.phases import CudaTimer, HostTimer, PhaseClock
 from slurmtrain.observe.profile_switch import ProfileSwitch
 from slurmtrain.observe.textfile import text_file_of
@@ -273,8 +273,8 @@ def _rank_0_hooks(
     run_dir = context.run_dir
     curves = run_dir.tensorboard if config.train.tensorboard else None
     hooks: list[TrainingHook] = [record, RunReporter(run_dir.metrics_file, curves, heading)]
-    if names := loggers_of(config.observe):
-        hooks.append(ExternalLoggers(run_dir, names, context.number))
+    if loggers_of(config.observe):
+        hooks.append(ExternalLoggers(run_dir, config, context.number))
     return hooks
 
 

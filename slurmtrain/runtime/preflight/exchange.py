@@ -12,7 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from slurmtrain.errors import LostPeersError, RendezvousError
+from slurmtrain.checkpoint.errors import LostPeersError
+from slurmtrain.runtime.addresses import RendezvousError
 from slurmtrain.system.signals import StopDuringStartError
 
 LISTEN_EVERY_S = 1.0  # while this rank waits in the store, no handler of a signal of Python's runs

@@ -12,13 +12,14 @@ from typing import Any
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.save.pending_save import DRAIN_S, PendingSave, SaveResult
 from slurmtrain.checkpoint.save.schedule import Interval, SaveSchedule, choose_last_save
 from slurmtrain.choices import RestoreOnly
 from slurmtrain.config.schema import CheckpointConfig
-from slurmtrain.errors import CheckpointError, ConfigError
+from slurmtrain.errors import ConfigError
 from slurmtrain.observe.phases import Phase
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.optim import apply_settings, settings_of

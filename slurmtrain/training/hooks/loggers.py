@@ -1,13 +1,14 @@
-"""Hooks that take a run's numbers elsewhere: to the processes of its loggers, and to a text file of each node."""
+"""Hooks that take a run's numbers elsewhere: to its loggers, and to a text file of each node."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
+from slurmtrain.config.schema import Config
 from slurmtrain.observe.logger import Ending
-from slurmtrain.observe.logger_processes import LoggerProcesses
+from slurmtrain.observe.logger_thread import LoggerThreads
 from slurmtrain.observe.textfile import TextFile
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.training.hooks.base import TrainingHook
@@ -15,27 +16,27 @@ from slurmtrain.training.state import TrainingState
 
 
 class ExternalLoggers(TrainingHook):
-    """Keeps the processes of the loggers, on rank 0. They read metrics.jsonl: its writer comes before this hook."""
+    """Keeps the threads of the loggers, on rank 0. They read metrics.jsonl: its writer comes before this hook."""
 
-    def __init__(self, run_dir: RunDir, names: Sequence[str], attempt: int):
-        self._run_dir, self._names, self._attempt = run_dir, names, attempt
-        self._processes: LoggerProcesses | None = None
+    def __init__(self, run_dir: RunDir, config: Config, attempt: int):
+        self._run_dir, self._config, self._attempt = run_dir, config, attempt
+        self._loggers: LoggerThreads | None = None
 
     def start(self, state: TrainingState) -> None:
-        self._processes = LoggerProcesses(self._run_dir, self._names, self._attempt, state.hooks.message)
+        self._loggers = LoggerThreads(self._run_dir, self._config, self._attempt, state.hooks.message)
 
     def log(self, step: int, values: Mapping[str, float | str | None]) -> None:
-        if self._processes is not None:
-            self._processes.look()
+        if self._loggers is not None:
+            self._loggers.look()
 
     def rolled_back(self, state: TrainingState, from_step: int) -> None:
-        if self._processes is not None:
-            self._processes.rewind()
+        if self._loggers is not None:
+            self._loggers.rewind()
 
     def close(self, state: TrainingState) -> None:
-        if self._processes is not None:
+        if self._loggers is not None:
             ending = Ending.STOPPED if state.stopping else Ending.FAILED
-            self._processes.close(Ending.FINISHED if state.finished else ending)
+            self._loggers.close(Ending.FINISHED if state.finished else ending)
 
 
 class NodeTextFile(TrainingHook):

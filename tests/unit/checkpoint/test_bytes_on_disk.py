@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore import reader
 from slurmtrain.checkpoint.restore.reader import Files, Need, share_out
-from slurmtrain.errors import CheckpointError
 from tests.support.descriptors import open_below
 
 BLOCK, PIECE = 4096, 1000  # a piece does not divide the block

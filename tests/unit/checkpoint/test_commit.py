@@ -10,13 +10,13 @@ import pytest
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import committed, set_aside, step_of
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest, read_manifest
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import Incarnation, check_fence, claim
-from slurmtrain.errors import CheckpointError
 
 FIRST, SECOND = Incarnation(1, "job 7, restart 0"), Incarnation(2, "job 7, restart 1")
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.restore import compatibility
-from slurmtrain.errors import CheckpointError, CheckpointMismatchError, UsageError
+from slurmtrain.errors import UsageError
 
 
 class Model(nn.Module):

@@ -9,8 +9,8 @@ import torch
 
 from slurmtrain.checkpoint import difference
 from slurmtrain.checkpoint.difference import differences, differing_tensors, size_of
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.tensor_index import Box
-from slurmtrain.errors import CheckpointError
 from tests.unit.checkpoint.test_export import Mixed, by_ranks, cut, save
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from slurmtrain.checkpoint.difference import differences
-from slurmtrain.errors import CheckpointError
+from slurmtrain.checkpoint.errors import CheckpointError
 from tests.support.pickles import Evil
 
 WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "layer.bias": torch.zeros(2, dtype=torch.bfloat16)}

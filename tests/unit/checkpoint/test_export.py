@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.export import export
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
@@ -25,7 +26,7 @@ from slurmtrain.checkpoint.format.tensor_index import Box, Index, TensorFacts, t
 from slurmtrain.checkpoint.hf_folder import publish_folder
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
-from slurmtrain.errors import CheckpointError, UsageError
+from slurmtrain.errors import UsageError
 
 
 class Mixed(torch.nn.Module):

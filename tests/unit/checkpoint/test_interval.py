@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.save.schedule import (
     Interval,
     SaveSchedule,
@@ -16,7 +17,6 @@ from slurmtrain.checkpoint.save.schedule import (
     latest_stop,
     mean_time_between_failures,
 )
-from slurmtrain.errors import CheckpointError
 
 HOUR, DAY = 3600.0, 86400.0
 

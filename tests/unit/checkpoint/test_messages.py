@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slurmtrain
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.ranks import decode, encode
-from slurmtrain.errors import CheckpointError
 from tests.support.pickles import Evil
 
 PACKAGE = Path(slurmtrain.__file__).parent

@@ -13,13 +13,13 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest, read_manifest_bytes
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.checkpoint.store.mirror import Mirror, copy_name
 from slurmtrain.checkpoint.store.retention import Keep
-from slurmtrain.errors import CheckpointError
 
 WORLD = 4
 FILES = {f"rank{rank:05d}.safetensors": os.urandom(1000 + rank) for rank in range(WORLD)} | {"index.bin": b""}

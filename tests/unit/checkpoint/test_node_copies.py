@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from slurmtrain.checkpoint import node_folder
+from slurmtrain.checkpoint.errors import NodeFolderError
 from slurmtrain.checkpoint.node_folder import DEAD_S, NodeFolder, remove_run, run_folder
-from slurmtrain.errors import NodeFolderError
 from slurmtrain.system.files import write_json
 
 

@@ -20,9 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import remove
 from slurmtrain.checkpoint.store.retention import Keep, Kept, Soundness, in_use, leftovers, reading, surplus
-from slurmtrain.errors import CheckpointError
 from slurmtrain.system.process import ProcessMark
 
 HOUR = 3600.0

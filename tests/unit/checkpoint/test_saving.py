@@ -24,6 +24,7 @@ from torch import nn
 
 from slurmtrain.checkpoint import host_memory
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import CheckpointError, NonFiniteError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
@@ -35,7 +36,7 @@ from slurmtrain.checkpoint.save.plan import make_plan
 from slurmtrain.checkpoint.save.staging import Staging
 from slurmtrain.checkpoint.store.fencing import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
-from slurmtrain.errors import EXIT_CONFIG, CheckpointError, NonFiniteError
+from slurmtrain.errors import EXIT_CONFIG
 
 PATIENCE_S = 60.0  # for what must happen
 GRACE_S = 0.3  # for what must not

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.errors import CheckpointError
+from slurmtrain.checkpoint.errors import CheckpointError
 
 
 class Own:

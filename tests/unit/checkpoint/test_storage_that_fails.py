@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import UnreadableError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.store.retention import Keep, prune
 from slurmtrain.cli import main
-from slurmtrain.errors import UnreadableError
 from slurmtrain.system import patience
 from slurmtrain.system.patience import Patience
 

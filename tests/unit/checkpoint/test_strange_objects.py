@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.errors import CheckpointError
+from slurmtrain.checkpoint.errors import CheckpointError
 
 # Modules.
 

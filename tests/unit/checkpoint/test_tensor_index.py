@@ -14,6 +14,7 @@ import torch
 from hypothesis import assume, example, given, reject
 from hypothesis import strategies as st
 
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.coverage import check_coverage
 from slurmtrain.checkpoint.format.tensor_index import (
     SPLIT_BYTES,
@@ -25,7 +26,6 @@ from slurmtrain.checkpoint.format.tensor_index import (
     table_of,
 )
 from slurmtrain.checkpoint.restore.reader import spans_of
-from slurmtrain.errors import CheckpointError
 
 ITEMSIZE = 4
 Tiling = tuple[tuple[int, ...], list[Box]]

@@ -112,7 +112,7 @@ def test_a_config_dir_brings_clusters_models_and_a_primary_config(cli: Cli, proj
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_a_config_path_is_searched_first_and_the_shipped_configs_after_it(
+def test_own_configs_with_a_primary_one_are_searched_first_and_the_shipped_ones_after_them(
     absolute: bool, cli: Cli, project: Path
 ) -> None:
     own = project / "it's, mine"
@@ -120,7 +120,7 @@ def test_a_config_path_is_searched_first_and_the_shipped_configs_after_it(
     (own / "model/tiny.yaml").write_text("_target_: my_models.Shadow\n")
     groups = "{cluster: a100x4}, {model: tiny}, {data: stdlib}, {job: train}"
     (own / "config.yaml").write_text(f"defaults: [schema, {groups}, _self_]\ntrain: {{steps: 31}}\n")
-    path = ("--config-path", str(own) if absolute else own.name)
+    path = ("--config-dir", str(own) if absolute else own.name)
     answer = cli(*path, "--cfg", "job")
     assert "_target_: my_models.Shadow" in answer.stdout and "steps: 31" in answer.stdout, answer
     assert "partition: null" in answer.stdout and "dim: 96" in cli(*path, "--cfg", "job", "model=small").stdout
@@ -391,9 +391,6 @@ def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
             "write +cluster.sbatch.comment=x",
         ),
         (["submit", "--config-dir", "nowhere"], "there is no such folder", ""),
-        (["submit", "--config-path", "nowhere"], "--config-path nowhere: there is no such folder", ""),
-        (["render", "-cp", "/proc/self"], "there is no config.yaml in this folder", "--config-dir"),
-        (["--config-path", "nowhere", "--cfg", "job"], "--config-path nowhere: there is no such folder", ""),
         (["--config-dir", "nowhere", "--cfg", "job"], "--config-dir nowhere: there is no such folder", ""),
         (["submit", "-cn", "nothing"], "nothing", ""),
         (["--cfg", "jb"], "'jb' is not a value of --cfg", "did you mean job"),

@@ -13,7 +13,7 @@ from slurmtrain.cli.arguments import find_verb, parse
 from slurmtrain.config.compose import compose
 from slurmtrain.config.folders import shipped
 from slurmtrain.config.validate import validate
-from slurmtrain.launch.submit import dry_run
+from slurmtrain.launch.script import dry_run
 from slurmtrain.planner.fit import GIB, ROOM, check_fits, in_gb, memory_of
 
 QWEN3_8B = {  # of its config.json

@@ -20,7 +20,8 @@ from torch.utils.data import (
 )
 
 import slurmtrain
-from slurmtrain.errors import CheckpointError, UsageError
+from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.errors import UsageError
 
 SAMPLES = 24
 

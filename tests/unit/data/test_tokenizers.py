@@ -9,14 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import regex
-import tiktoken
-from tiktoken_ext import openai_public
 from tokenizers import Tokenizer
 
-from slurmtrain.data.format.tokenizers import ENCODINGS, TokenizerChoice, load_tokenizer
+from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
 from slurmtrain.errors import ConfigError
-from tests.support.raw_text import texts, write_ranks, write_tokenizer
+from tests.support.raw_text import texts, write_tokenizer
 
 TEXTS = [*texts(20, seed=5), "", "a <|endoftext|> b"]
 
@@ -40,39 +37,6 @@ def test_a_tokenizer_json_neither_cuts_nor_fills_nor_takes_text_for_special_toke
     for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
         assert reference.decode(ids.tolist(), skip_special_tokens=False) == text
         assert facts.eos not in ids
-
-
-def test_ranks_of_tiktoken_encode_as_tiktoken_does(tmp_path: Path) -> None:
-    path = write_ranks(tmp_path / "mine.tiktoken", b"th", b"the", b"check")
-    tokenizer, _ = load_tokenizer(TokenizerChoice(str(path), pattern="gpt2", eos="259"))
-    facts = tokenizer.facts
-    assert (facts.kind, facts.file, facts.eos, facts.vocab_size) == ("tiktoken", "mine.tiktoken", 259, 260)
-    assert facts.pattern is not None and r"\p{L}" in facts.pattern
-    ranks = {bytes([byte]): byte for byte in range(256)} | {b"th": 256, b"the": 257, b"check": 258}
-    reference = tiktoken.Encoding(
-        "mine", pat_str=facts.pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 259}
-    )
-    for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
-        assert ids.tolist() == reference.encode(text, disallowed_special=())
-        assert reference.decode(ids.tolist()) == text
-
-
-def test_an_encoding_by_its_name_brings_its_special_tokens(tmp_path: Path) -> None:
-    path = write_ranks(tmp_path / "cl100k_base.tiktoken")
-    facts = load_tokenizer(TokenizerChoice(str(path)))[0].facts
-    assert (facts.eos, facts.vocab_size) == (100257, 100277)
-
-
-def test_known_encodings_are_those_of_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):  # which would ask the network
-        monkeypatch.setattr(openai_public, loader, lambda *files, **more: {})
-    text = "I'LL don't  stop,\n\n 12345 naïve ΔΕΛΤΑ δέλτα /// 'Tis\t🙂 x_y HTTPServer  "
-    for name, encoding in ENCODINGS.items():
-        theirs = openai_public.ENCODING_CONSTRUCTORS[name]()
-        assert regex.findall(encoding.pattern, text) == regex.findall(theirs["pat_str"], text)
-        assert encoding.end == theirs["special_tokens"]["<|endoftext|>"]
-        special = max(theirs["special_tokens"].values()) + 1
-        assert encoding.vocab_size == theirs.get("explicit_n_vocab", special)
 
 
 def test_the_end_token_is_the_one_that_can_only_be_meant(tmp_path: Path) -> None:
@@ -99,18 +63,6 @@ def test_the_end_token_is_the_one_that_can_only_be_meant(tmp_path: Path) -> None
         (TokenizerChoice("random.json"), "prepare.tokenizer=random.json encodes at random (model.dropout=0.5)"),
         (TokenizerChoice("good.json", eos="</s>"), "prepare.eos=</s> is not a token of good.json"),
         (TokenizerChoice("good.json", bos="99999"), "prepare.bos=99999 is far beyond the 320 ids of good.json"),
-        (
-            TokenizerChoice("good.json", pattern="gpt2"),
-            "prepare.tiktoken_pattern=gpt2, but good.json is not a tiktoken file",
-        ),
-        (TokenizerChoice("mine.tiktoken", eos="256"), "prepare.tokenizer=mine.tiktoken is not one of gpt2"),
-        (
-            TokenizerChoice("mine.tiktoken", pattern="gpt2"),
-            "it is not clear which token ends a document: mine.tiktoken",
-        ),
-        (TokenizerChoice("mine.tiktoken", pattern="(", eos="256"), "prepare.tiktoken_pattern=( cannot be used"),
-        (TokenizerChoice("torn.tiktoken", pattern="gpt2"), "prepare.tokenizer=torn.tiktoken, line 2: b'!!'"),
-        (TokenizerChoice("short.tiktoken", pattern="gpt2"), "prepare.tokenizer=short.tiktoken lacks single bytes"),
         (TokenizerChoice("bytes", eos="</s>"), "prepare.eos=</s> is not a token of bytes"),
     ],
     ids=lambda value: str(value)[:40],
@@ -121,10 +73,7 @@ def test_a_wrong_tokenizer_is_told_in_a_sentence(
     monkeypatch.chdir(tmp_path)
     good = write_tokenizer(tmp_path / "good.json").read_text()
     (tmp_path / "random.json").write_text(good.replace('"dropout":null', '"dropout":0.5'))
-    write_ranks(tmp_path / "mine.tiktoken")
     (tmp_path / "broken.json").write_text("{}")
-    (tmp_path / "torn.tiktoken").write_text("YQ== 0\n!!\n")
-    (tmp_path / "short.tiktoken").write_text("YQ== 0\n")
     with pytest.raises(ConfigError) as refused:
         load_tokenizer(choice)
     assert said in refused.value.message
@@ -145,13 +94,9 @@ def test_a_tokenizer_that_is_a_pipe_is_told_and_not_waited_for(tmp_path: Path) -
         load_tokenizer(TokenizerChoice(str(tmp_path / "tokenizer.json")))
 
 
-@pytest.mark.parametrize("package", ["tokenizers", "tiktoken"])
-def test_a_missing_package_is_named_with_its_extra(
-    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = {"tokenizers": "tokenizer.json", "tiktoken": "gpt2.tiktoken"}[package]
-    (tmp_path / name).write_text("YQ== 0\n")
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=f"needs the package {package}, which is not installed") as refused:
-        load_tokenizer(TokenizerChoice(str(tmp_path / name)))
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match="needs the package tokenizers, which is not installed") as refused:
+        load_tokenizer(TokenizerChoice(str(tmp_path / "tokenizer.json")))
     assert refused.value.hint == "pip install 'slurmtrain[data]'"

@@ -16,11 +16,12 @@ from torch import Tensor
 from slurmtrain.checkpoint import safetensors_files
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.dcp import DcpFolder, export_dcp
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.index_file import find_disagreement
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.reader import load
-from slurmtrain.errors import CheckpointError, UsageError
+from slurmtrain.errors import UsageError
 from slurmtrain.models.decoder import Decoder
 from slurmtrain.models.import_weights import import_weights, imported_names
 

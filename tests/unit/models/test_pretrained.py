@@ -15,6 +15,7 @@ from torch import nn
 
 from slurmtrain.checkpoint import safetensors_files
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.safetensors_files import tensors_of
@@ -22,7 +23,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import decoder_fields, with_sizes
 from slurmtrain.data.format.manifest import TokenizerFacts
 from slurmtrain.data.sources.config_check import PREPARED
-from slurmtrain.errors import CheckpointError, ConfigError, UsageError
+from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.models.decoder import Decoder
 from slurmtrain.models.hf_export import companions, export_hf
 from slurmtrain.models.huggingface import HuggingFace

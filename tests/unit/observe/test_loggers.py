@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +20,8 @@ from slurmtrain.choices import WandbMode
 from slurmtrain.config.compose import compose
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
-from slurmtrain.observe import Ending, Held, LoggedRun, Logger, MetricsLog
-from slurmtrain.observe import logger_process as process
+from slurmtrain.observe import Ending, Held, LoggedRun, Logger, MetricsLog, logger_thread
+from slurmtrain.observe.logger_thread import LoggerThread, Tail, numbers_of
 from slurmtrain.observe.mlflow_logger import allowed_name, flattened, shown
 from slurmtrain.observe.textfile import TextFile, render
 from slurmtrain.observe.wandb_logger import _Folders, find_mode, mode_of
@@ -63,39 +64,39 @@ class Fake(Logger):
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "PAUSES_S", (0.0,))
-    monkeypatch.setattr(process, "POLL_S", 0.0)
+    monkeypatch.setattr(logger_thread, "PAUSES_S", (0.0,))
 
 
 def ship(
     folder: Path,
     backend: Backend,
-    ending: str = "close stopped 5",
+    ending: Ending = Ending.STOPPED,
     *,
-    tell: str = "",
+    rewound: bool = False,
     until_flushed: bool = False,
     build: Callable[[], Logger] | None = None,
 ) -> Any:
-    """One attempt of the process of a logger, which is told at once that it is over, or by the first group that goes through.
+    """One attempt of a logger's thread, which is told at once that it is over, or when a group has gone through.
 
     Returns:
         its note.
     """
-    read, write = os.pipe()
-    if not until_flushed:
-        os.write(write, (tell + ending + "\n").encode() if ending else b"")
-        os.close(write)
+    flushed = threading.Event()
 
     class Shipped(Fake):
         def flush(self) -> None:
-            if until_flushed:
-                os.close(write)
+            flushed.set()
 
     run = LoggedRun(id="r", name="n", user="u", directory=folder, attempt=1)
-    tail, note = process.Tail(folder / "metrics.jsonl"), folder / "note.json"
-    process.RecordShipper(build or (lambda: Shipped(backend)), run, tail, process.Control(read), note).run()
-    os.close(read)
-    return json.loads(note.read_text())
+    build = build or (lambda: Shipped(backend))
+    thread = LoggerThread("own", build, lambda: run, folder / "metrics.jsonl", folder / "note.json")
+    if rewound:
+        thread.rewind()
+    if until_flushed:
+        assert flushed.wait(60)
+    thread.close(ending, time.monotonic() + 60)
+    thread.wait()
+    return json.loads((folder / "note.json").read_text())
 
 
 def write(folder: Path, resume_step: int, *records: dict[str, float]) -> None:
@@ -112,12 +113,12 @@ def steps(*numbers: int) -> list[dict[str, float]]:
 def test_steps_that_are_done_again_after_a_crash_are_logged_once(tmp_path: Path) -> None:
     backend = Backend()
     write(tmp_path, -1, *steps(1, 2, 3, 4, 5, 6))
-    ship(tmp_path, backend, ending="")  # rank 0 is killed
+    ship(tmp_path, backend, Ending.FAILED)
     assert backend.endings == [Ending.FAILED]
     write(tmp_path, 3, *steps(4, 5, 6, 7, 8))  # resumed from a checkpoint of step 3
     ship(tmp_path, backend)
     write(tmp_path, 8, *steps(9))
-    ship(tmp_path, backend, "close finished 5")
+    ship(tmp_path, backend, Ending.FINISHED)
     assert backend.given == [("train", step) for step in range(1, 10)]
     assert backend.endings[1:] == [Ending.STOPPED, Ending.FINISHED]
 
@@ -176,14 +177,14 @@ def test_after_a_rollback_the_steps_that_a_logger_has_are_not_logged_again(tmp_p
     write(tmp_path, -1, *steps(1, 2, 3, 4))
     ship(tmp_path, backend)
     write(tmp_path, 2, *steps(3, 4, 5))
-    ship(tmp_path, backend, tell="rewind\n")
+    ship(tmp_path, backend, rewound=True)
     assert [step for _, step in backend.given] == [1, 2, 3, 4, 5]
 
 
 def test_a_torn_line_is_logged_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1}\n{"step": 2, "lo')
-    tail = process.Tail(path)
+    tail = Tail(path)
     assert [record["step"] for record in tail.new()] == [1]
     with path.open("a") as file:
         file.write('ss": 1}\nno json\n{"step": "x"}\n{"step": 3}\n')
@@ -192,7 +193,7 @@ def test_a_torn_line_is_logged_when_it_is_whole(tmp_path: Path) -> None:
 
 def test_numbers_only_go_to_a_logger() -> None:
     record = {"step": 1, "loss": 2.0, "data_hash": "ab", "flag": True, "tokens": 3, "none": None}
-    assert process.numbers_of(record) == {"loss": 2.0, "tokens": 3}
+    assert numbers_of(record) == {"loss": 2.0, "tokens": 3}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from slurmtrain.config.ranges import ports_of
-from slurmtrain.errors import ConfigError, RendezvousError
-from slurmtrain.runtime.addresses import HeldPort, bind_port, is_taken
+from slurmtrain.errors import ConfigError
+from slurmtrain.runtime.addresses import HeldPort, RendezvousError, bind_port, is_taken
 
 
 @pytest.fixture

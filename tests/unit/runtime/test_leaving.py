@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.errors import (
-    CheckpointMismatchError,
-    DivergedError,
-    LostPeersError,
-    PreflightError,
-    RendezvousError,
-    SupersededError,
-)
+from slurmtrain.checkpoint.errors import CheckpointMismatchError, LostPeersError, SupersededError
+from slurmtrain.errors import DivergedError, PreflightError
 from slurmtrain.runs.failures import Failure, Failures
+from slurmtrain.runtime.addresses import RendezvousError
 from slurmtrain.runtime.leaving import failure_of
 from tests.support.local_runs import clean_environment
 from tests.support.runs import submitted_run

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmtrain.runs.sweep_dir import tasks_of
-from slurmtrain.sweep.arrays import plan_arrays, tasks_at_once
+from slurmtrain.sweep.plan import plan_arrays, tasks_at_once
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=80), st.none() | st.integers(1, 20), st.integers(1, 5))

@@ -1,25 +1,34 @@
-"""The places from which the ranks' interpreter imports a work tree, so that a job imports the same files from its snapshot.
+"""Which code a job runs, and from where its ranks import it: found without copying. `snapshot` makes the copy.
 
 An editable install makes Python look into the live work tree: by a line in a .pth file, before which PYTHONPATH is
-searched, or by an import hook. The interpreter is asked for both here; `snapshot` maps what they name into the
-snapshot, or refuses.
+searched, or by an import hook. The ranks' interpreter is asked for both; what they name is mapped into the snapshot, so that a
+job imports the same files from there, or refused.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slurmtrain.config.schema import ClusterConfig
+from slurmtrain.choices import SnapshotMode
+from slurmtrain.config.schema import ClusterConfig, JobConfig
 from slurmtrain.errors import ConfigError
 
+if TYPE_CHECKING:
+    from slurmtrain.runs.software import CodeRecord
+
+# Variables of git that do not say which repository is meant. All others are set within a hook or `git rebase --exec`.
+KEPT_FOR_GIT = ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM", "GIT_EXEC_PATH")
+TIMED_OUT = 124
 ASK_S = 60  # an interpreter on a slow file system takes seconds to start
 # The search path of an interpreter, and the names that its import hooks map.
 # setuptools keeps the mapping beside its hook, `editables` in its class, scikit-build-core in its instance.
@@ -44,6 +53,53 @@ for finder in sys.meta_path:
                 ]
 print(json.dumps([[each for each in sys.path if isinstance(each, str)], hooks]))
 """
+
+
+@dataclass(frozen=True)
+class CodeSource:
+    """The folders that would be copied, found without copying: a dry run shows the same paths.
+
+    Attributes:
+        root: the folder that is copied; None: run in place.
+        workdir: working directory of the ranks: "code", "code/sub" below the run directory, or an absolute path when
+            run in place.
+        roots: folders of the copy that the ranks import from, besides the working directory, relative to the copy.
+        git: the files are those that git knows, or would.
+        record: what is known of code that was a snapshot before, and which files it has; None: git is asked.
+        bundle: what run.json says of the bundle that it comes from.
+    """
+
+    root: Path | None
+    workdir: str
+    git: bool = False
+    roots: tuple[str, ...] = ()
+    record: CodeRecord | None = None
+    bundle: Mapping[str, Any] | None = None
+
+
+def find_source(job: JobConfig, cwd: Path, cluster: ClusterConfig | None = None) -> CodeSource:
+    """Decide what the snapshot is made of: the git work tree around `cwd`, `cwd` itself, or nothing.
+
+    Args:
+        cluster: has the ranks' interpreter, which is asked where it imports the work tree from; None: none is asked.
+
+    Raises:
+        ConfigError: there is a `.git`, but git cannot read it; or code of the work tree is imported in a way that no
+            snapshot can replace. Running in place instead would silently break the promise that later edits change
+            nothing.
+    """
+    source = CodeSource(None, str(cwd)) if job.snapshot != SnapshotMode.CWD else CodeSource(cwd, "code")
+    if job.snapshot == SnapshotMode.AUTO:
+        found, here = run_git(cwd, "rev-parse", "--show-toplevel"), cwd.resolve()
+        if found.returncode == 0 and found.stdout.strip():
+            root = Path(found.stdout.rstrip("\n"))
+            source = CodeSource(root, str("code" / here.relative_to(root.resolve())), git=True)
+        elif any((folder / ".git").exists() for folder in (here, *here.parents)):
+            raise git_failed(here, found)
+    interpreter = interpreter_of(cluster) if source.root is not None and cluster is not None else None
+    if source.root is None or interpreter is None:
+        return source
+    return dataclasses.replace(source, roots=roots_below(source.root, *ask(interpreter)))
 
 
 class Hook(NamedTuple):
@@ -144,3 +200,33 @@ def _cannot_be_mapped(root: Path, path: str, what: str) -> ConfigError:
 def pythonpath_folders(workdir: str, roots: Sequence[str]) -> Iterator[str]:
     """Yield the folders of a snapshot for PYTHONPATH, relative to the run directory, or absolute for a run in place."""
     yield from dict.fromkeys([workdir, "code", *(f"code/{root}" for root in roots)])
+
+
+def run_git(folder: Path, *arguments: str, patience_s: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Ask git about a folder. The answer never raises: its exit code is `TIMED_OUT` if git took longer."""
+    command = ["git", *arguments]
+    try:
+        # surrogateescape: a file name need not be UTF-8, and os functions take it back as it was.
+        return subprocess.run(
+            command,
+            cwd=folder,
+            env={name: value for name, value in os.environ.items() if name in KEPT_FOR_GIT or name[:4] != "GIT_"},
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            check=False,
+            timeout=patience_s,
+        )
+    except FileNotFoundError:
+        return subprocess.CompletedProcess(command, 127, "", "git is not installed, or not in PATH")
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, TIMED_OUT, "", f"git took longer than {patience_s} s")
+
+
+def git_failed(folder: Path, answer: subprocess.CompletedProcess[str]) -> ConfigError:
+    """Return the error for code that git does not let us copy."""
+    words = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
+    return ConfigError(
+        f"the code in {folder} cannot be copied, because git failed: {words[0].removeprefix('fatal: ')}",
+        hint=f"make `git -C {folder} status` work, or run in place with job.snapshot=none",
+    )

@@ -1,88 +1,41 @@
-"""The process of one logger: it follows metrics.jsonl, and hands on what its logger does not have yet.
-
-    python -m slurmtrain.observe.logger_process RUN_DIR NAME ATTEMPT
+"""The thread of one logger, in rank 0: it follows metrics.jsonl, and hands on what its logger does not have yet.
 
 metrics.jsonl is the queue: it is on disk before the logger hears of it, so that a slow or failing logger holds up nothing and
 misses nothing, and what a kill has cost it is made up for by the next attempt. No step is handed on twice: a logger says which
-it has, or RUN/loggers/NAME.json does.
-
-Rank 0 tells through stdin: a line `rewind` when it has dropped records of the file, a line `close ENDING SECONDS` at the
-end. The end of stdin means that rank 0 is gone.
+it has, or RUN/loggers/NAME.json does. Training waits for the thread at the end only, and not for long.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import select
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.errors import ConfigError, SlurmtrainError, why_not_built
-from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger, NewProcessNeededError
+from slurmtrain.config.schema import Config, ObserveConfig
+from slurmtrain.errors import ConfigError, why_not_built
+from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.redaction import redact, redacted
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0  # between looks at metrics.jsonl: a file of another process has no event to await
+POLL_S = 1.0  # between looks at metrics.jsonl
 NOTE_EVERY_S = 5.0  # between notes of what the logger has
 PAUSES_S = (5.0, 15.0, 60.0)  # after the first, second, and each further error in a row
 TRIES = 3  # of a record
-GONE_S = 5.0  # to close in when rank 0 is gone: what has killed it may come for this process, too
-AGAIN = 3  # exit code: start me again, to go on or to close
-LOCK_S = 30.0  # how long the process of an attempt before may take to go
+CLOSE_S = {Ending.FINISHED: 30.0, Ending.STOPPED: 5.0, Ending.FAILED: 5.0}  # the grace time of a stop is short
 BUILT_IN = {
     "wandb": "slurmtrain.observe.wandb_logger.WandbLogger",
     "mlflow": "slurmtrain.observe.mlflow_logger.MlflowLogger",
 }
-
-
-class Control:
-    """What rank 0 tells through a pipe."""
-
-    def __init__(self, descriptor: int):
-        self._descriptor, self._text = descriptor, b""
-        self._rewound = False
-        self.ending: Ending | None = None
-        self.close_by: float | None = None  # in seconds of time.monotonic
-
-    def wait(self, seconds: float) -> None:
-        """Wait until rank 0 has told something, at most `seconds`."""
-        deadline = time.monotonic() + seconds
-        while self.ending is None:
-            left = deadline - time.monotonic()
-            if not select.select([self._descriptor], [], [], max(0.0, left))[0]:
-                break
-            data = os.read(self._descriptor, 4096)
-            *lines, self._text = (self._text + data).split(b"\n")
-            for line in lines:
-                self._hear(line.decode(errors="replace").split())
-            if not data and self.ending is None:
-                self._close(Ending.FAILED, GONE_S)
-            if self._rewound:
-                break
-
-    def take_rewound(self) -> bool:
-        """Return whether records were dropped since this was last asked."""
-        rewound, self._rewound = self._rewound, False
-        return rewound
-
-    def _hear(self, words: list[str]) -> None:
-        if words[:1] == ["rewind"]:
-            self._rewound = True
-        elif words[:1] == ["close"]:
-            self._close(Ending(words[1]), float(words[2]))
-
-    def _close(self, ending: Ending, seconds: float) -> None:
-        self.ending, self.close_by = ending, time.monotonic() + seconds
 
 
 class Tail:
@@ -133,18 +86,31 @@ def held_after(record: dict[str, Any], held: Held) -> Held:
     return replace(held, step=max(held.step, record["step"]))
 
 
-class RecordShipper:
-    """Hands the records of a run to a logger, each once, until rank 0 says that it is over.
+class LoggerThread:
+    """Hands the records of a run to a logger, each once, until `close`.
 
     Args:
         build: makes the logger anew, also after an error.
-        run: the run, without what the logger has.
-        note_file: where to note what it has, for the next attempt.
+        describe: returns the run, without what the logger has.
+        note_file: where to note what the logger has, for the next attempt.
     """
 
-    def __init__(self, build: Callable[[], Logger], run: LoggedRun, tail: Tail, control: Control, note_file: Path):
-        self._build, self._run, self._tail, self._control = build, run, tail, control
-        self._note_file = note_file
+    def __init__(
+        self,
+        name: str,
+        build: Callable[[], Logger],
+        describe: Callable[[], LoggedRun],
+        metrics_file: Path,
+        note_file: Path,
+    ):
+        self.name = name
+        self.sayings: deque[str] = deque()  # for the person who watches
+        self._build, self._describe, self._note_file = build, describe, note_file
+        self._tail = Tail(metrics_file)
+        self._told = threading.Condition()
+        self._rewound = False
+        self._ending: Ending | None = None
+        self._close_by = float("inf")  # in seconds of time.monotonic
         note = read_json(note_file) or {}
         self._held = Held(_count(note.get("step")), _count(note.get("evaluated")))
         self._logger: Logger | None = None
@@ -152,43 +118,69 @@ class RecordShipper:
         self._failures = 0
         self._left_out = 0
         self._failing: dict[str, Any] | None = None  # the record that was handed over last
-        self._said: str | None = None
         self._error: str | None = None
+        self._thread = threading.Thread(target=self._follow, name=f"logger-{name}", daemon=True)
+        self._thread.start()
 
-    def run(self) -> int:
-        """Follow the file until the end.
+    def rewind(self) -> None:
+        """Tell it that records of metrics.jsonl were dropped."""
+        with self._told:
+            self._rewound = True
+            self._told.notify()
 
-        Returns:
-            The exit code: 0, or AGAIN if another process is to go on, or to close what could not be closed.
-        """
+    def close(self, ending: Ending, deadline: float) -> None:
+        """Tell it to close its logger by `deadline`, in seconds of time.monotonic. Returns at once."""
+        with self._told:
+            self._ending, self._close_by = ending, deadline
+            self._told.notify()
+
+    def wait(self) -> None:
+        """Wait until it has closed its logger, and leave it behind when its time is over."""
+        self._thread.join(max(0.0, self._close_by - time.monotonic()))
+        if self._thread.is_alive():
+            log.warning(
+                "the logger %s has not closed in time, and is left behind; what it lacks is in metrics.jsonl, from where "
+                "the next attempt takes it",
+                self.name,
+            )
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until something was told, at most `seconds`."""
+        with self._told:
+            self._told.wait_for(lambda: self._rewound or self._ending is not None, seconds)
+            if self._rewound:
+                self._rewound = False
+                self._tail.rewind()
+
+    def _follow(self) -> None:
+        """Follow the file until the end."""
         while True:
+            over = self._ending is not None  # before the file is read: what comes later is for the next attempt
             try:
                 if self._logger is None:
                     self._open()
                 self._hand_on()
-                if self._control.ending is not None:
-                    break
                 self._note()
-                self._control.wait(POLL_S)
-                if self._control.take_rewound():
-                    self._tail.rewind()
-            except NewProcessNeededError:
-                self._note(force=True)
-                return AGAIN
             except Exception as error:  # whatever a logger raises
                 self._failed(error)
-                if self._control.ending is not None:
-                    break
-                self._control.wait(PAUSES_S[min(self._failures, len(PAUSES_S)) - 1])
-        return 0 if self._close() else AGAIN
+                if not over:
+                    self._wait(PAUSES_S[min(self._failures, len(PAUSES_S)) - 1])
+            else:
+                if not over:
+                    self._wait(POLL_S)
+            if over:
+                self._close()
+                return
 
     def _open(self) -> None:
         logger = self._build()
-        told = logger.open(replace(self._run, held=self._held))
+        told = logger.open(replace(self._describe(), held=self._held))
         self._held = told if told is not None else self._held
         self._logger = logger
         self._tail.rewind()
         self._note(force=True)
+        if said := getattr(logger, "said", None):
+            self._say(said)
 
     def _hand_on(self) -> None:
         """Give the logger all that it does not have."""
@@ -204,8 +196,8 @@ class RecordShipper:
             given += 1
             if given % 1000 == 0:
                 self._flush(held)
-                if self._is_late():
-                    return
+                if time.monotonic() > self._close_by - 1.0:
+                    return  # the next attempt makes up for what is missing
         if given:
             self._flush(held)
         self._failing = None
@@ -215,10 +207,6 @@ class RecordShipper:
         self._logger.flush()
         self._held, self._failures, self._error = held, 0, None
 
-    def _is_late(self) -> bool:
-        """Return whether the time to close in is nearly over; the next attempt makes up for what is missing."""
-        return self._control.close_by is not None and time.monotonic() > self._control.close_by - 1.0
-
     def _failed(self, error: Exception) -> None:
         self._failures += 1
         said = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
@@ -226,10 +214,11 @@ class RecordShipper:
             said += f" ({error.hint})"
         sentence = redact(" ".join(said.split())[:500])
         if sentence != self._error:
-            log.warning("the logger failed, and is tried again: %s", sentence)
+            log.warning("the logger %s fails, and is tried again: %s", self.name, sentence)
         self._error = sentence
         if self._failing is not None and self._failures >= TRIES:
-            log.warning("step %d is left out, since it failed %d times", self._failing["step"], self._failures)
+            step = self._failing["step"]
+            log.warning("the logger %s lacks step %d, which failed %d times", self.name, step, self._failures)
             self._held = held_after(self._failing, self._held)
             self._left_out += 1
             self._failures = 0
@@ -238,21 +227,23 @@ class RecordShipper:
             try:
                 logger.close(Ending.FAILED)
             except Exception as another:
-                log.warning("it could not be closed: %s", redact(str(another)))
+                log.warning("the logger %s could not be closed: %s", self.name, redact(str(another)))
         self._note(force=True)
 
-    def _close(self) -> bool:
-        """Close the logger, and return whether that went well."""
+    def _close(self) -> None:
         closed = self._logger is not None
         if self._logger is not None:
             try:
-                self._said = self._logger.close(self._control.ending or Ending.FAILED)
+                if said := self._logger.close(self._ending or Ending.FAILED):
+                    self._say(said)
             except Exception as error:
                 self._error = redact(f"{type(error).__name__}: {error}"[:500])
-                log.warning("the logger could not be closed: %s", self._error)
+                log.warning("the logger %s could not be closed: %s", self.name, self._error)
                 closed = False
         self._note(force=True, closed=closed)
-        return closed
+
+    def _say(self, sentence: str) -> None:
+        self.sayings.append(redact(sentence))
 
     def _note(self, *, force: bool = False, closed: bool = False) -> None:
         """Note what the logger has, now and then."""
@@ -263,22 +254,71 @@ class RecordShipper:
             "step": self._held.step,
             "evaluated": self._held.evaluated,
             "closed": closed,
-            "attempt": self._run.attempt,
-            "said": self._said or getattr(self._logger, "said", None),
             "error": self._error,
             "left_out": self._left_out,
         }
         try:
             write_json(self._note_file, note, durable=closed)
         except OSError as error:  # a full disk
-            log.warning("cannot note what the logger has: %s", error.strerror or error)
+            log.warning("cannot note what the logger %s has: %s", self.name, error.strerror or error)
 
 
 def _count(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else -1
 
 
-def build_logger(name: str, config: Any) -> Logger:
+class LoggerThreads:
+    """All loggers of a run, on rank 0.
+
+    Args:
+        say: shows a sentence to the person who watches.
+    """
+
+    def __init__(self, run_dir: RunDir, config: Config, attempt: int, say: Callable[[str], None]):
+        self._say = say
+        self._said: set[str] = set()
+        run_dir.loggers.mkdir(mode=folder_mode(run_dir.path), exist_ok=True)
+        self._threads = [
+            LoggerThread(
+                name,
+                lambda name=name: build_logger(name, config),  # type: ignore[misc]
+                lambda: logged_run(run_dir, attempt),
+                run_dir.metrics_file,
+                run_dir.logger_file(name),
+            )
+            for name in loggers_of(config.observe)
+        ]
+
+    def look(self) -> None:
+        """Show what they have to say."""
+        for each in self._threads:
+            while each.sayings:
+                sentence = each.sayings.popleft()
+                if sentence not in self._said:
+                    self._said.add(sentence)
+                    self._say(sentence)
+
+    def rewind(self) -> None:
+        """Tell them that records of metrics.jsonl were dropped."""
+        for each in self._threads:
+            each.rewind()
+
+    def close(self, ending: Ending) -> None:
+        """Have all of them close at the same time, and wait for that, but not for long."""
+        deadline = time.monotonic() + CLOSE_S[ending]
+        for each in self._threads:
+            each.close(ending, deadline)
+        for each in self._threads:
+            each.wait()
+        self.look()
+
+
+def loggers_of(observe: ObserveConfig) -> Sequence[str]:
+    """Return the names of the loggers that a config asks for."""
+    return (*(name for name in BUILT_IN if getattr(observe, name).enabled), *observe.loggers)
+
+
+def build_logger(name: str, config: Config) -> Logger:
     """Build a logger of the config: "wandb", "mlflow", or one of `observe.loggers`.
 
     Raises:
@@ -322,47 +362,3 @@ def logged_run(run_dir: RunDir, attempt: int) -> LoggedRun:
         config=redacted(to_values(load_frozen(run_dir.config_file, with_secrets=False))),
         sweep=sweep.name if (sweep / "sweep.json").is_file() else None,
     )
-
-
-def _leave_when_alone(descriptor: int) -> None:
-    """End this process some time after rank 0 is gone: a logger may be in a call that never returns.
-
-    Args:
-        descriptor: the end of a pipe whose other end rank 0 holds.
-    """
-    closed = select.poll()
-    closed.register(descriptor, 0)  # POLLHUP is told unasked, and nothing is taken from the pipe
-    closed.poll()
-    time.sleep(LOCK_S)
-    os._exit(1)
-
-
-def main(words: list[str]) -> int:
-    """Run the logger NAME of a run until rank 0 says that it is over."""
-    from slurmtrain.config import secrets
-    from slurmtrain.config.frozen import load_frozen
-    from slurmtrain.system import logs
-
-    logs.set_up()
-    run_dir, name, attempt = RunDir(Path(words[0])), words[1], int(words[2])
-    note_file = run_dir.logger_file(name)
-    try:
-        config = load_frozen(run_dir.config_file)
-        secrets.take(config.secrets)
-        threading.Thread(target=_leave_when_alone, args=(0,), name="alone", daemon=True).start()
-        with records.locked(note_file.with_suffix(".lock"), at_most_s=LOCK_S):
-            run, tail = logged_run(run_dir, attempt), Tail(run_dir.metrics_file)
-            code = RecordShipper(lambda: build_logger(name, config), run, tail, Control(0), note_file).run()
-    except (SlurmtrainError, OSError) as error:
-        logs.show_error(error)
-        return 1
-    return code
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    if code == AGAIN:  # without exit handlers, which may wait for what has broken
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)

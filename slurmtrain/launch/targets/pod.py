@@ -1,0 +1,171 @@
+"""The pod of a run, which all manifests share: what it starts, with which resources, volumes and time to stop.
+
+Each node of the run is one pod with one container, which starts all ranks of that node.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmtrain.config.fields import merge
+from slurmtrain.config.launched_program import node_shape
+from slurmtrain.config.schema import Config
+from slurmtrain.launch.script import setup_lines
+from slurmtrain.slurm.environment import JOB_VARIABLE
+
+CONTAINER = "node"  # the one container of a pod, by the name that Kubeflow's trainer wants
+LEFT_OVER_S = 30  # of the grace time, for what follows the last save
+NAME_MAX = 50  # of the object: the names of its pods are longer, and may have 63 letters
+IMAGE, CLAIM = "IMAGE", "CLAIM"  # stand in a manifest that is only shown for what the config does not say
+# Run before the ranks; what fails in it, fails the same each time.
+SET_UP = "trap 'exit 78' EXIT; set -e\n{lines}\ntrap - EXIT\nexec {command}"
+
+
+@dataclass(frozen=True)
+class PodRun:
+    """The run that a manifest starts.
+
+    Attributes:
+        run_dir: its directory; the pods see it under the same path.
+        submission: how many objects it had before, each of which has a name of its own.
+        user, group: whom the pods run as: the owner of the run directory.
+    """
+
+    run_dir: Path
+    submission: int = 0
+    user: int = field(default_factory=os.getuid)
+    group: int = field(default_factory=os.getgid)
+
+    def object_name(self, config: Config) -> str:
+        """Return the name of its object: no other submission of any run has it, so the object cannot be made twice."""
+        end = f"-{self.run_dir.name}-{self.submission}".replace("_", "-").lower()
+        start = re.sub("[^a-z0-9]+", "-", config.job.name.lower()).strip("-")
+        start = start if start[:1].isalpha() else f"run-{start}"  # of a Service, which may not begin with a digit
+        return start[: NAME_MAX - len(end)].rstrip("-") + end
+
+
+def check(config: Config, run: PodRun) -> None:
+    """Raise ConfigError where pods cannot do what the config asks for."""
+
+
+def metadata(config: Config, run: PodRun) -> dict[str, Any]:
+    """Return the metadata of an object."""
+    pods = config.cluster.pods
+    found: dict[str, Any] = {"name": run.object_name(config)}
+    if pods.namespace is not None:
+        found["namespace"] = pods.namespace
+    return found | {"labels": labels(config, run)} | ({"annotations": pods.annotations} if pods.annotations else {})
+
+
+def labels(config: Config, run: PodRun) -> dict[str, str]:
+    """Return the labels of an object or a pod, by which `kubectl get -l` finds them."""
+    own = {
+        "app.kubernetes.io/name": "slurmtrain",
+        "app.kubernetes.io/managed-by": "slurmtrain",
+        "slurmtrain/name": config.job.name.replace("+", "-"),
+        "slurmtrain/run": run.run_dir.name,
+    }
+    return own | config.cluster.pods.labels
+
+
+def command(config: Config, run: PodRun) -> list[str]:
+    """Return the words that start the ranks of a pod; after the set-up lines of the config, if it has some."""
+    words = [config.cluster.python or "python", "-m", "slurmtrain", "supervise", str(run.run_dir)]
+    lines = setup_lines(config.cluster)
+    return ["bash", "-c", SET_UP.format(lines="\n".join(lines), command=shlex.join(words))] if lines else words
+
+
+def environment(config: Config, run: PodRun) -> list[dict[str, Any]]:
+    """Return the variables of the supervisor, which the ranks inherit."""
+    # A user without a name in the image has no home either.
+    known = {JOB_VARIABLE: run.object_name(config), "HOME": "/tmp", "USER": f"user-{run.user}", "PYTHONUNBUFFERED": "1"}
+    secrets = [
+        {"name": name, "valueFrom": {"secretKeyRef": dict(zip(("name", "key"), source.split("/", 1), strict=True))}}
+        for name, source in config.cluster.pods.secrets.items()
+    ]
+    return [*({"name": name, "value": value} for name, value in known.items()), *secrets]
+
+
+def resources(config: Config) -> dict[str, Any]:
+    """Return the resources of a pod: of GPUs and devices, requests and limits have to be the same."""
+    cluster, shape = config.cluster, node_shape(config)
+    gb = cluster.mem_per_node_gb or (cluster.mem_per_gpu_gb or 0) * cluster.gpus_per_node
+    gb = gb or (cluster.mem_per_cpu_gb or 0) * shape.tasks * shape.cpus_per_task
+    found: dict[str, Any] = {"cpu": str(shape.tasks * shape.cpus_per_task)}
+    if gb:
+        found["memory"] = f"{gb}Gi"
+    devices = dict(cluster.pods.resources)
+    if cluster.gpus_per_node:
+        devices = {cluster.pods.gpu_resource: cluster.gpus_per_node} | devices
+    exact = {name: str(count) for name, count in devices.items()}
+    return {"requests": found | exact, "limits": ({"memory": found["memory"]} if gb else {}) | exact}
+
+
+def volumes(config: Config) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the volumes of a pod, and where its container has them."""
+    pods = config.cluster.pods
+    sources = dict(pods.volumes) or {config.job.runs_dir: CLAIM}
+    found, mounts = [], []
+    for number, (path, source) in enumerate(sources.items()):
+        name = f"volume-{number}"
+        source = {"persistentVolumeClaim": {"claimName": source}} if isinstance(source, str) else source
+        found.append({"name": name} | source)
+        mounts.append({"name": name, "mountPath": path})
+    if pods.shm_gb:
+        found.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{pods.shm_gb}Gi"}})
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+    return found, mounts
+
+
+def container(config: Config, run: PodRun) -> dict[str, Any]:
+    """Return the container of a pod, without a command."""
+    pods = config.cluster.pods
+    found: dict[str, Any] = {
+        "name": CONTAINER,
+        "image": pods.image or IMAGE,
+        "imagePullPolicy": str(pods.pull_policy),
+        "command": command(config, run),
+        "env": environment(config, run),
+        "resources": resources(config),
+        "volumeMounts": volumes(config)[1],
+    }
+    if pods.resources:  # RDMA pins memory
+        found["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
+    return found
+
+
+def grace_s(config: Config) -> int:
+    """Return how many seconds a pod has between SIGTERM and SIGKILL."""
+    return config.cluster.pods.grace_s or config.cluster.signal_lead_s + LEFT_OVER_S
+
+
+def pod_template(config: Config, run: PodRun) -> dict[str, Any]:
+    """Return the template of the pods of a run, which the objects of all engines on Kubernetes contain."""
+    pods = config.cluster.pods
+    security: dict[str, Any] = {"runAsUser": run.user, "runAsGroup": run.group}
+    if pods.fs_group is not None:
+        security |= {"fsGroup": pods.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",  # a pod that leaves is judged by its exit code, and all start again together
+        "terminationGracePeriodSeconds": grace_s(config),
+        "securityContext": security,
+        "containers": [container(config, run)],
+        "volumes": volumes(config)[0],
+    }
+    if pods.host_network:
+        spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    if pods.node_selector:
+        spec["nodeSelector"] = dict(pods.node_selector)
+    if pods.tolerations:
+        spec["tolerations"] = [dict(each) for each in pods.tolerations]
+    merge(spec, copy.deepcopy(pods.spec))
+    found: dict[str, Any] = {"labels": labels(config, run)}
+    if pods.annotations:
+        found["annotations"] = dict(pods.annotations)
+    return {"metadata": found, "spec": spec}

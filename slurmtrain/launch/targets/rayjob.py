@@ -1,0 +1,69 @@
+"""A RayJob (ray.io/v1) of KubeRay: a Ray cluster with a worker for each node of the run, and a head that has no ranks.
+
+Its entrypoint is the driver of supervise/platforms/ray.py, which starts the ranks on the workers, and again when some are lost:
+KubeRay makes new ones. A retry, after a failure of the head, is a new cluster. KubeRay knows no exit codes, so one is also made
+for a run that has ended for good; it leaves at once, since the run directory remembers that. Nor is a pod's TERM passed on to
+what runs in Ray (kuberay#5004): a hook asks for the stop by a file, and waits until the ranks have left.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from slurmtrain.config.schema import Config
+from slurmtrain.launch.targets.jobset import with_queue
+from slurmtrain.launch.targets.pod import PodRun, command, grace_s, metadata, pod_template
+from slurmtrain.supervise.platforms.ray import stop_files
+
+# What Ray's own processes on the head need.
+HEAD = {"cpu": "2", "memory": "8Gi"}
+PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
+
+
+def objects(config: Config, run: PodRun) -> list[dict[str, Any]]:
+    """Return the RayJob."""
+    nodes = config.cluster.node_range.most
+    head, worker = _template(config, run), _template(config, run)
+    container = head["spec"]["containers"][0]
+    container["resources"] = {"requests": dict(HEAD), "limits": dict(HEAD)}
+    # From a deleted or suspended RayJob, the driver gets TERM, and 3 s otherwise.
+    container["env"] += [{"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(grace_s(config))}]
+    container["ports"] = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
+    spec: dict[str, Any] = {
+        "entrypoint": shlex.join(command(config, run)),
+        "backoffLimit": config.cluster.pods.max_restarts,
+        "shutdownAfterJobFinishes": True,
+        "rayClusterSpec": {
+            # No CPUs of Ray: it places no ranks there.
+            "headGroupSpec": {"rayStartParams": {"num-cpus": "0", "dashboard-host": "0.0.0.0"}, "template": head},
+            "workerGroupSpecs": [
+                {
+                    "groupName": "nodes",
+                    "replicas": nodes,
+                    "minReplicas": nodes,
+                    "maxReplicas": nodes,
+                    "rayStartParams": {},
+                    "template": worker,
+                }
+            ],
+        },
+    }
+    if config.cluster.pods.ttl_s is not None:
+        spec["ttlSecondsAfterFinished"] = config.cluster.pods.ttl_s
+    found = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata(config, run), "spec": spec}
+    with_queue(found, config)
+    return [found]
+
+
+def _template(config: Config, run: PodRun) -> dict[str, Any]:
+    """Return the template of a pod of the cluster, in which KubeRay starts Ray."""
+    template = pod_template(config, run)
+    container = template["spec"]["containers"][0]
+    del container["command"]
+    files = shlex.quote(str(stop_files(run.run_dir))) + ".*"
+    hook = (
+        f'for file in {files}; do [ ! -e "$file" ] || echo stop >"$file"; while [ -e "$file" ]; do sleep 1; done; done'
+    )
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", hook]}}}
+    return template

@@ -1,0 +1,69 @@
+"""The time of a step, and of its parts, as a run has logged them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmtrain.report.step_times import RECORDS, read_step_times, step_times
+from slurmtrain.runs.run_dir import RunDir
+
+
+def record(step: int, step_time_s: float = 1.0, **parts: float) -> dict[str, Any]:
+    return {"step": step, "step_time_s": step_time_s, **{f"time_{name}_s": each for name, each in parts.items()}}
+
+
+USUAL = {"data": 0.1, "forward_backward": 0.7, "communication": 0.15, "optimizer": 0.05, "other": 0.0}
+REST = ["communication", "optimizer", "other"]
+LOGGED: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "a step is the sum of its parts without pauses": (
+        [record(step, **USUAL, checkpoint=3.0) for step in range(4)],
+        {"step_s": pytest.approx(1.0), "parts": USUAL, "missing": []},
+    ),
+    "the first half, in which steps allocate and compile, does not count": (
+        [record(step, forward_backward=seconds) for step, seconds in enumerate((60.0, 5.0, 1.0, 1.0))],
+        {"step_s": 1.0, "records": 2},
+    ),
+    "without parts it is the mean that was logged last": (
+        [{"step": 1, "step_time_s": 9.0}, {"step": 2, "step_time_s": 2.0, "data_wait_s": 0.5}],
+        {"step_s": 2.0, "parts": {"data": 0.5}, "missing": ["forward_backward", *REST]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOGGED)
+def test_the_time_of_a_step(case: str) -> None:
+    logged, expected = LOGGED[case]
+    found = step_times(logged)
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("value", [None, "1", -1.0, math.nan, math.inf, 1e308, [1.0], True, {}])
+def test_what_is_no_time_counts_as_missing(value: Any) -> None:
+    assert step_times([{"step": 1, "step_time_s": value}]) is None
+    found = step_times([record(1) | {"time_forward_backward_s": value}])
+    assert found is not None
+    assert found.step_s == 1.0
+    assert "forward_backward" in found.missing
+
+
+def test_a_long_run_is_read_from_its_end(tmp_path: Path) -> None:
+    """100,000 records, of which the last one is torn."""
+    run_dir = RunDir(tmp_path)
+    line = '{"step": %d, "step_time_s": 1.0, "time_forward_backward_s": %s}\n'
+    lines = [line % (step, 9.0 if step < 99_000 else 0.5) for step in range(100_000)]
+    run_dir.metrics_file.write_text("".join(lines) + '{"step": 100000, "time_forw')
+    found = read_step_times(run_dir)
+    assert found is not None
+    assert (found.step_s, found.records) == (0.5, RECORDS)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "no JSON\n", "[]\n3\nnull\n", '{"step": 1}\n'])
+def test_a_run_without_steps_has_no_times(text: str, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert read_step_times(run_dir) is None
+    run_dir.metrics_file.write_text(text)
+    assert read_step_times(run_dir) is None
