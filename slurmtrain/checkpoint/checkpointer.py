@@ -56,6 +56,7 @@ from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.choices import ReplicaDrift, Verify
 from slurmtrain.errors import nearest
 from slurmtrain.slurm.environment import own_node_name
+from slurmtrain.system.activity import RESTORE, SAVE, doing
 from slurmtrain.system.logs import show_error
 
 if TYPE_CHECKING:
@@ -227,6 +228,7 @@ class Checkpointer:
             raise CheckpointError("there is no folder on the nodes to save in", hint="Checkpointer(local='/dev/shm')")
         return self._begin_save(step, objects, per_rank, {}, on_nodes_only=True)
 
+    @doing(SAVE)
     def _begin_save(
         self,
         step: int,
@@ -348,6 +350,7 @@ class Checkpointer:
 
     # What becomes of a save.
 
+    @doing(SAVE)
     def wait(self, timeout_s: float | None = None) -> SaveResult | None:
         """Wait for the commit of the save in flight, if there is one.
 
@@ -407,6 +410,7 @@ class Checkpointer:
         """
         self._hurried.set()
 
+    @doing(SAVE)
     def discard(self) -> None:
         """Give up the save in flight, unless it is already being committed. All ranks call it together."""
         self._discard.set()
@@ -438,6 +442,7 @@ class Checkpointer:
             self._wait_idle()
             self._node_copies.remove()
 
+    @doing(SAVE)
     def _wait_idle(self) -> None:
         """Wait until nothing is being written, read back or cleaned up; how the save in flight ends has been reported."""
         with suppress(CheckpointError):
@@ -450,6 +455,7 @@ class Checkpointer:
             self._writer.join(timeout_s)
         return not self._writer.is_alive()
 
+    @doing(SAVE)
     def close(self, grace_s: float | None = None) -> None:
         """Finish the save in flight, and end the thread.
 
@@ -570,6 +576,7 @@ class Checkpointer:
 
     # Restoring.
 
+    @doing(RESTORE)
     def restore(
         self,
         *,

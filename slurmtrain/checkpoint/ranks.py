@@ -33,6 +33,7 @@ from slurmtrain.checkpoint.errors import (
     UnreadableError,
 )
 from slurmtrain.errors import storage_hint
+from slurmtrain.system.activity import waiting
 
 T = TypeVar("T")
 
@@ -307,9 +308,10 @@ def _results(answers: Sequence[Answer]) -> list[Any]:
 
 @contextmanager
 def _lost_peers() -> Iterator[None]:
-    """Raise gloo's errors, when a rank is gone or the group was ended, as one sentence."""
+    """Raise gloo's errors, when a rank is gone or the group was ended, as one sentence; and tell that this thread waits."""
     try:
-        yield
+        with waiting():
+            yield
     except (RuntimeError, ValueError) as error:
         text = re.sub(r"^\[[^]]*\] ?", "", str(error).strip())  # gloo begins with a path of its build
         first = (text or type(error).__name__).splitlines()[0]

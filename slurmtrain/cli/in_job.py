@@ -39,6 +39,10 @@ def supervise(options: argparse.Namespace) -> int:
             entries = b64decode(file.read(), validate=True).split(b"\0")
         pairs = [entry.partition(b"=") for entry in entries if entry]
         submitted = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+    from slurmtrain.supervise.platforms.ray import IN_RAY_JOB, supervise_ray_job
+
+    if IN_RAY_JOB in os.environ:
+        return supervise_ray_job(run_dirs[0])
     if len(run_dirs) > 1:
         from slurmtrain.supervise.packed import supervise_together
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError, nearest
@@ -127,10 +128,10 @@ def _memory_of_a_node(facts: ClusterFacts, partition: Partition, cluster: Cluste
 
 def with_choices_of_the_shell(cluster: ClusterConfig, variables: Mapping[str, str]) -> ClusterConfig:
     """Return the config with what it leaves open and sbatch takes from the variables of the person's shell instead."""
-    its = {name: getattr(cluster, name) for name in OF_THE_SHELL if hasattr(cluster, name)}
-    return replace(
-        cluster, **{name: value or variables.get(f"SBATCH_{name.upper()}") or None for name, value in its.items()}
-    )
+    its: dict[str, Any] = {name: getattr(cluster, name) for name in OF_THE_SHELL if hasattr(cluster, name)}
+    for name, value in its.items():
+        its[name] = value or variables.get(f"SBATCH_{name.upper()}") or None
+    return replace(cluster, **its)
 
 
 def hint_of_facts(said: str, facts: ClusterFacts, cluster: ClusterConfig) -> str | None:

@@ -16,6 +16,8 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from slurmtrain.system import activity
+
 STEPS_KEPT = 1000  # of those whose times nobody has taken
 
 
@@ -33,6 +35,8 @@ class Phase(StrEnum):
 
 PHASES = tuple(Phase)
 PAUSES = (Phase.CHECKPOINT, Phase.EVALUATION)  # in which training does not go on
+# As they are told to those who watch this rank, where not by their names.
+TOLD = {Phase.FORWARD_BACKWARD: "forward/backward", Phase.CHECKPOINT: activity.SAVE, Phase.OTHER: "step"}
 
 
 class Timer(Protocol):
@@ -137,13 +141,13 @@ class _Mark(NamedTuple):
 
 
 class PhaseClock:
-    """The times of the parts of each step on this rank.
+    """The times of the parts of each step on this rank. It also tells `activity` which part goes on.
 
     Every method returns at once. It is not for several threads, except that the backward pass may run in another one while
     its own waits for it.
 
     Args:
-        timer: makes the marks; None: nothing is measured, and every method does nothing.
+        timer: makes the marks; None: nothing is measured.
         communication_known: whether all communication that nothing hides is marked as such. Otherwise the rest of it counts
             to the part in which it happens.
     """
@@ -165,6 +169,7 @@ class PhaseClock:
 
     def start(self) -> None:
         """Begin to count, before the first step; what was counted before is dropped."""
+        self._tell(Phase.OTHER)
         if self._timer is None:
             return
         self._marks.clear()
@@ -173,24 +178,24 @@ class PhaseClock:
         self._step = [0.0] * len(PHASES)
         self._steps.clear()
         self._done, self._cut_at = 0, (0, time.perf_counter())
-        self._phase = PHASES.index(Phase.OTHER)
         self._add()
 
     def end_step(self) -> None:
         """Mark the end of a step. What follows, such as a save after it, counts to the next one."""
+        self._tell(Phase.OTHER)
         if self._timer is None:
             return
         self._done += 1
-        self._phase = PHASES.index(Phase.OTHER)
         self._add(ends_step=True)
         self._read()
 
     def enter(self, phase: Phase) -> Phase:
         """Mark the beginning of a part, and return the part that has ended there."""
         before = PHASES[self._phase]
-        if self._timer is not None and phase is not before:
-            self._phase = PHASES.index(phase)
-            self._add()
+        if phase is not before:
+            self._tell(phase)
+            if self._timer is not None:
+                self._add()
         return before
 
     @contextmanager
@@ -204,7 +209,7 @@ class PhaseClock:
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context for communication that nothing hides; that of a save or an evaluation counts to these."""
-        if self._timer is None or PHASES[self._phase] in PAUSES:
+        if PHASES[self._phase] in PAUSES:
             return nullcontext()
         return self.within(Phase.COMMUNICATION)
 
@@ -235,6 +240,10 @@ class PhaseClock:
         taken = [dict(zip(PHASES, step, strict=True)) for step in self._steps]
         self._steps.clear()
         return taken
+
+    def _tell(self, phase: Phase) -> None:
+        self._phase = PHASES.index(phase)
+        activity.tell(TOLD.get(phase, phase))
 
     def _add(self, *, ends_step: bool = False) -> None:
         assert self._timer is not None

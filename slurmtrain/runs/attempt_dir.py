@@ -84,6 +84,7 @@ class AttemptDir:
     # Files of the watchdog, when a rank hangs.
     hang_page = PathBelow("hang.md")  # which ranks did not come, where they were, and which ranks waited for them
     hang_file = PathBelow("hang.json")  # sentence and nodes of a hang, for the outcome of the attempt
+    heartbeat_file = PathBelow("heartbeat.json")  # of a rank that is alone, for the supervisor; there while it runs
 
     def hang_report(self, rank: int) -> Path:
         """Return the file in which a live rank writes what it knows of a hang, until it is on the page."""
@@ -94,26 +95,13 @@ class AttemptDir:
         found = {path.stem.removeprefix("hang-"): path for path in self.path.glob("hang-*.json")}
         return {int(rank): path for rank, path in found.items() if rank.isdecimal()}
 
-    def hang_node(self, rank: int) -> Path:
-        """Return the file in which the monitor beside a rank writes what it knows of its node, until it is on the page."""
-        return self.path / f"hang-node-{rank}.json"
-
-    def hang_nodes(self) -> list[Path]:
-        """Return those files."""
-        return list(self.path.glob("hang-node-*.json"))
-
     def stacks_file(self, rank: int) -> Path:
-        """Return the file to which a rank writes its stacks if it shares its log with others, as under a launcher."""
+        """Return the file for the stacks of a rank, and of the processes that it has forked; it is there while it runs."""
         return self.path / f"stacks-{rank}.log"
 
     def stacks_files(self) -> list[Path]:
         """Return those files."""
         return list(self.path.glob("stacks-*.log"))
-
-    def stacks_log(self, rank: int) -> Path:
-        """Return the file in which the stacks of a rank, and of the processes that it has forked, are to be found."""
-        own = self.stacks_file(rank)
-        return own if own.exists() else self.rank_log(rank)
 
     def nccl_trace(self, rank: int) -> Path:
         """Return the file of NCCL's flight record of a rank."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from slurmtrain.system.activity import waiting
 from slurmtrain.system.signals import StopCause, StopFlag
 
 
@@ -70,7 +71,8 @@ class StopAgreement:
     def finish(self) -> AgreedDecision:
         """Wait for the others' flags: a flag is true on all ranks when it is true on one."""
         if self._work is not None:
-            self._work.wait()
+            with waiting():
+                self._work.wait()
             self._work = None
         stop, save, give_up, roll_back, profile = self._flags.tolist()
         if stop:

@@ -17,6 +17,7 @@ from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import EnvironmentMismatchError, PreflightError
 from slurmtrain.runtime.rendezvous import CONNECT_S, meet
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment, no_gpu
+from slurmtrain.system.activity import waiting
 from slurmtrain.system.gpu import PATIENCE_S, NoAnswerError, read_gpus
 from slurmtrain.system.patience import begin
 from slurmtrain.system.signals import StopFlag
@@ -59,6 +60,7 @@ class DistributedContext:
         store = dist.TCPStore(*self.store_address, None, False, timedelta(seconds=CONNECT_S))
         return dist.PrefixStore(f"restart-{self.environment.restart_count}", store)
 
+    @waiting()
     def broadcast_text(self, text: str | None) -> str:
         """Return rank 0's text on all ranks."""
         if self.control_group is None:
@@ -76,6 +78,7 @@ class DistributedContext:
         dist.broadcast(told, src=0, group=self.control_group)
         return bytes(told.tolist()).decode(errors="surrogatepass")
 
+    @waiting()
     def leave_together(self) -> None:
         """Wait until all ranks are here. The first to exit would otherwise look like a failure to the others."""
         if self.control_group is not None:

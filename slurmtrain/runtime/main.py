@@ -37,6 +37,7 @@ from slurmtrain.slurm.environment import Environment, check_world_size, rank_or_
 from slurmtrain.supervise.finish import finish_attempt
 from slurmtrain.supervise.hooks import run_hook_of
 from slurmtrain.system import logs, signals
+from slurmtrain.system.activity import EVALUATION, doing
 from slurmtrain.system.signals import StopCause
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def _train(
     from slurmtrain.runtime.compile_cache import compile_cache_of
     from slurmtrain.runtime.gpu_memory import explain_out_of_memory
     from slurmtrain.runtime.jobs.train import build_trainer
-    from slurmtrain.runtime.watchdog.progress import Position
+    from slurmtrain.runtime.watchdog.beats import Position
 
     agreement = StopAgreement(
         stop_flag, distributed.control_group, stop_watcher.take_save if stop_watcher is not None else lambda: False
@@ -313,7 +314,8 @@ def _evaluate(
     """Measure a checkpoint, and return the exit code of this rank."""
     from slurmtrain.runtime.jobs.evaluate import evaluate_checkpoint
 
-    done = evaluate_checkpoint(config, distributed, context, stop_agreement, timeline)
+    with doing(EVALUATION):
+        done = evaluate_checkpoint(config, distributed, context, stop_agreement, timeline)
     if distributed.environment.rank == 0:
         attempt_context.record_last_word(context, LastWord.FINISHED if done else LastWord.STOPPED)
     distributed.leave_together()

@@ -11,6 +11,7 @@ from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.runs.outcome import AttemptOutcome
 from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.supervise.alone import watched
 from slurmtrain.supervise.platforms import Platform
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ def supervise(run_dir: RunDir, platform: Platform, set_up_failure: str | None = 
     while code is None:
         number = platform.claim()
         if set_up_failure is None:
-            left_with = platform.run(number, outcome.nodes if outcome is not None else ())
+            with watched(run_dir.attempt(number)):
+                left_with = platform.run(number, outcome.nodes if outcome is not None else ())
         else:
             log.error(set_up_failure)
             with contextlib.suppress(OSError):  # a full disk

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmtrain.checkpoint.ranks import RankGroup
+from slurmtrain.system.activity import waiting
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class TrainingRanks:
         """Number of ranks."""
         return 1 if self.control_group is None else self.control_group.size()
 
+    @waiting()
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks, in float64 on the CPU."""
         total = value.double().cpu()
@@ -38,6 +40,7 @@ class TrainingRanks:
             dist.all_reduce(total, group=self.control_group)
         return total
 
+    @waiting()
     def sum_integers(self, values: Tensor) -> Tensor:
         """Return the sum of integers (int64, on the CPU) over all ranks."""
         total = values.clone()
@@ -45,6 +48,7 @@ class TrainingRanks:
             dist.all_reduce(total, group=self.control_group)
         return total
 
+    @waiting()
     def most(self, values: Sequence[float]) -> list[float]:
         """Return the greatest of each of these numbers over all ranks."""
         common = torch.tensor(values, dtype=torch.float64)
@@ -57,6 +61,7 @@ class TrainingRanks:
         """Return the values of all ranks, in their order; each is JSON."""
         return RankGroup(self.control_group).gather(lambda: value)
 
+    @waiting()
     def all_true(self, value: bool) -> bool:
         """Return whether `value` is true on all ranks."""
         common = torch.tensor(int(value))
@@ -64,6 +69,7 @@ class TrainingRanks:
             dist.all_reduce(common, dist.ReduceOp.MIN, self.control_group)
         return bool(common)
 
+    @waiting()
     def of_rank_0(self, value: int) -> int:
         """Return rank 0's value on all ranks."""
         common = torch.tensor([value])

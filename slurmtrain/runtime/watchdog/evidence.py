@@ -1,18 +1,23 @@
-"""What can be known of a process that hangs: its state in the kernel, its Python stacks, and the collective it waits in."""
+"""What can be known of a process that hangs: its state in the kernel, its Python stacks, and the collectives it has begun."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
+
+import msgspec
 
 from slurmtrain.system import process
 
@@ -23,21 +28,84 @@ T = TypeVar("T")
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 WATCHING_THREADS = ("watchdog", "heartbeats", "watch", "stop-signals")
 DUMP_WAIT_S = 1.0
-TAIL_BYTES = 200_000
+DUMP_BYTES = 200_000
 STATES = {
     "R": "running",
     "S": "sleeping",
-    "D": "waiting in the kernel for a disk, file system or driver (state D)",
+    "D": "waits in the kernel for a disk, file system or driver (state D)",
     "T": "stopped (SIGSTOP)",
     "t": "stopped by a debugger",
-    "Z": "ended",
-    "X": "ended",
 }
 GONE = "gone"
-GOT_ON = "slurmtrain: this rank was slow, and has got on since it wrote the stacks above"
-
+_DUMPED = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
+_DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/IPython/core/debugger.py")
 
 _cancels_at_fork = False
+
+
+class Frame(NamedTuple):
+    """A frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file.rpartition('/')[2]}:{self.line})"
+
+
+def stack_of(thread: int) -> list[Frame]:
+    """Return the stack of a thread of this process, innermost frame first; empty if there is no such thread."""
+    frame, found = sys._current_frames().get(thread), []
+    while frame is not None:
+        found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def frames_of(error: BaseException) -> list[Frame]:
+    """Return where an error was raised, innermost frame first."""
+    trace = traceback.extract_tb(error.__traceback__)
+    return [Frame(each.filename, each.lineno or 0, each.name) for each in reversed(trace)]
+
+
+def own_stacks(first: int) -> str:
+    """Return the stacks of the Python threads of this process, as faulthandler writes them; `first` comes first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident in sorted(sys._current_frames(), key=lambda each: each != first):
+        if names.get(ident) not in WATCHING_THREADS:
+            lines.append(f"Thread {names.get(ident, hex(ident))} (most recent call first):")
+            lines += [f'  File "{file}", line {line} in {function}' for file, line, function in stack_of(ident)]
+    return "\n".join(lines)
+
+
+def parse_dump(text: str) -> list[Frame]:
+    """Return the stack of the last thread in a dump of faulthandler, which is the main one, innermost frame first."""
+    found: list[Frame] = []
+    for line in text.splitlines():
+        if "(most recent call first)" in line:
+            found = []
+        elif match := _DUMPED.match(line):
+            found.append(Frame(match[1], int(match[2]), match[3]))
+    return found
+
+
+def where(stack: Sequence[Frame]) -> str:
+    """Return the innermost frame that is not of a library, and the innermost: "step (train.py:7), in recv (socket.py:3)"."""
+    if not stack:
+        return "an unknown place"
+    own = next((frame for frame in stack if not any(part in frame.file for part in _LIBRARIES)), stack[0])
+    return str(own) if own == stack[0] else f"{own}, in {stack[0]}"
+
+
+def in_debugger(stack: Sequence[Frame]) -> bool:
+    """Return whether a person debugs this process, by the main thread's stack and the kernel."""
+    return is_traced("self") or any(part in frame.file for frame in stack for part in _DEBUGGERS)
+
+
+# Stacks that need no interpreter: faulthandler writes them.
 
 
 def register_dumps(file: TextIO | None = None) -> None:
@@ -63,25 +131,42 @@ def set_timer(seconds: float | None, file: TextIO | None = None) -> None:
         faulthandler.dump_traceback_later(seconds, file=file or sys.__stderr__ or 2)
 
 
-def own_stacks(first: int) -> str:
-    """Return the stacks of the Python threads of this process, innermost frame first, as faulthandler writes them.
+def dump_of_timer(file: Path) -> str:
+    """Return the newest stack of the main thread that a rank's timer has written; empty if there is none."""
+    text = _read_from(file, 0).rpartition("Timeout (")[2]
+    _, begin, main = text.rpartition("\nThread 0x")
+    return (begin + main).strip() if begin else ""
 
-    Args:
-        first: the thread that comes first. Those that watch it are left out.
-    """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    lines = []
-    for ident in sorted(frames, key=lambda each: each != first):
-        if names.get(ident) in WATCHING_THREADS:
-            continue
-        lines.append(f"Thread {names.get(ident, hex(ident))} (most recent call first):")
-        frame = frames[ident]
-        while frame is not None:
-            code = frame.f_code
-            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-            frame = frame.f_back  # type: ignore[assignment]
-    return "\n".join(lines)
+
+def ask_for_stacks(pid: int, file: Path | None, number: int = DUMP_SIGNAL) -> str:
+    """Have a process write its stacks to a file that it has open, and return them; empty if it writes none."""
+    if file is None or not _catches(pid, number):
+        return ""
+    before = seen = _size(file)
+    process.send(number, [pid])
+    until = time.monotonic() + DUMP_WAIT_S
+    while time.monotonic() < until:  # a file has no event to await
+        time.sleep(0.1)
+        if (size := _size(file)) == seen > before:
+            break
+        seen = size
+    return _read_from(file, before)
+
+
+def _size(file: Path) -> int:
+    with contextlib.suppress(OSError):
+        return file.stat().st_size
+    return 0
+
+
+def _read_from(file: Path, begin: int) -> str:
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        opened.seek(begin)
+        return opened.read(DUMP_BYTES).decode(errors="replace")
+    return ""
+
+
+# What the kernel says.
 
 
 def state_of(pid: int, born: str | None) -> str:
@@ -92,153 +177,101 @@ def state_of(pid: int, born: str | None) -> str:
     found = process.stat(pid)
     if found is None or (born is not None and str(found.start) != born):
         return GONE
-    if found.state in "ST" and is_traced(pid):
-        return "t"
-    return found.state
+    return "t" if found.state in "ST" and is_traced(pid) else found.state
 
 
 def is_traced(pid: int | str) -> bool:
     """Return whether a debugger is attached to a process."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith("TracerPid:"):
-                return line.split()[1] != "0"
-    return False
+    return _status(pid, "TracerPid") not in ("", "0")
 
 
-def wait_channel(pid: int) -> str | None:
-    """Return the kernel function in which a process waits; None if it cannot be known, or it waits in none."""
-    with contextlib.suppress(OSError):
-        name = Path(f"/proc/{pid}/wchan").read_text().strip()
-        return name if name not in ("", "0") else None
-    return None
-
-
-def catches(pid: int, number: int) -> bool:
+def _catches(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    return bool(int(_status(pid, "SigCgt") or "0", 16) >> (number - 1) & 1)
+
+
+def _status(pid: int | str, name: str) -> str:
+    with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
+            if line.startswith(f"{name}:"):
+                return line.split()[1]
+    return ""
 
 
-def describe_processes(pids: Iterable[int], log: Path | None, *, last: bool = False) -> list[dict[str, Any]]:
-    """Return what is known of each of these processes.
+def describe_processes(pids: Iterable[int], file: Path | None, number: int = DUMP_SIGNAL) -> list[dict[str, Any]]:
+    """Return pid, state, command and stacks of each of these processes that lives.
 
     Args:
-        log: where they write to; None: it is not known.
-        last: they are to be ended: one that has enabled faulthandler may be ended by SIGABRT, at which it writes its stacks.
+        file: where they write their stacks at signal `number`; None: it is not known.
     """
     found = []
     for pid in pids:
         its = process.stat(pid)
-        if its is None or its.ended:
-            continue
-        described = {"pid": pid, "state": its.state, "wchan": wait_channel(pid), "command": process.command_line(pid)}
-        found.append({**described, "stacks": ask_for_stacks(pid, its.state, log, last=last)})
+        if its is not None and not its.ended:
+            stacks = ask_for_stacks(pid, file, number) if its.state not in "Tt" else ""
+            found.append({"pid": pid, "state": its.state, "command": process.command_line(pid), "stacks": stacks})
     return found
 
 
-def ask_for_stacks(pid: int, state: str, log: Path | None, *, last: bool = False) -> str:
-    """Have a process write its stacks, and return what it has written to its log; empty if it writes none."""
-    numbers = (DUMP_SIGNAL, signal.SIGABRT) if last else (DUMP_SIGNAL,)
-    number = next((each for each in numbers if catches(pid, each)), None)
-    if log is None or state in "TtZX" or number is None:
-        return ""
-    before = _size(log)
-    try:
-        os.kill(pid, number)
-    except OSError:
-        return ""
-    deadline, seen = time.monotonic() + DUMP_WAIT_S, before
-    while time.monotonic() < deadline:  # a file has no event to await
-        time.sleep(0.1)
-        if (size := _size(log)) > seen or size == before:
-            seen = size
-            continue
-        break
-    return _part(log, before)
+def describe(worker: Mapping[str, Any]) -> str:
+    """Return what such a process does, as "is stopped (SIGSTOP)" or "is in load (data.py:7)"."""
+    stack = parse_dump(worker["stacks"])
+    if stack and worker["state"] not in "TtD":
+        return f"is in {where(stack)}"
+    said = STATES.get(worker["state"], worker["state"])
+    return said if worker["state"] == "D" else f"is {said}"
 
 
-def dump_of_timer(log: Path) -> str:
-    """Return the newest stack of the main thread that faulthandler's timer has written to a rank's log.
-
-    The timer needs no interpreter. Empty if there is none, or the rank has got on since.
-    """
-    text = _part(log, max(0, _size(log) - TAIL_BYTES))
-    begin = text.rfind("Timeout (")
-    if begin < 0 or GOT_ON in text[begin:]:
-        return ""
-    lines = text[begin:].splitlines()
-    kept = [line for line in lines[1:] if line.startswith(("Thread 0x", "  File ", "  ..."))]
-    last = max((number for number, line in enumerate(kept) if line.startswith("Thread")), default=0)
-    return "\n".join(kept[last:])  # the main thread, which comes last
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _part(path: Path, begin: int) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(begin)
-            return file.read(TAIL_BYTES).decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def last_collectives() -> dict[str, dict[str, Any]]:
-    """Return the newest collective of each process group, from torch's flight recorder; none if it cannot be read.
-
-    The keys are names of groups; the values have "name", "number" (the same on all ranks for the same collective), "state" and
-    "since" (unix seconds).
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        for entry in _recorded(dump):
-            with contextlib.suppress(KeyError, TypeError, ValueError):
-                group = str(entry["process_group"][0])
-                number = int(entry["collective_seq_id"])
-                if number >= found.get(group, {"number": -1})["number"]:
-                    found[group] = {
-                        "name": str(entry["profiling_name"]),
-                        "number": number,
-                        "state": str(entry["state"]),
-                        "since": float(entry["time_created_ns"]) / 1e9,
-                    }
-    return found
-
-
-def _recorded(name: str) -> list[dict[str, Any]]:
-    module = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(module, name, None)
-    if dump is None:
-        return []
-    text = call_with_timeout(2.0, lambda: dump(True, False), b"{}")
-    with contextlib.suppress(ValueError):
-        entries = json.loads(text).get("entries", [])
-        return entries if isinstance(entries, list) else []
-    return []
-
-
-def write_nccl_trace(path: Path) -> bool:
-    """Write NCCL's flight record, which torch's `torchfrtrace` reads; return False if there is none."""
-    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
-    record: bytes = call_with_timeout(5.0, dump, b"") if dump is not None else b""
-    if not record:
+def kill_tree(pid: int, born: str | None) -> bool:
+    """End a process of this machine that hangs, and all below it, at once; return False if it was gone already."""
+    if state_of(pid, born) in (GONE, "Z", "X"):
         return False
-    with contextlib.suppress(OSError):
-        path.write_bytes(record)
-        return True
-    return False
+    process.send(signal.SIGKILL, (pid, *process.living_descendants(pid)))
+    return True
 
 
-def call_with_timeout(seconds: float, call: Callable[[], T], otherwise: T) -> T:
+# What torch says.
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of a process group.
+
+    Attributes:
+        number: the same on all ranks for the same collective.
+        since: when it was begun, in unix seconds.
+    """
+
+    name: str
+    number: int
+    since: float
+
+
+def last_collectives() -> dict[str, Collective]:
+    """Return the newest collective of each process group, by its name, from torch's flight recorder, if that can be read."""
+    found: dict[str, Collective] = {}
+    module = sys.modules.get("torch._C._distributed_c10d")
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump: Callable[[bool, bool], bytes] = getattr(module, name, lambda *_: b"{}")
+        text = within(2.0, partial(dump, True, False), b"{}")
+        with contextlib.suppress(msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeError):
+            for entry in msgspec.json.decode(text).get("entries", []):
+                number, group = int(entry["collective_seq_id"]), str(entry["process_group"][0])
+                if group not in found or number >= found[group].number:
+                    found[group] = Collective(entry["profiling_name"], number, entry["time_created_ns"] / 1e9)
+    return found
+
+
+def write_nccl_trace(path: Path) -> None:
+    """Write NCCL's flight record, which torch's `torchfrtrace` reads, if there is one."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
+    record: bytes = within(5.0, dump, b"") if dump is not None else b""
+    if record:
+        with contextlib.suppress(OSError):
+            path.write_bytes(record)
+
+
+def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
     """Return the result of a call that may never return, such as one that asks the driver of a device that hangs."""
     results: list[T] = []
 
@@ -250,18 +283,3 @@ def call_with_timeout(seconds: float, call: Callable[[], T], otherwise: T) -> T:
     thread.start()
     thread.join(seconds)
     return results[0] if results else otherwise
-
-
-def kill_tree(pid: int, born: str | None, *, spared: int | None = None) -> bool:
-    """End a process of this machine that hangs, and all below it, at once; return False if it was gone already.
-
-    Args:
-        spared: one of those below it that is not ended.
-    """
-    if state_of(pid, born) in (GONE, "Z", "X"):
-        return False
-    children = [each for each in process.living_descendants(pid) if each != spared]
-    for each in (pid, *children):
-        with contextlib.suppress(OSError):
-            os.kill(each, signal.SIGKILL)
-    return True

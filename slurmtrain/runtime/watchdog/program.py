@@ -18,10 +18,9 @@ from pathlib import Path
 
 from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runtime.watchdog import evidence, report
-from slurmtrain.runtime.watchdog.heartbeats import Beat, pause_between_looks
-from slurmtrain.runtime.watchdog.progress import ActiveClock
-from slurmtrain.runtime.watchdog.report import HangReport
+from slurmtrain.runtime.watchdog import evidence, page
+from slurmtrain.runtime.watchdog.beats import ActiveClock, Beat
+from slurmtrain.runtime.watchdog.judge import Report
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import process
 
@@ -29,8 +28,6 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 LOOKS = 10  # at the processes: one that runs in most of them does not wait for anything
-COLLECT_S = 4.0  # for the other ranks, whose files stop changing at the same time
-PAGE_S = 10.0
 LEAVE_S = 5.0  # from TERM to KILL
 RANK = "$RANK"
 
@@ -74,15 +71,16 @@ class ProgramWatch:
     def _run(self) -> None:
         clock = ActiveClock(time.monotonic())
         newest, changed, limit_s = self._newest(), 0.0, float(self._limits.first_step_s)
-        while not self._closed.wait(LOOK_EVERY_S):
+        while not self._closed.wait(LOOK_EVERY_S) and not self._is_stopping():
             now = clock.look(time.monotonic())
             if (found := self._newest()) != newest:
                 newest, changed, limit_s = found, now, float(self._limits.program_s)
-            if self._is_stopping():
-                return
-            if now - changed >= limit_s and not self._is_debugged():
+            if now - changed >= limit_s and not any(map(evidence.is_traced, self._pids())):
                 self.fired = True
-                self._report(now - changed, limit_s)
+                try:
+                    self._report(now - changed, limit_s)
+                except OSError as error:  # a full disk; the program is ended all the same
+                    log.warning("cannot write the page on a hang: %s", error)
                 self._end()
                 return
 
@@ -95,70 +93,52 @@ class ProgramWatch:
                     times.append(os.stat(name).st_mtime)
         return max(times, default=None)
 
-    def _is_debugged(self) -> bool:
-        return any(evidence.is_traced(pid) for pid in (self._pid, *process.living_descendants(self._pid)))
+    def _pids(self) -> list[int]:
+        return [self._pid, *process.living_descendants(self._pid)]
 
     def _report(self, idle_s: float, limit_s: float) -> None:
         """Write down what is known of the program's processes, and the page if no lower rank does."""
-        environment = self._environment
-        log_file = self._attempt_dir.rank_log(environment.rank)
+        rank, world_size = self._environment.rank, self._environment.world_size
         waits, where = self._look_at_processes()
         beat = Beat(
-            rank=environment.rank,
+            rank=rank,
             number=0,
             time=time.time(),
-            node=environment.node,
+            node=self._environment.node,
             pid=self._pid,
             born=process.born(self._pid),
             step=None,
             phase=f"{self._name} has not changed for {idle_s:.0f} s",
             waits=waits,
-            where=where,
             idle_s=round(idle_s, 1),
             limit_s=limit_s,
         )
-        processes = evidence.describe_processes(
-            (self._pid, *process.living_descendants(self._pid)), log_file, last=True
-        )
-        try:
-            HangReport(beat, workers=processes).write(self._attempt_dir)
-            time.sleep(COLLECT_S)
-            place = sorted({*self._attempt_dir.hang_reports(), environment.rank}).index(environment.rank)
-            until = time.monotonic() + place * PAGE_S
-            while not self._attempt_dir.hang_page.exists() and time.monotonic() < until:
-                time.sleep(pause_between_looks(environment.world_size))
-            if not self._attempt_dir.hang_page.exists():
-                sentence = report.write_program_report(self._attempt_dir)
-                log.error("hung: %s; see %s", sentence, self._attempt_dir.hang_page)
-        except OSError as error:  # a full disk; the program is ended all the same
-            log.warning("cannot write the page on a hang: %s", error)
+        log_file = self._attempt_dir.rank_log(rank)
+        # One that has enabled faulthandler writes its stacks at SIGABRT, and ends.
+        workers = evidence.describe_processes(self._pids(), log_file, signal.SIGABRT)
+        page.write_together(self._attempt_dir, Report(beat, where, workers=workers), world_size, LOOK_EVERY_S)
 
     def _look_at_processes(self) -> tuple[bool, str]:
         """Return whether all processes seem to wait for something, and what the first that does not is doing."""
-        pids = (self._pid, *process.living_descendants(self._pid))
-        seen: dict[int, list[str]] = {pid: [] for pid in pids}
+        seen: dict[int, list[str]] = {pid: [] for pid in self._pids()}
         for _ in range(LOOKS):
             for pid, states in seen.items():
                 found = process.stat(pid)
                 states.append(found.state if found is not None else "X")
             time.sleep(0.1)
-        first = ""
+        said = {}
         for pid, states in seen.items():
-            if states[-1] in "ZX":
-                continue
             busy = states.count("R") > LOOKS / 2  # also one that waits for a processor
-            doing = "is busy" if busy else f"is {evidence.STATES.get(states[-1], states[-1])}"
-            words = f"pid {pid} ({process.command_line(pid)[:60]}) {doing}"
-            first = first or words
+            if states[-1] not in "ZX":
+                doing = "is busy" if busy else evidence.describe({"state": states[-1], "stacks": ""})
+                said[pid] = f"pid {pid} ({process.command_line(pid)[:60]}) {doing}"
             if busy or states[-1] in "TtD":
-                return False, words
-        return True, first
+                return False, said[pid]
+        return True, next(iter(said.values()), "")
 
     def _end(self) -> None:
-        pids = {pid: process.born(pid) for pid in (self._pid, *process.living_descendants(self._pid))}
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGTERM)
+        pids = {pid: process.born(pid) for pid in self._pids()}
+        process.send(signal.SIGTERM, pids)
         self._closed.wait(LEAVE_S)
         for pid, born in pids.items():
             evidence.kill_tree(pid, born)

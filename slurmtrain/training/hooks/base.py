@@ -15,13 +15,14 @@ place. What a hook reports goes through `log`, `evaluated`, `event` and `message
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
 from slurmtrain.runs.events import Event
+from slurmtrain.system.activity import HOOK, doing
 from slurmtrain.training.state import StepResult, TrainingState
 from slurmtrain.training.step_numbers import StepNumbers
 
@@ -145,7 +146,11 @@ class TrainingHooks(TrainingHook):
         self._hooks = tuple(hooks)
         events = [name for name in vars(TrainingHook) if not name.startswith("_")]
         self._of = {
-            event: tuple(hook for hook in self._hooks if getattr(type(hook), event) is not getattr(TrainingHook, event))
+            event: tuple(
+                _method(hook, event)
+                for hook in self._hooks
+                if getattr(type(hook), event) is not getattr(TrainingHook, event)
+            )
             for event in events
         }
 
@@ -157,92 +162,98 @@ class TrainingHooks(TrainingHook):
         return bool(self._of[event])
 
     def setup(self, state: TrainingState) -> None:
-        for hook in self._of["setup"]:
-            hook.setup(state)
+        for call in self._of["setup"]:
+            call(state)
 
     def load(self, state: TrainingState) -> None:
-        for hook in self._of["load"]:
-            hook.load(state)
+        for call in self._of["load"]:
+            call(state)
 
     def start(self, state: TrainingState) -> None:
-        for hook in self._of["start"]:
-            hook.start(state)
+        for call in self._of["start"]:
+            call(state)
 
     def before_first_step(self, state: TrainingState) -> None:
-        for hook in self._of["before_first_step"]:
-            hook.before_first_step(state)
+        for call in self._of["before_first_step"]:
+            call(state)
 
     def before_step(self, state: TrainingState) -> None:
-        for hook in self._of["before_step"]:
-            hook.before_step(state)
+        for call in self._of["before_step"]:
+            call(state)
 
     def wants_save(self, state: TrainingState) -> bool:
-        wanted = [hook.wants_save(state) for hook in self._of["wants_save"]]  # each is asked, whatever others say
+        wanted = [call(state) for call in self._of["wants_save"]]  # each is asked, whatever others say
         return any(wanted)
 
     def gives_up(self, state: TrainingState) -> bool:
-        given_up = [hook.gives_up(state) for hook in self._of["gives_up"]]
+        given_up = [call(state) for call in self._of["gives_up"]]
         return any(given_up)
 
     def numbers_known(self, state: TrainingState, numbers: StepNumbers) -> None:
-        for hook in self._of["numbers_known"]:
-            hook.numbers_known(state, numbers)
+        for call in self._of["numbers_known"]:
+            call(state, numbers)
 
     def wants_rollback(self, state: TrainingState) -> str | None:
-        reasons = [hook.wants_rollback(state) for hook in self._of["wants_rollback"]]
+        reasons = [call(state) for call in self._of["wants_rollback"]]
         return next((reason for reason in reasons if reason is not None), None)
 
     def wants_profile(self, state: TrainingState) -> bool:
-        return any(hook.wants_profile(state) for hook in self._of["wants_profile"])
+        return any(call(state) for call in self._of["wants_profile"])
 
     def before_optimizer_step(self, state: TrainingState, grad_norm: Tensor) -> None:
-        for hook in self._of["before_optimizer_step"]:
-            hook.before_optimizer_step(state, grad_norm)
+        for call in self._of["before_optimizer_step"]:
+            call(state, grad_norm)
 
     def skips_update(self, state: TrainingState, grad_norm: Tensor) -> Tensor | None:
-        answers = [hook.skips_update(state, grad_norm) for hook in self._of["skips_update"]]
+        answers = [call(state, grad_norm) for call in self._of["skips_update"]]
         return functools.reduce(_either, answers, None)
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
-        for hook in self._of["after_step"]:
-            hook.after_step(state, result)
+        for call in self._of["after_step"]:
+            call(state, result)
 
     def roll_back(self, state: TrainingState, at_most: int) -> bool:
-        return any(hook.roll_back(state, at_most) for hook in self._of["roll_back"])
+        return any(call(state, at_most) for call in self._of["roll_back"])
 
     def rolled_back(self, state: TrainingState, from_step: int) -> None:
-        for hook in self._of["rolled_back"]:
-            hook.rolled_back(state, from_step)
+        for call in self._of["rolled_back"]:
+            call(state, from_step)
 
     def finish(self, state: TrainingState) -> None:
-        for hook in self._of["finish"]:
-            hook.finish(state)
+        for call in self._of["finish"]:
+            call(state)
 
     def on_error(self, state: TrainingState) -> None:
         with ExitStack() as stack:  # all of them, whatever one of them raises
-            for hook in reversed(self._of["on_error"]):
-                stack.callback(hook.on_error, state)
+            for call in reversed(self._of["on_error"]):
+                stack.callback(call, state)
 
     def close(self, state: TrainingState) -> None:
         with ExitStack() as stack:  # in the reverse order, and all of them, whatever one of them raises
-            for hook in self._of["close"]:
-                stack.callback(hook.close, state)
+            for call in self._of["close"]:
+                stack.callback(call, state)
 
     def log(self, step: int, values: Mapping[str, float | str | None]) -> None:
-        for hook in self._of["log"]:
-            hook.log(step, values)
+        for call in self._of["log"]:
+            call(step, values)
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        for hook in self._of["evaluated"]:
-            hook.evaluated(step, values)
+        for call in self._of["evaluated"]:
+            call(step, values)
 
     def event(self, event: Event, values: Mapping[str, Any]) -> None:
-        for hook in self._of["event"]:
-            hook.event(event, values)
+        for call in self._of["event"]:
+            call(event, values)
 
     def message(self, text: str) -> None:
-        for hook in self._of["message"]:
-            hook.message(text)
+        for call in self._of["message"]:
+            call(text)
+
+
+def _method(hook: TrainingHook, event: str) -> Callable[..., Any]:
+    """Return a method of a hook. One of the user's own may do anything, such as generating text, which is told."""
+    method: Callable[..., Any] = getattr(hook, event)
+    return method if type(hook).__module__.startswith("slurmtrain.") else doing(HOOK)(method)
 
 
 def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:

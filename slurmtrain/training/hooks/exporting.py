@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from slurmtrain.system.activity import EXPORT, doing
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState
 
@@ -72,5 +73,6 @@ class ExportsAtTheEnd(TrainingHook):
         if state.stopping:
             return
         if self._exports is not None:
-            self._exports.finish()
+            with doing(EXPORT):
+                self._exports.finish()
         state.ranks.of_rank_0(0)  # srun ends ranks that go on long after another has exited
