@@ -12,16 +12,21 @@ import socket
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from safetensors.torch import load_file, save_file
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.folders import PACKAGE
+from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.run_dir import RunDir
+from tests.support.children import children
 from tests.support.gloo import wait_until
 from tests.support.local_runs import SMALL, LocalRun, Project, assert_same_run, assert_same_tensors, clean_environment
 from tests.support.reading import checkpoint_tensors
@@ -74,6 +79,16 @@ def scripts() -> Iterator[list[Script]]:
         script.end()
 
 
+def prepared(project: Project, target: str, *overrides: str) -> tuple[RunDir, Any]:
+    """A run for two nodes of an engine, and what the engine is given."""
+    pods = ["cluster.backend=kubernetes", "cluster.nodes=2", "cluster.pods.image=none", "train.device=cpu"]
+    pods += [f"+cluster.pods.volumes={{{project.path}: claim}}"]
+    own = [word for word in SMALL if word != "+cluster=local"]
+    rendered = project.cli(*own, *pods, *overrides, "render", "--target", target, "-o", "manifest.yaml")
+    assert rendered.returncode == 0, rendered.stdout
+    return all_runs(project.path / "runs")[-1], yaml.safe_load((project.path / "manifest.yaml").read_text())
+
+
 # NVIDIA FLARE: two sites in its simulator.
 
 SITES = ("site-1", "site-2")
@@ -118,7 +133,8 @@ def test_a_round_begins_with_the_weights_that_flare_has_sent(project: Project, f
     zeros = {name: tensor.zero_() for name, tensor in exported(project).items()}
     save_file(zeros, project.path / "global.safetensors", metadata={"step": "2"})
     run = project.resume("train.steps=+2", hook).finish()
-    assert run.losses()[2]["loss"] == pytest.approx(math.log(256))  # all bytes are equally likely
+    loss = next(record["loss"] for record in run.losses() if record["step"] == 3 and "loss" in record)
+    assert loss == pytest.approx(math.log(256))  # all bytes are equally likely
 
 
 def exported(project: Project) -> Any:
@@ -145,8 +161,17 @@ class RayCluster:
         self.head = self._start(
             "--head", f"--port={ports[0]}", f"--dashboard-port={ports[1]}", f"--ray-client-server-port={ports[2]}"
         )
-        self.head.wait_for(lambda: "Ray runtime started" in self.head.said, "started")
+        self.head.wait_for(self._takes_jobs, "ready for jobs")
         self.start_node()
+
+    def _takes_jobs(self) -> bool:
+        kind = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.jobs}/api/jobs/", data=b'{"entrypoint": "true"}', headers=kind)
+        try:
+            urllib.request.urlopen(request, timeout=60).close()
+        except OSError:
+            return False
+        return True
 
     def start_node(self) -> None:
         self.node = self._start(f"--address={self.address}")
@@ -232,6 +257,57 @@ def test_ray_train_goes_on_with_the_same_bits_after_a_kill_a_drained_node_and_a_
     assert_same_tensors(*(checkpoint_tensors(tmp_path / each / "checkpoints") for each in ("undisturbed", "disturbed")))
 
 
+def hook_of(rayjob: Any) -> list[str]:
+    """The command of the hook that a pod with ranks has for its end."""
+    workers = rayjob["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    command: list[str] = workers[0]["lifecycle"]["preStop"]["exec"]["command"]
+    return command
+
+
+@pytest.mark.slow
+@needs("ray", "ray")
+def test_a_job_of_ray_trains_on_when_a_node_is_lost_and_stops_by_the_hook_of_a_pod(
+    ray_cluster: RayCluster, project: Project, scripts: list[Script]
+) -> None:
+    def submit() -> Script:
+        scripts.append(ray_cluster.submit(sys.executable, "-m", "slurmtrain", "supervise", str(run.path)))
+        return scripts[-1]
+
+    changes = ["train.steps=30", "checkpoint.every_steps=5"]
+    run, rayjob = prepared(project, "rayjob", *changes)
+    seen = LocalRun(project.path, submit().process)
+    (project.path / "pause").touch()
+    scripts[0].wait_for(lambda: seen.step() >= 7, "beyond a checkpoint")
+    ray_cluster.node.end()
+    ray_cluster.start_node()
+    scripts[0].wait_for(lambda: len(seen.attempts()) == 2 and seen.step() >= 12, "training again")
+    subprocess.run(hook_of(rayjob), check=True, timeout=120)
+    assert scripts[0].wait() != 0
+    assert "failed with exit code 75" in scripts[0].said
+    (project.path / "pause").unlink()
+
+    for _ in range(2):  # the second time nothing is left to do
+        again = submit()
+        assert again.wait() == 0, again.said
+    assert [attempt.reason for attempt in seen.attempts()] == ["node", "preempted", "finished"]
+
+    undisturbed = project.submit("cluster.tasks_per_node=2", *changes).finish()
+    assert_same_run(run.path, undisturbed.run_dir.path)
+
+
+@pytest.mark.slow
+@needs("ray", "ray")
+def test_a_run_that_has_ended_for_good_ends_at_once_when_ray_tries_it_again(
+    ray_cluster: RayCluster, project: Project, scripts: list[Script]
+) -> None:
+    run, _ = prepared(project, "rayjob", "job=command", "job.command='exit 78'")
+    for _ in range(2):
+        scripts.append(job := ray_cluster.submit(sys.executable, "-m", "slurmtrain", "supervise", str(run.path)))
+        assert job.wait() != 0
+        assert "failed with exit code 78" in job.said
+    assert run.attempt_numbers() == [1]
+
+
 # SkyPilot: what it makes of the task, wherever its `sky` is installed.
 
 PARSE = """
@@ -255,3 +331,32 @@ def test_skypilot_takes_the_task(project: Project, tmp_path: Path) -> None:
     said = subprocess.check_output([python, "-c", PARSE, tmp_path / "task.yaml"], env=environment, text=True)
     recovery = {"recover_on_exit_codes": [75], "max_restarts_on_errors": 0, "strategy": None}
     assert json.loads(said.splitlines()[-1]) == [2, {"/data": "claim"}, {"a100": 4}, "64+", "480+", recovery]
+
+
+def test_nodes_of_skypilot_crash_start_again_stop_and_finish_together(project: Project, scripts: list[Script]) -> None:
+    """What the task runs, as SkyPilot would, which is not there."""
+    run, task = prepared(project, "skypilot", "train.steps=12", "checkpoint.every_steps=4")
+
+    def nodes() -> list[Script]:
+        own = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", **task["envs"]}
+        program = task["run"].replace("python -m", f"{sys.executable} -m")
+        shell = f"import os; os.execvp('bash', ['bash', '-c', {program!r}])"
+        started = [Script(project.path, "-c", shell, **own, SKYPILOT_NODE_RANK=str(rank)) for rank in range(2)]
+        scripts.extend(started)
+        return started
+
+    (project.path / "hold").touch()
+    first = nodes()
+    seen = LocalRun(project.path, first[0].process)
+    first[0].wait_for(lambda: run.attempt_numbers() and len(seen.rank_pids()) == 2, "started")
+    os.kill(seen.rank_pid(1), signal.SIGKILL)
+    first[0].wait_for(lambda: len(run.attempt_numbers()) == 2, "started again")
+    (project.path / "pause").touch()
+    (project.path / "hold").unlink()
+    first[0].wait_for(lambda: seen.step() >= 5, "beyond a checkpoint")
+    for pid in children(first[1].process.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert [node.wait() for node in first] == [75, 75], first[0].said + first[1].said
+    (project.path / "pause").unlink()
+    assert [node.wait() for node in nodes()] == [0, 0]
+    assert [attempt.reason for attempt in seen.attempts()] == ["crash", "asked", "finished"]

@@ -9,12 +9,12 @@ what runs in Ray (kuberay#5004): a hook asks for the stop by a file, and waits u
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.targets.jobset import with_queue
 from slurmtrain.launch.targets.pod import PodRun, command, grace_s, metadata, pod_template
-from slurmtrain.supervise.platforms.ray import stop_files
 
 # What Ray's own processes on the head need.
 HEAD = {"cpu": "2", "memory": "8Gi"}
@@ -54,6 +54,15 @@ def objects(config: Config, run: PodRun) -> list[dict[str, Any]]:
     found = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata(config, run), "spec": spec}
     with_queue(found, config)
     return [found]
+
+
+def stop_files(run_dir: Path) -> Path:
+    """Return the beginning of the paths of the files by which the hook of a pod that is to end asks for a stop.
+
+    Each of our processes that Ray has started in the pod has such a file, which is empty until the hook writes into it, and
+    which is gone when the process has left.
+    """
+    return Path("/tmp", f"slurmtrain-{run_dir.name}")
 
 
 def _template(config: Config, run: PodRun) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from slurmtrain.launch.targets.pod import IMAGE, PodRun, command, resources
 from slurmtrain.slurm.environment import JOB_VARIABLE
 
 RUN = """\
+export PET_NODE_RANK=$SKYPILOT_NODE_RANK PET_NNODES=$SKYPILOT_NUM_NODES
+export PET_MASTER_ADDR=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
 for restart in $(seq 0 {restarts}); do
   code=0
   {command} || code=$?

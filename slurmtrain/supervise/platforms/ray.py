@@ -20,31 +20,20 @@ from pathlib import Path
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import node_shape
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
+from slurmtrain.launch.targets.rayjob import stop_files
+from slurmtrain.runs.ownership import require_own
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.process import end_with_parent
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-
-
-def in_ray_job() -> bool:
-    """Return whether this process is the driver of a job that was submitted to Ray."""
-    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-
-
-def stop_files(run_dir: Path) -> Path:
-    """Return the beginning of the paths of the files by which the hook of a pod that is to end asks for a stop.
-
-    Ray passes on no signal. Each of our processes that Ray has started in the pod has such a file, which is empty until the
-    hook writes into it, and which is gone when the process has left.
-    """
-    return Path("/tmp", f"slurmtrain-{run_dir.name}")
+IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # has the driver of a job that was submitted to Ray
 
 
 @contextlib.contextmanager
 def _stop_file(run_dir: RunDir) -> Iterator[Callable[[], bool]]:
-    """Hold the file of this process; yields what returns whether a stop was asked for by it."""
+    """Hold the file by which this process is asked for a stop; yields what returns whether it was."""
     file = Path(f"{stop_files(run_dir.path)}.{os.getpid()}")
     file.touch()
     try:
@@ -57,6 +46,7 @@ def supervise_ray_job(run_dir: RunDir) -> int:
     """Run attempts on nodes of Ray until the run has ended, or is told to stop; return the exit code of the job."""
     import ray
 
+    require_own(run_dir)
     ray.init()
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: told.append(number))  # from `ray job stop`
@@ -125,7 +115,7 @@ class Node:
     def run(self, index: int, count: int, first: str) -> int:
         """Supervise the run as one of its pods, and return the exit code."""
         # Ray sets the threads of an actor to the CPUs of all ranks.
-        variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        variables = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", IN_RAY_JOB)}
         variables |= {"PET_NODE_RANK": str(index), "PET_NNODES": str(count), "PET_MASTER_ADDR": first}
         words = [sys.executable, "-m", "slurmtrain", "supervise", str(self._run_dir.path)]
         with _stop_file(self._run_dir) as asked:
