@@ -18,8 +18,9 @@ from slurmtrain.errors import UsageError, nearest
 
 PAGES = PACKAGE / "docs"
 ORDER = (
-    "quickstart clusters own-scripts clients engines python models data parallelism planning requeue drill preflight "
-    "checkpoints evaluation numbers sweeps runs loggers usage shared-folders secrets troubleshooting config internals changelog"
+    "quickstart clusters kubernetes own-scripts clients engines python models data parallelism planning requeue drill "
+    "preflight checkpoints evaluation numbers sweeps runs loggers usage shared-folders secrets troubleshooting config "
+    "internals changelog"
 ).split()
 WIDEST = 120  # columns; longer lines of prose are hard to read
 

@@ -48,10 +48,17 @@ def supervise(options: argparse.Namespace) -> int:
 
         return supervise_together(run_dirs, submitted, options.set_up_failed)
     from slurmtrain.runs.ownership import require_own
+    from slurmtrain.slurm.environment import JOB_VARIABLE
+
+    require_own(run_dirs[0])
+    if "SLURM_JOB_ID" not in os.environ or JOB_VARIABLE in os.environ:  # SkyPilot starts pods in a job of SLURM
+        from slurmtrain.supervise.platforms.pods import own_pod, supervise_pod
+
+        if (pod := own_pod()) is not None:
+            return supervise_pod(run_dirs[0], pod)
     from slurmtrain.supervise.loop import supervise as supervise_one
     from slurmtrain.supervise.platforms.slurm import SlurmJob
 
-    require_own(run_dirs[0])
     return supervise_one(run_dirs[0], SlurmJob(run_dirs[0], submitted), options.set_up_failed)
 
 

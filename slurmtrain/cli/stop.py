@@ -85,7 +85,8 @@ def say(run_dir: RunDir, said: str, *, as_json: bool) -> None:
 def resume(options: argparse.Namespace) -> int:
     """Continue a run that has ended; return the exit code."""
     run_dir, overrides = open_run(options.run), options.overrides
-    local = run_dir.info()["backend"] == Backend.LOCAL
+    backend = run_dir.info()["backend"]
+    local = backend == Backend.LOCAL
     if options.json and local:
         raise UsageError(f"--json: run {run_dir.id} would resume here, in the foreground, and print its output")
     with claimed_alone(run_dir):
@@ -108,7 +109,7 @@ def resume(options: argparse.Namespace) -> int:
         finish_change(run_dir)
         lines: list[str] = []
         if overrides or options.code:
-            asks = None if local else client(run_dir)
+            asks = client(run_dir) if backend == Backend.SLURM else None
             lines = change(run_dir, overrides, current_folder(), code=options.code, client=asks)
         if finished:
             reopen(run_dir, now.attempts[-1], run_dir.info()["steps"])
@@ -121,7 +122,12 @@ def resume(options: argparse.Namespace) -> int:
                 print("\n".join(lines), flush=True)
             return run_local(run_dir)
         try:
-            job_ids = job.resume(run_dir, client(run_dir))
+            if backend == Backend.KUBERNETES:
+                from slurmtrain.launch import kubernetes
+
+                job_ids = [kubernetes.submit(run_dir)]
+            else:
+                job_ids = job.resume(run_dir, client(run_dir))
         except KeyboardInterrupt:
             log.info(job.interrupted(run_dir))
             raise

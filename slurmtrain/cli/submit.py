@@ -61,9 +61,10 @@ def main(arguments: argparse.Namespace) -> int:
 
             config = starting_after(config, after)
         if arguments.dry_run:
-            from slurmtrain.launch.script import dry_run
+            from slurmtrain.launch.script import dry_manifest, dry_run
 
-            print(dry_run(config, cwd, source), end="")
+            pods = config.cluster.backend == Backend.KUBERNETES
+            print(dry_manifest(config, cwd) if pods else dry_run(config, cwd, source), end="")
             log.info("this job has %s", size_of(config))
             return 0
         if local:

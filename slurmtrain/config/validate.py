@@ -109,9 +109,24 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
     ("job.checkpoint_complete", lambda c: c.job.checkpoints, "job.checkpoints='out/checkpoint-*'"),
     (
-        f"cluster.nodes eval.mode cluster.stage.wanted {IN_PLACE}",
+        "cluster.nodes",
+        lambda c: c.cluster.backend != Backend.LOCAL,
+        "a cluster, such as +cluster=sandbox on this machine: cluster.backend=local has one node",
+    ),
+    (
+        f"eval.mode cluster.stage.wanted {IN_PLACE}",
         lambda c: c.cluster.backend == Backend.SLURM,
-        "a SLURM cluster, such as +cluster=sandbox on this machine: cluster.backend=local has one node and no queue",
+        "a SLURM cluster, such as +cluster=sandbox on this machine: the other values of cluster.backend have no jobs",
+    ),
+    (
+        "cluster.nodes",
+        lambda c: not (c.cluster.node_range.elastic and c.cluster.backend == Backend.KUBERNETES),
+        "a fixed number of pods, without a range",
+    ),
+    (
+        "cluster.container.kind cluster.modules",
+        lambda c: c.cluster.backend != Backend.KUBERNETES,
+        "SLURM: the container of a pod is cluster.pods.image, which brings its own programs",
     ),
     (f"cluster.stage.wanted {IN_PLACE}", lambda c: c.sweep.pack == 1, "sweep.pack=1"),
     (IN_PLACE, lambda c: c.requeue.starts_in_place, "requeue.in_place=true"),

@@ -69,6 +69,8 @@ def _refuse_copy(run_dir: RunDir) -> None:
 
 def _cancel_one(run_dir: RunDir) -> str:
     now = state(run_dir)
+    if run_dir.info()["backend"] == Backend.KUBERNETES:
+        return _cancel_pods(run_dir, now)
     jobs = [job for job in jobs_in_queue(run_dir, now) if job not in (now.job_id, *now.following)]
     if now.queued_again:
         client(run_dir).cancel(*filter(None, [now.job_id]), *jobs)
@@ -95,6 +97,18 @@ def _cancel_one(run_dir: RunDir) -> str:
     return f"run {run_dir.id} is told to end; it saves if time allows and does not come back"
 
 
+def _cancel_pods(run_dir: RunDir, now: RunState) -> str:
+    from slurmtrain.launch import kubernetes
+
+    with _asking(run_dir, RunAction.CANCEL, ends_jobs=True):
+        kubernetes.cancel(run_dir)
+    if not now.alive:
+        return f"run {run_dir.id} is not running: {now.explanation}; its objects on Kubernetes are deleted"
+    with contextlib.suppress(OSError):  # it has been told
+        run_dir.event(Event.CANCEL_ASKED)
+    return f"run {run_dir.id} is told to end; it saves if its grace time allows and does not come back"
+
+
 def preempt(run_dir: RunDir) -> str:
     """Let a run save and start again as a preemption does; return what was done. Raises as `cancel`."""
     asked = time.time()
@@ -115,6 +129,9 @@ def _stop_and_start_again(run_dir: RunDir, action: RunAction) -> tuple[str, RunS
     now = state(run_dir)
     if not now.alive:
         raise ClusterError(f"run {run_dir.id} is not running: {now.explanation}", hint=f"resume {run_dir.id}")
+    pods = run_dir.info()["backend"] == Backend.KUBERNETES
+    if now.status in WAITING and pods:
+        raise ClusterError(f"run {run_dir.id} is not running: {now.explanation}", hint="kubectl get workloads")
     if now.status in WAITING and action == RunAction.REQUEUE and now.job_id is not None:
         if now.status == RunStatus.HELD:
             client(run_dir).release(now.job_id)
@@ -131,7 +148,12 @@ def _stop_and_start_again(run_dir: RunDir, action: RunAction) -> tuple[str, RunS
         )
     next_step = _next_step(run_dir, now)
     number, name = (signal.SIGTERM, "TERM") if action == RunAction.PREEMPT else (signal.SIGUSR2, "USR2")
-    if has_no_job(run_dir, now) or not now.own_job:
+    if pods:
+        from slurmtrain.launch import kubernetes
+
+        with _asking(run_dir, action):
+            kubernetes.stop_pods(run_dir, load_frozen(run_dir.config_file, with_secrets=False))
+    elif has_no_job(run_dir, now) or not now.own_job:
         _signal_rank_0(run_dir, now, action, number)
     else:
         with _asking(run_dir, action):
@@ -154,7 +176,7 @@ def _next_step(run_dir: RunDir, now: RunState) -> str | None:
     mode = config.requeue.mode
     if mode == RequeueMode.OFF or _by_hand(run_dir, now):
         return None
-    if config.cluster.backend == Backend.LOCAL:
+    if config.cluster.backend != Backend.SLURM:
         return "it starts again and resumes by itself"
     if mode == RequeueMode.CHAIN:
         return f"the next job of its chain, {now.following[0]}, resumes it" if now.following else None
@@ -275,7 +297,7 @@ def claim_folder(run_dir: RunDir) -> Path:
 
 def jobs_in_queue(run_dir: RunDir, now: RunState) -> list[str]:
     """Return all jobs of the run that SLURM still has; none if it has no jobs, or SLURM cannot be asked."""
-    if run_dir.info()["backend"] == Backend.LOCAL or now.slurm_error is not None:
+    if run_dir.info()["backend"] != Backend.SLURM or now.slurm_error is not None:
         return []
     from slurmtrain.launch.job import in_queue
 
@@ -284,7 +306,7 @@ def jobs_in_queue(run_dir: RunDir, now: RunState) -> list[str]:
 
 def has_no_job(run_dir: RunDir, now: RunState) -> bool:
     """Return whether the run is not a job of SLURM."""
-    return run_dir.info()["backend"] == Backend.LOCAL or now.job_id is None
+    return run_dir.info()["backend"] != Backend.SLURM or now.job_id is None
 
 
 def client(run_dir: RunDir) -> SlurmClient:

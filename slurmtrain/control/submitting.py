@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
+from slurmtrain.choices import Backend
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.control.checks import warn_of_memory
@@ -51,7 +52,7 @@ def submit_run(
     """Prepare a run and submit its job, or all jobs of its chain; log warnings of likely problems before.
 
     Args:
-        config: a config of a cluster of SLURM's, after all checks.
+        config: a config of a cluster of SLURM's or of Kubernetes, after all checks.
         dims: its parallel dims.
         overrides: for the record.
         cwd: the folder to which paths are relative, and of whose code a snapshot is taken.
@@ -72,6 +73,11 @@ def submit_run(
 
         plan = starting_after(config, after)
     warn_of_memory(plan, dims)
+    if config.cluster.backend == Backend.KUBERNETES:
+        from slurmtrain.launch import kubernetes
+
+        with preparing(plan, overrides, cwd, source) as run_dir:
+            return run_dir, kubernetes.submit(run_dir)
     client, facts = ask_cluster(plan)
     for warning in compare_with_cluster(facts, plan, check_measured(plan)):
         log.warning(warning)
@@ -173,7 +179,13 @@ def ask_cluster(config: Config) -> tuple[SlurmClient, ClusterFacts]:
 
     Raises:
         ClusterError: SLURM is not there.
+        ConfigError: the config is for another scheduler.
     """
+    if config.cluster.backend != Backend.SLURM:
+        raise ConfigError(
+            f"this needs SLURM, but cluster.backend={config.cluster.backend}",
+            hint="`submit` without -m submits one run",
+        )
     client = SlurmClient(slurm_conf_of(config))
     check_slurm_is_here(client.slurm_conf)
     return client, read_facts(client.glance, whole=False)

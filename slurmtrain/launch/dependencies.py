@@ -33,9 +33,10 @@ def starting_after(config: Config, references: str) -> Config:
     Raises:
         UsageError: a run is not known, has failed, or is nothing that SLURM can wait for; or there is no SLURM.
     """
-    if config.cluster.backend == Backend.LOCAL:
+    if config.cluster.backend != Backend.SLURM:
         raise UsageError(
-            "--after works with SLURM jobs, but cluster=local has no queue", hint="submit when it has finished"
+            f"--after works with SLURM jobs, but cluster={config.cluster.backend} has no queue",
+            hint="submit when it has finished",
         )
     return waiting_for_runs(config, find_runs(references), slurm_conf_of(config))
 

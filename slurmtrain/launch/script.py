@@ -69,13 +69,18 @@ def explained(config: Config, cwd: Path) -> list[Line]:
     ]
 
 
-def dry_manifest(target: str, config: Config, cwd: Path) -> str:
-    """Return the manifest by which another engine runs the same job. Nothing is created."""
+def dry_manifest(config: Config, cwd: Path, *, placeholders: bool = False) -> str:
+    """Return the manifest by which another engine runs a job. Nothing is created.
+
+    Args:
+        placeholders: let words stand for the image and the volume if the config has none.
+    """
     from slurmtrain.launch.targets import manifest
     from slurmtrain.launch.targets.pod import PodRun
 
     config = with_absolute_paths(config, cwd)
-    return manifest(target, config, PodRun(folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID))
+    run = PodRun(folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID)
+    return manifest(config, run, placeholders=placeholders)
 
 
 def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> JobPaths:

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 def preparing(
     config: Config, overrides: Sequence[str], cwd: Path, source: CodeSource | None = None
 ) -> Iterator[RunDir]:
-    """Make the run directory: frozen config, snapshot of the code, script.
+    """Make the run directory: frozen config, snapshot of the code, and script or manifest.
 
     It is removed again if the block fails, unless a job that needs it may be in the queue.
 
@@ -56,7 +56,13 @@ def preparing(
         info = run_info(config, overrides, record, source, cwd)
         files.write_json(run_dir.info_file, {"id": run_dir.id, **info, "made_at": made_at(run_dir.path)})
         files.write_text(run_dir.config_file, freeze(config))
-        files.write_text(run_dir.script, render_script(config, job_paths([run_dir.path], info)))
+        if config.cluster.backend == Backend.KUBERNETES:
+            from slurmtrain.launch.targets import manifest
+            from slurmtrain.launch.targets.pod import PodRun
+
+            files.write_text(run_dir.manifest, manifest(config, PodRun(run_dir.path)))
+        else:
+            files.write_text(run_dir.script, render_script(config, job_paths([run_dir.path], info)))
         yield run_dir
     except BaseException as error:
         from slurmtrain.launch.job import begun_submissions
@@ -116,7 +122,7 @@ def run_info(
         ConfigError: a path of the run contains a secret.
     """
     slurm_conf = None
-    if config.cluster.backend != Backend.LOCAL:
+    if config.cluster.backend == Backend.SLURM:
         with contextlib.suppress(
             ClusterError
         ):  # its sandbox is not running yet: the script is passed to sbatch by hand

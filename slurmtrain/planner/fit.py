@@ -154,7 +154,7 @@ def check_host_memory(config: Config, dims: ParallelDims, memory: int | None, *,
         ConfigError: parameters, gradients and optimiser state alone take more.
     """
     cluster, limit, whose = config.cluster, memory, "this machine has"
-    if cluster.backend == Backend.SLURM:
+    if cluster.backend != Backend.LOCAL:
         limit = cluster.mem_per_node_gb * GIB if cluster.mem_per_node_gb else None
         whose = f"cluster.mem_per_node_gb={cluster.mem_per_node_gb} gives"
     on_gpu = config.train.device == Device.CUDA or (

@@ -64,6 +64,13 @@ class AttemptDir:
     request_file = PathBelow("request.json")  # the person's request that this attempt took from the run's folder
     hook_log = PathBelow("hook.log")  # output of the hook after the attempt; it exists as soon as one was started
 
+    # What the pods of a run tell each other (supervise/platforms/pods.py).
+    pods = PathBelow("pods")
+
+    def pod_left_file(self, index: int) -> Path:
+        """Return the file in which a pod says that its ranks have left, and with which exit code."""
+        return self.pods / f"left-{index}.json"
+
     # Files of rank 0.
     record_file = PathBelow("attempt.json")  # see `Attempt`
     environment_file = PathBelow("environment.json")  # packages, driver, variables; see `software`

@@ -139,7 +139,8 @@ class Policy:
         long_attempt_s: seconds after which an attempt may have made progress that is not visible.
         signal_lead_s: seconds before the time limit at which the early warning was requested.
         blame: what decides which nodes are left out.
-        local: there is no queue (cluster.backend=local): whoever started the ranks starts them again.
+        local: all ranks run on this machine (cluster.backend=local).
+        queue: SLURM has a queue; otherwise whoever started the ranks starts them again.
         in_place: the ranks may start again in the same job (requeue.in_place).
         node_counts: numbers of nodes that the ranks can run on, the best first.
     """
@@ -153,6 +154,7 @@ class Policy:
     early_s: float = 90.0  # SLURM may warn 60 s early, and looks every 30 s
     blame: BlamePolicy = field(default_factory=BlamePolicy)
     local: bool = False
+    queue: bool = True
     in_place: bool = False
     node_counts: tuple[int, ...] = ()
 

@@ -117,7 +117,7 @@ def _in_a_later_start(outcome: AttemptOutcome, evidence: Evidence, policy: Polic
     if policy.mode == RequeueMode.CHAIN and policy.links_left == 0:
         return replace(outcome, next_step="the chain has no jobs left (requeue.chain_length)")
     verdict, next_step = _NEXT_STEPS[policy.mode]
-    if policy.local:
+    if not policy.queue:
         next_step = GoesOn.STARTS
     bad_nodes = _bad_nodes(evidence) if outcome.reason is Reason.BAD_NODE else ()
     return replace(outcome, verdict=verdict, next_step=next_step, bad_nodes=bad_nodes)

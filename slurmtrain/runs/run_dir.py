@@ -87,6 +87,7 @@ class RunDir:
     config_file = PathBelow("config.yaml")
     code = PathBelow("code")
     script = PathBelow("job.sbatch")
+    manifest = PathBelow("manifest.yaml")  # in its place for another engine than SLURM
     attempts = PathBelow("attempts")
     checkpoints = PathBelow("checkpoints")
     metrics_file = PathBelow("metrics.jsonl")

@@ -133,7 +133,7 @@ def open_attempt(context: AttemptContext, environment: Environment, config: Conf
     me = ProcessMark.own()
     attempt = Attempt(
         number=context.number,
-        job_id=own_job_id() if environment.source == "slurm" else None,
+        job_id=own_job_id() if environment.source in ("slurm", "pods") else None,
         step_id=f"{environment.job_id}.{environment.step_id}" if environment.source == "slurm" else None,
         restart_count=environment.restart_count,
         nodes=list(environment.nodes),

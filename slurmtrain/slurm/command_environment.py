@@ -35,7 +35,16 @@ OF_QUERIES = ("SQUEUE_", "SCONTROL_", "SCANCEL_", "SINFO_", "SACCT_")
 # What another launcher, around the shell that submits, has told its own ranks: ours must not take it for theirs.
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "NODE_RANK")
 # PMIX_MCA_ and OMPI_MCA_ are settings of a site.
-OF_LAUNCHERS = ("MASTER_", "TORCHELASTIC_", "PMI_", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_", "OMPI_COMM_WORLD_")
+OF_LAUNCHERS = (
+    "MASTER_",
+    "PET_",
+    "TORCHELASTIC_",
+    "PMI_",
+    "PMIX_NAMESPACE",
+    "PMIX_RANK",
+    "PMIX_SERVER_",
+    "OMPI_COMM_WORLD_",
+)
 PREFIX_FILE = "slurm-prefix"  # beside a slurm.conf: the prefix of the SLURM that it is for
 
 

@@ -15,9 +15,12 @@ from pathlib import Path
 from slurmtrain.errors import EnvironmentMismatchError, PreflightError
 from slurmtrain.slurm.nodelist import expand_counts, expand_nodelist
 
-# "local" for the ranks that cluster=local starts; the name of a launcher for those that it starts (job.launcher).
+# "local" for the ranks that cluster=local starts, "pods" for those of a pod; else the name of the launcher that has started
+# the ranks (job.launcher).
 LAUNCHER_VARIABLE = "SLURMTRAIN_LAUNCHER"
 NODES_VARIABLE = "SLURMTRAIN_NODES"  # with such a launcher: the names of all nodes, with commas
+NODE_VARIABLE = "SLURMTRAIN_NODE"  # in a pod: the name of its node
+RESTART_VARIABLE = "SLURMTRAIN_RESTART"  # in a pod: how many attempts that object has begun before
 JOB_VARIABLE = "SLURMTRAIN_JOB"  # in a pod: the name of the object that it belongs to, as a job of SLURM has an id
 SPECIAL_STEPS = 0xFFFFFFF0  # step ids above are the batch script, the extern step and salloc's interactive shell
 
@@ -27,7 +30,7 @@ class Environment:
     """The place of this process among the ranks of its job.
 
     Attributes:
-        source: "slurm", "torchrun", "local" or "single".
+        source: "slurm", "torchrun", "local", "pods" or "single".
         rank, world_size: among all ranks.
         local_rank, local_world_size: among the ranks of this node.
         node_rank: index of this node in `nodes`.
@@ -91,7 +94,8 @@ class Environment:
             raise EnvironmentMismatchError(f"LOCAL_WORLD_SIZE is {local_world_size}", hint="start ranks with torchrun")
         nodes = max(1, world_size // local_world_size)
         node_rank = _number(variables, "GROUP_RANK") if "GROUP_RANK" in variables else rank // local_world_size
-        local = variables.get(LAUNCHER_VARIABLE) == "local"
+        launcher = variables.get(LAUNCHER_VARIABLE)
+        pods = launcher == "pods"
         # torchrun gives the number of the other nodes, not their names.
         given = variables[NODES_VARIABLE].split(",") if NODES_VARIABLE in variables else []
         names = (
@@ -100,7 +104,7 @@ class Environment:
             else [socket.gethostname() if index == node_rank else f"node{index}" for index in range(nodes)]
         )
         return cls(
-            source="local" if local else "torchrun",
+            source=launcher if launcher in ("local", "pods") else "torchrun",
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
@@ -108,8 +112,8 @@ class Environment:
             node_rank=node_rank,
             nodes=tuple(names),
             tasks_per_node=(local_world_size,) * nodes,
-            job_id=variables.get("SLURM_JOB_ID"),
-            restart_count=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            job_id=variables.get(JOB_VARIABLE if pods else "SLURM_JOB_ID"),
+            restart_count=int(variables.get(RESTART_VARIABLE if pods else "TORCHELASTIC_RESTART_COUNT", "0")),
         )._checked()
 
     @classmethod
@@ -164,8 +168,10 @@ def in_slurm_step(variables: Mapping[str, str] = os.environ, *, terminal: bool |
 
 
 def own_job_id() -> str | None:
-    """Return the id by which SLURM knows this very job or array task."""
+    """Return the id by which SLURM knows this very job or array task; in a pod, the name of the object it belongs to."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    if JOB_VARIABLE in os.environ:
+        return os.environ[JOB_VARIABLE]
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
 
 
@@ -176,13 +182,13 @@ def own_step_id() -> str | None:
 
 
 def own_node_name() -> str | None:
-    """Return SLURM's name of the node that this process runs on; None outside of SLURM."""
-    return os.environ.get("SLURMD_NODENAME") or None
+    """Return the name by which SLURM, or Kubernetes, knows the node of this process; None where nobody has named it."""
+    return os.environ.get("SLURMD_NODENAME") or os.environ.get(NODE_VARIABLE) or None
 
 
 def own_restart_count() -> int:
-    """Return how often SLURM has started this very job before."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    """Return how often this very job has been started before."""
+    return int(os.environ.get(RESTART_VARIABLE) or os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def rank_or_zero() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
@@ -12,7 +13,7 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.outcome import decide_abandoned_outcome
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.environment import own_job_id, own_restart_count, own_step_id
+from slurmtrain.slurm.environment import JOB_VARIABLE, own_job_id, own_restart_count, own_step_id
 from slurmtrain.slurm.job_states import LIVE
 from slurmtrain.supervise.evidence import evidence_of, policy
 
@@ -52,6 +53,8 @@ def may_live(attempt: Attempt, attempt_dir: AttemptDir, client: SlurmClient | No
     An earlier start of this very job is over. SLURM knows about other jobs, and about other steps of this one; this
     machine about an attempt outside of SLURM. If neither can be asked, it may be at work.
     """
+    if JOB_VARIABLE in os.environ:  # an engine starts pods when all earlier ones have left
+        return False
     job_id, restart_count = attempt.job_id, attempt.restart_count
     if not attempt.started:
         job_id, restart_count = attempts.claimed_by(attempt_dir)

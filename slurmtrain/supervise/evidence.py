@@ -236,9 +236,9 @@ def policy(config: Config, links_left: int = 0, *, can_start_again: bool = False
         can_start_again: as for `finish_attempt`.
     """
     mode = config.requeue.mode
-    local = config.cluster.backend == Backend.LOCAL
-    if local and mode != RequeueMode.OFF:
-        mode = RequeueMode.REQUEUE  # there is no queue: whoever started the ranks starts them again
+    queue = config.cluster.backend == Backend.SLURM
+    if not queue and mode != RequeueMode.OFF:
+        mode = RequeueMode.REQUEUE  # whoever started the ranks starts them again
     return Policy(
         mode=mode,
         links_left=links_left,
@@ -247,7 +247,8 @@ def policy(config: Config, links_left: int = 0, *, can_start_again: bool = False
         long_attempt_s=60 * min(config.requeue.long_attempt_min, config.cluster.time_limit_min / 2),
         signal_lead_s=config.cluster.signal_lead_s,
         blame=blame_policy(config),
-        local=local,
+        local=config.cluster.backend == Backend.LOCAL,
+        queue=queue,
         in_place=can_start_again and config.requeue.starts_in_place,
         node_counts=tuple(reversed(usable_sizes(config))),
     )

@@ -45,7 +45,8 @@ T = TypeVar("T")
 Number = Annotated[float, msgspec.Meta(gt=-LATEST, lt=LATEST)]  # many are times; NaN is none
 Count = Annotated[int, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 Time = Annotated[float, msgspec.Meta(ge=0, lt=LATEST)]  # in unix seconds
-JobId = Annotated[str, msgspec.Meta(pattern=rf"^{_JOB_ID}\Z")]
+# Of SLURM, or the name of an object of Kubernetes.
+JobId = Annotated[str, msgspec.Meta(pattern=rf"^({_JOB_ID}|[a-z][a-z0-9-]{{0,62}})\Z")]
 
 
 def open_regular(path: Path) -> int:

@@ -41,7 +41,7 @@ def with_queue(found: dict[str, Any], config: Config) -> None:
 def jobset_spec(config: Config, run: PodRun) -> dict[str, Any]:
     """Return the spec of the JobSet."""
     nodes = config.cluster.node_range.most
-    job = {
+    job: dict[str, Any] = {
         "completionMode": "Indexed",
         "completions": nodes,
         "parallelism": nodes,
@@ -61,6 +61,10 @@ def jobset_spec(config: Config, run: PodRun) -> dict[str, Any]:
         },
         "template": pod_template(config, run),
     }
+    (container,) = job["template"]["spec"]["containers"]
+    # The name that the headless Service gives the first pod.
+    name = run.object_name(config)
+    container["env"].insert(0, {"name": "MASTER_ADDR", "value": f"{name}-{REPLICATED_JOB}-0-0.{name}"})
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": {

@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.config.fields import merge
+from slurmtrain.config.frozen import SECRET_REFERENCE, to_values
 from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.schema import Config
+from slurmtrain.config.secrets import ENV, scalars
+from slurmtrain.errors import ConfigError
 from slurmtrain.launch.script import setup_lines
-from slurmtrain.slurm.environment import JOB_VARIABLE
+from slurmtrain.slurm.environment import JOB_VARIABLE, NODE_VARIABLE
 
 CONTAINER = "node"  # the one container of a pod, by the name that Kubeflow's trainer wants
 LEFT_OVER_S = 30  # of the grace time, for what follows the last save
-NAME_MAX = 50  # of the object: the names of its pods are longer, and may have 63 letters
+NAME_MAX = 44  # of the object: the names of its pods are longer, NAME-node-0-12345-abcde, and may have 63 letters
 IMAGE, CLAIM = "IMAGE", "CLAIM"  # stand in a manifest that is only shown for what the config does not say
 # Run before the ranks; what fails in it, fails the same each time.
 SET_UP = "trap 'exit 78' EXIT; set -e\n{lines}\ntrap - EXIT\nexec {command}"
@@ -50,8 +53,32 @@ class PodRun:
         return start[: NAME_MAX - len(end)].rstrip("-") + end
 
 
-def check(config: Config, run: PodRun) -> None:
-    """Raise ConfigError where pods cannot do what the config asks for."""
+def check(config: Config, run: PodRun, *, placeholders: bool = False) -> None:
+    """Raise ConfigError where something is missing without which the pods could not run.
+
+    Args:
+        placeholders: an image and volumes may be missing.
+    """
+    pods = config.cluster.pods
+    if pods.image is None and not placeholders:
+        raise ConfigError(
+            "cluster.pods.image is not set",
+            hint="cluster.pods.image=REGISTRY/NAME:TAG, an image with Python and slurmtrain in it",
+        )
+    if not (placeholders or any(run.run_dir.is_relative_to(path) for path in pods.volumes)):
+        raise ConfigError(
+            f"no volume of the pods contains the run directory, {run.run_dir}: cluster.pods.volumes has "
+            f"{', '.join(pods.volumes) or 'none'}",
+            hint=f"+cluster.pods.volumes='{{{run.run_dir.parents[1]}: CLAIM}}', or job.runs_dir below one of them",
+        )
+    inherited = [name for name, source in config.secrets.items() if source == ENV]
+    inherited += [name for _, text in scalars(to_values(config)) for name in SECRET_REFERENCE.findall(text)]
+    missing = next((name for name in inherited if name not in pods.secrets), None)
+    if missing is not None:
+        raise ConfigError(
+            f"the config takes {missing} from the environment, and pods do not inherit that of this shell",
+            hint=f"+cluster.pods.secrets.{missing}=SECRET/KEY takes it from a Secret of Kubernetes",
+        )
 
 
 def metadata(config: Config, run: PodRun) -> dict[str, Any]:
@@ -68,7 +95,7 @@ def labels(config: Config, run: PodRun) -> dict[str, str]:
     own = {
         "app.kubernetes.io/name": "slurmtrain",
         "app.kubernetes.io/managed-by": "slurmtrain",
-        "slurmtrain/name": config.job.name.replace("+", "-"),
+        "slurmtrain/name": config.job.name.replace("+", "-")[:63].rstrip("._-"),
         "slurmtrain/run": run.run_dir.name,
     }
     return own | config.cluster.pods.labels
@@ -85,11 +112,12 @@ def environment(config: Config, run: PodRun) -> list[dict[str, Any]]:
     """Return the variables of the supervisor, which the ranks inherit."""
     # A user without a name in the image has no home either.
     known = {JOB_VARIABLE: run.object_name(config), "HOME": "/tmp", "USER": f"user-{run.user}", "PYTHONUNBUFFERED": "1"}
+    node = {"name": NODE_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
     secrets = [
         {"name": name, "valueFrom": {"secretKeyRef": dict(zip(("name", "key"), source.split("/", 1), strict=True))}}
         for name, source in config.cluster.pods.secrets.items()
     ]
-    return [*({"name": name, "value": value} for name, value in known.items()), *secrets]
+    return [*({"name": name, "value": value} for name, value in known.items()), node, *secrets]
 
 
 def resources(config: Config) -> dict[str, Any]:

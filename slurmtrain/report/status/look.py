@@ -42,7 +42,7 @@ def states_by_path(run_dirs: Iterable[RunDir]) -> dict[Path, RunState]:
             found[run_dir.path] = unreadable(error)
     by_owner: dict[Owner, list[Record]] = {}
     for record in records:
-        if not record.local and record.job_id and record.distrust is None:
+        if not (record.local or record.in_pods) and record.job_id and record.distrust is None:
             by_owner.setdefault(record.owner, []).append(record)
     queues = {owner: confirmed_queue(owner, theirs) for owner, theirs in by_owner.items()}
     for record in records:

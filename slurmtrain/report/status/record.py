@@ -68,6 +68,10 @@ class Record:
         return bool(self.info["backend"] == Backend.LOCAL)
 
     @property
+    def in_pods(self) -> bool:
+        return bool(self.info["backend"] == Backend.KUBERNETES)
+
+    @property
     def last(self) -> Attempt | None:
         return self.attempts[-1] if self.attempts else None
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from slurmtrain.errors import ClusterError
 from slurmtrain.report.progress import at_about, read_progress
 from slurmtrain.report.status.queue import Queue, expected_start
 from slurmtrain.report.status.record import Record
@@ -17,6 +18,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_facts import QueuedJob
 from slurmtrain.slurm.job_states import GONE, JobState
 from slurmtrain.slurm.pending_reasons import in_words, is_held
+from slurmtrain.system import kubectl
 from slurmtrain.system.records import read_text
 
 LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for longer than this never will
@@ -24,10 +26,12 @@ LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for l
 
 def state_of(record: Record, queue: Queue) -> RunState:
     """Return the state of a run whose job, if it has one, is known."""
-    without_slurm = record.local or record.job_id is None
+    without_slurm = record.local or record.in_pods or record.job_id is None
     job = queue.job(None if without_slurm else record.job_id)
     if record.copied_from:
         word, sentence, alive = _copy(record)
+    elif record.in_pods:
+        word, sentence, alive = _in_pods(record)
     elif without_slurm:
         word, sentence, alive = _without_slurm(record)
     elif queue.doubt is not None:
@@ -89,6 +93,39 @@ def _without_slurm(record: Record) -> tuple[RunStatus, str, bool]:
         number = last.number if record.setting_up else last.number + 1
         return RunStatus.STARTING, f"attempt {number} is setting up", True
     return *_ended(record), False
+
+
+def _in_pods(record: Record) -> tuple[RunStatus, str, bool]:
+    """Return word, sentence and `alive` of a run on Kubernetes: kubectl tells whether its pods run, and its files all else."""
+    last, name = record.last, record.job_id
+    if record.over:
+        return *_ended(record), False
+    if name is None and last is None:
+        return RunStatus.PREPARED, f"not submitted yet: kubectl create -f {record.run_dir.manifest}", False
+    number = (last.number if last is not None else 0) + 1
+    at_work = last is not None and record.has_begun and last.verdict is None
+    known = f"attempt {number - 1} has not ended as far as its files say" if at_work else f"attempt {number} is next"
+    try:
+        state, said = kubectl.state_of(record.run_dir.manifest)
+    except ClusterError as error:
+        return RunStatus.UNKNOWN, f"{error.message}; {known}", True
+    why = f": {said}" if said else ""
+    if state not in ("suspended", "active"):
+        word, sentence = _ended(record)
+        return word, f"{sentence} (its object on Kubernetes, {name}: {state or 'gone'}{why})", False
+    before = f"{last.sentence}; " if last is not None and record.has_begun and last.verdict is not None else ""
+    if state == "suspended":
+        word = RunStatus.REQUEUED if before else RunStatus.WAITING
+        return word, f"{before}{name} is suspended, as long as Kueue has no room for all of its pods{why}", True
+    if not at_work:
+        return (
+            RunStatus.STARTING,
+            f"{before}attempt {number} begins when Kubernetes has started the pods of {name}",
+            True,
+        )
+    if record.setting_up:
+        return RunStatus.STARTING, f"attempt {number - 1} waits until all pods of {name} run", True
+    return RunStatus.RUNNING, f"attempt {number - 1}, {name}", True
 
 
 def _how_to_begin(record: Record) -> str:

@@ -150,7 +150,7 @@ def to_tell(
         heard_by: Collection[int] = ()
     elif source == "slurm" and cause.is_signal:
         heard_by = everybody
-    elif source == "local" and cause.is_signal and cause != StopCause.SIGINT:
+    elif source in ("local", "pods") and cause.is_signal and cause != StopCause.SIGINT:
         heard_by = [each.pid for each in processes if each.group == own_group]
     else:
         heard_by = ()

@@ -1,0 +1,263 @@
+"""Manifests of other engines than SLURM, by the schemas of Kubernetes, JobSet and the trainer; and what kubectl is asked.
+
+python -m pytest tests/unit/launch/test_kubernetes.py --update-goldens    writes jobs/golden/*.yaml anew; read the diff
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubeflow_trainer_api import models
+
+from slurmtrain.config.folders import shipped
+from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.run_dir import RunDir
+from tests.support.fake_kubectl import FakeKubectl
+from tests.support.runs import add_attempt, printed, refused, shown
+
+GOLDENS = shipped("jobs") / "golden"
+SCHEMAS = {
+    "JobSet": models.JobsetV1alpha2JobSet,
+    "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+    "TrainJob": models.TrainerV1alpha1TrainJob,
+}
+IMAGE = "cluster.pods.image=registry.example.com/slurmtrain:1"
+EVERYTHING = [
+    *("+cluster=kubernetes", "cluster.nodes=4", "job.name=My_run", "train.global_batch_size=32", IMAGE),
+    *("cluster.pods.namespace=team-a", "cluster.pods.queue=gpus", "cluster.pods.host_network=true"),
+    *("+cluster.pods.resources={rdma/hca: 8}", "+cluster.pods.secrets.WANDB_API_KEY=wandb/api-key"),
+    *("+cluster.pods.node_selector={cloud.google.com/gke-accelerator: nvidia-h100-80gb}", "cluster.pods.fs_group=2000"),
+    *("+cluster.pods.labels={team: a}", "+cluster.pods.annotations={prometheus.io/scrape: 'false'}"),
+    *("cluster.pods.ttl_s=86400", "cluster.pods.pull_policy=Always", "cluster.setup=['ulimit -l unlimited']"),
+    "+cluster.pods.spec={priorityClassName: high, serviceAccountName: train, imagePullSecrets: [{name: registry}]}",
+    "+cluster.pods.volumes={SHARED: lustre, /scratch: {hostPath: {path: /local/scratch}}}",
+]
+GOLDEN_WORDS = {"jobset": EVERYTHING, "trainjob": EVERYTHING}
+
+
+def here(words: list[str], project: Path) -> list[str]:
+    return [word.replace("SHARED", str(project)) for word in words]
+
+
+def documents(*words: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(printed(*words, "render")))
+
+
+def pod_of(document: dict[str, Any]) -> dict[str, Any]:
+    spec = document["spec"] if document["kind"] == "JobSet" else document["spec"]["template"]["spec"]
+    pod: dict[str, Any] = spec["replicatedJobs"][0]["template"]["spec"]["template"]
+    return pod
+
+
+def check_by_schema(document: dict[str, Any]) -> None:
+    """Every field is one that the schema knows, with the type that it has there."""
+    schema = SCHEMAS[document["kind"]]
+    parsed = schema.from_dict(document)
+    assert parsed is not None and parsed.to_dict() == document
+    if document["kind"] == "TrainJob":
+        return
+    spec = document["spec"] if document["kind"] == "JobSet" else document["spec"]["template"]["spec"]
+    for replicated in spec["replicatedJobs"]:
+        job = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": "x"},
+            "spec": replicated["template"]["spec"],
+        }
+        kubernetes_validate.validate(job, "1.37", strict=True)
+
+
+@pytest.mark.parametrize("target", GOLDEN_WORDS)
+def test_the_manifest_is_the_golden_one_and_fits_the_schemas(
+    target: str, project: Path, request: pytest.FixtureRequest
+) -> None:
+    text = printed(*here(GOLDEN_WORDS[target], project), "render", "--target", target)
+    for document in yaml.safe_load_all(text):
+        check_by_schema(document)
+    text = text.replace(str(project), "/home/me/project")
+    text = re.sub(r"(runAsUser|runAsGroup): \d+", r"\1: 1000", text).replace(f"user-{os.getuid()}", "user-1000")
+    golden = GOLDENS / f"{target}.yaml"
+    if request.config.getoption("--update-goldens"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+@pytest.mark.parametrize("target", GOLDEN_WORDS)
+def test_a_config_for_slurm_shows_its_manifest_without_further_words(
+    target: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed("+cluster=a100x4", "cluster.nodes=2", "render", "--target", target)
+    assert "take the place of IMAGE and CLAIM" in capsys.readouterr().err
+    found = list(yaml.safe_load_all(text))
+    for document in found:
+        check_by_schema(document)
+    (container,) = pod_of(found[0])["spec"]["containers"]
+    assert container["resources"]["limits"] == {"memory": "480Gi", "nvidia.com/gpu": "4"}
+    assert pod_of(found[0])["spec"]["terminationGracePeriodSeconds"] == 300 + 30
+    assert list(project.iterdir()) == []
+
+
+NEEDED = [IMAGE, "+cluster.pods.volumes={SHARED: claim}"]
+REFUSED = {
+    "no image": (NEEDED[1:], "cluster.pods.image is not set"),
+    "no volume": (NEEDED[:1], "no volume of the pods contains the run directory"),
+    "another volume": ([IMAGE, "+cluster.pods.volumes={/data: claim}"], "cluster.pods.volumes has /data"),
+    "a range of nodes": ([*NEEDED, "cluster.nodes=2-4"], "cluster.nodes=2-4 needs a fixed number of pods"),
+    "a container of SLURM's": (
+        [*NEEDED, "cluster.container.kind=apptainer", "cluster.container.image=x.sif"],
+        "the container of a pod is cluster.pods.image",
+    ),
+    "spare nodes": ([*NEEDED, "cluster.spare_nodes=1"], "cluster.spare_nodes=1 needs a SLURM cluster"),
+    "a secret of the shell": (
+        [*NEEDED, "+secrets.WANDB_API_KEY=env"],
+        "the config takes WANDB_API_KEY from the environment, and pods do not inherit that of this shell",
+    ),
+    "a key of no Secret": (
+        [*NEEDED, "+cluster.pods.secrets.TOKEN=wandb"],
+        "cluster.pods.secrets.TOKEN='wandb' is not a key of a Secret",
+    ),
+    "a queue that cannot be": ([*NEEDED, "cluster.pods.queue=My_queue"], "is not a name as Kubernetes has them"),
+    "a policy that is none": ([*NEEDED, "cluster.pods.pull_policy=Sometimes"], "is not known"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_in_pods_is_refused_before_anything_is_made(
+    name: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, sentence = REFUSED[name]
+    monkeypatch.setenv("WANDB_API_KEY", "none-of-your-business")
+    assert sentence in refused("+cluster=kubernetes", *here(words, project), "render", code=78)
+    assert list(project.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a" * 64, "9lives", "Über_all+1"])
+def test_names_of_objects_and_their_pods_are_short_enough_for_kubernetes(name: str, project: Path) -> None:
+    words = here([*NEEDED, "cluster.nodes=1000", "train.global_batch_size=8000"], project)
+    try:
+        (found,) = documents("+cluster=kubernetes", *words, f"job.name={name}")
+    except AssertionError:
+        assert not name.isascii()  # refused as a name of any run
+        return
+    pod = f"{found['metadata']['name']}-node-0-999-abcde"
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", pod) and len(pod) <= 63, pod
+    for label in found["metadata"]["labels"].values():
+        assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", label), label
+
+
+# submit and what follows, with a kubectl that is none.
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKubectl:
+    fake = FakeKubectl.install(tmp_path / "kubectl")
+    monkeypatch.setenv("PATH", f"{fake.directory}:{os.environ['PATH']}")
+    return fake
+
+
+def submitted(project: Path, *words: str) -> RunDir:
+    printed("+cluster=kubernetes", "cluster.gpu_memory_gb=null", *here([*NEEDED, *words], project), "submit")
+    return all_runs(project / "runs")[-1]
+
+
+def test_submit_creates_one_object_of_the_frozen_run(project: Path, kubectl: FakeKubectl) -> None:
+    run = submitted(project)
+    ((name, made),) = kubectl.objects.items()
+    assert run.info()["job_ids"] == [name.partition("/")[2]]
+    assert made == yaml.safe_load(run.manifest.read_text())
+    (container,) = pod_of(made)["spec"]["containers"]
+    assert container["command"][-2:] == ["supervise", str(run.path)] and not run.script.exists()
+
+
+@pytest.mark.parametrize("target", ["jobset", "trainjob"])
+def test_a_submission_that_was_interrupted_is_completed_by_resume_and_never_made_twice(
+    target: str, project: Path, kubectl: FakeKubectl
+) -> None:
+    run = submitted(project, f"cluster.pods.target={target}")
+    made = kubectl.objects
+    run.update_info(job_ids=[])  # killed before it could note the object
+    printed("resume", run.id)
+    assert kubectl.objects == made and len(run.info()["job_ids"]) == 1
+
+
+def test_what_kubernetes_refuses_leaves_nothing_behind(project: Path, kubectl: FakeKubectl) -> None:
+    kubectl.fail('error: jobsets.jobset.x-k8s.io is forbidden: User "me" cannot create resource')
+    words = ("+cluster=kubernetes", "cluster.gpu_memory_gb=null", *here(NEEDED, project), "submit")
+    said = refused(*words, code=1)
+    assert 'kubectl create has failed: error: jobsets.jobset.x-k8s.io is forbidden: User "me" cannot' in said
+    assert list(project.glob("runs/*/*")) == []
+
+
+def conditions(*types: str) -> dict[str, Any]:
+    return {"conditions": [{"type": each, "status": "True", "message": f"said {each}"} for each in types]}
+
+
+STATES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str, str]] = {
+    "waits for Kueue": ({"spec": {"suspend": True}}, None, "waiting", "is suspended"),
+    "is about to start": ({}, None, "starting", "attempt 1 begins when Kubernetes has started the pods"),
+    "runs": ({}, {"started": 1.0, "host": "far", "pid": 1}, "running", "attempt 1, train-"),
+    "was preempted, and waits": (
+        {"spec": {"suspend": True}},
+        {"reason": "asked", "verdict": "requeue", "sentence": "told to stop by SIGTERM; it starts again"},
+        "requeued",
+        "told to stop by SIGTERM; it starts again; train-",
+    ),
+    "was given up by Kubernetes": (
+        {"status": conditions("Failed")},
+        {"started": 1.0, "host": "far", "pid": 1},
+        "lost",
+        "failed: said Failed",
+    ),
+    "has finished": (
+        {"status": conditions("Completed")},
+        {"reason": "finished", "verdict": "done", "sentence": "finished"},
+        "finished",
+        "finished",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_status_reads_the_run_directory_and_asks_whether_the_pods_run(
+    name: str, project: Path, kubectl: FakeKubectl
+) -> None:
+    changes, attempt, state, sentence = STATES[name]
+    run = submitted(project)
+    (made,) = kubectl.objects
+    kubectl.change(made, **changes)
+    if attempt is not None:
+        add_attempt(run, job_id=run.info()["job_ids"][0], **attempt)
+    found = shown("status", run.id)
+    assert (found["state"], sentence in found["sentence"]) == (state, True), found
+
+
+def test_status_without_an_answer_says_what_the_files_know(project: Path, kubectl: FakeKubectl) -> None:
+    run = submitted(project)
+    kubectl.fail("The connection to the server localhost:8080 was refused")
+    found = shown("status", run.id)
+    assert found["state"] == "unknown" and "was refused; attempt 1 is next" in found["sentence"]
+
+
+def test_cancel_deletes_the_object_and_the_run_does_not_come_back(project: Path, kubectl: FakeKubectl) -> None:
+    run = submitted(project, "cluster.pods.target=trainjob")
+    assert len(kubectl.objects) == 2
+    assert "is told to end" in printed("cancel", run.id)
+    assert kubectl.objects == {} and run.request_file.exists()
+    assert shown("status", run.id)["state"] == "stopped"
+    printed("resume", run.id)
+    assert [name.rpartition("-")[2] for name in kubectl.objects] == ["1", "1"]
+
+
+def test_preempt_stops_the_pods_and_leaves_their_object(project: Path, kubectl: FakeKubectl) -> None:
+    run = submitted(project)
+    job = run.info()["job_ids"][0]
+    add_attempt(run, job_id=job, host="far", pid=1)
+    assert "is told to save and leave" in printed("preempt", run.id)
+    selector = f"--selector=slurmtrain/name=train,slurmtrain/run={run.id}"
+    assert kubectl.calls[-1] == ["delete", "pods", selector, "--wait=false"] and len(kubectl.objects) == 1
