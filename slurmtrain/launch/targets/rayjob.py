@@ -59,8 +59,8 @@ def objects(config: Config, run: PodRun) -> list[dict[str, Any]]:
 def stop_files(run_dir: Path) -> Path:
     """Return the beginning of the paths of the files by which the hook of a pod that is to end asks for a stop.
 
-    Each of our processes that Ray has started in the pod has such a file, which is empty until the hook writes into it, and
-    which is gone when the process has left.
+    Each of our processes that Ray has started in the pod has such a file, whose name ends in its number. It is empty until the
+    hook writes into it, and gone when the process has left.
     """
     return Path("/tmp", f"slurmtrain-{run_dir.name}")
 
@@ -71,8 +71,7 @@ def _template(config: Config, run: PodRun) -> dict[str, Any]:
     container = template["spec"]["containers"][0]
     del container["command"]
     files = shlex.quote(str(stop_files(run.run_dir))) + ".*"
-    hook = (
-        f'for file in {files}; do [ ! -e "$file" ] || echo stop >"$file"; while [ -e "$file" ]; do sleep 1; done; done'
-    )
+    lives = '[ -e "$file" ] && kill -0 "${file##*.}" 2>/dev/null'
+    hook = f'for file in {files}; do {lives} && echo stop >"$file"; while {lives}; do sleep 1; done; done; true'
     container["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", hook]}}}
     return template
