@@ -128,11 +128,9 @@ def _memory_of_a_node(facts: ClusterFacts, partition: Partition, cluster: Cluste
 
 def with_choices_of_the_shell(cluster: ClusterConfig, variables: Mapping[str, str]) -> ClusterConfig:
     """Return the config with what it leaves open and sbatch takes from the variables of the person's shell instead."""
-    its: dict[str, Any] = {
-        name: getattr(cluster, name) or variables.get(f"SBATCH_{name.upper()}") or None
-        for name in OF_THE_SHELL
-        if hasattr(cluster, name)
-    }
+    its: dict[str, Any] = {name: getattr(cluster, name) for name in OF_THE_SHELL if hasattr(cluster, name)}
+    for name, value in its.items():
+        its[name] = value or variables.get(f"SBATCH_{name.upper()}") or None
     return replace(cluster, **its)
 
 

@@ -353,8 +353,9 @@ def killed_at(count: int, action: Callable[[], object]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_change_that_is_killed_at_any_moment_is_made_whole_or_not_at_all(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     (project / "step.py").write_text("old")
@@ -367,7 +368,7 @@ def test_a_change_that_is_killed_at_any_moment_is_made_whole_or_not_at_all(
         run = RunDir(before.path.with_name(f"{before.id}-{count}"))
         shutil.copytree(before.path, run.path, symlinks=True)
         killed = killed_at(count, lambda run=run: change(run, ["+cluster.env.A=1"], project, code=True))  # type: ignore[misc]
-        if count % 3 == 0:  # and whoever completes it is killed, too
+        if count // every % 3 == 0:  # and whoever completes it is killed, too
             killed_at(count // 3, lambda run=run: finish_change(run))  # type: ignore[misc]
         finish_change(run)
         parts = parts_of(run)
@@ -379,5 +380,5 @@ def test_a_change_that_is_killed_at_any_moment_is_made_whole_or_not_at_all(
                 (before.path / name.replace(".0001", "")).read_bytes() for name in kept
             ]
         assert not (run.path / ".change").exists()
-        count += 1
+        count += every
     assert seen == {True, False}
