@@ -193,7 +193,7 @@ def _watch(limits: WatchdogConfig, met: DistributedContext) -> Watchdog:
 
 def _follow(watchdog: Watchdog | None, agreement: StopAgreement) -> None:
     """Watch from now on whether this rank calls `should_stop`."""
-    from slurmtrain.runtime.watchdog.beats import Position
+    from slurmtrain.hangs.beats import Position
 
     if watchdog is not None:
         watchdog.follow(lambda: Position(agreement.rounds, session.first_step + agreement.rounds, agreement.rounds > 0))

@@ -246,11 +246,11 @@ def _train(
     watchdog: Watchdog | None,
 ) -> int:
     """Train, record rank 0's outcome, and return the exit code of this rank."""
+    from slurmtrain.hangs.beats import Position
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.compile_cache import compile_cache_of
     from slurmtrain.runtime.gpu_memory import explain_out_of_memory
     from slurmtrain.runtime.jobs.train import build_trainer
-    from slurmtrain.runtime.watchdog.beats import Position
 
     agreement = StopAgreement(
         stop_flag, distributed.control_group, stop_watcher.take_save if stop_watcher is not None else lambda: False

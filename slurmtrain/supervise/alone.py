@@ -22,7 +22,7 @@ LOOK_EVERY_S = 2.0
 
 @contextlib.contextmanager
 def watched(attempt_dir: AttemptDir) -> Iterator[None]:
-    """Watch over the rank of an attempt that is alone, if it is, during the block."""
+    """Watch over the rank of an attempt, if it is alone, during the block; then remove what ranks have left for a watch."""
     closed = threading.Event()
     thread = threading.Thread(target=_watch, args=(attempt_dir, closed), name="watch-alone", daemon=True)
     thread.start()
@@ -31,6 +31,9 @@ def watched(attempt_dir: AttemptDir) -> Iterator[None]:
     finally:
         closed.set()
         thread.join()
+        for path in (attempt_dir.heartbeat_file, *attempt_dir.stacks_files()):  # of ranks that were killed
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _watch(attempt_dir: AttemptDir, closed: threading.Event) -> None:
@@ -47,8 +50,8 @@ def _watch_rank(attempt_dir: AttemptDir, closed: threading.Event) -> None:
     Raises:
         OSError: the file is gone, or cannot be read.
     """
-    from slurmtrain.runtime.watchdog import evidence, judge, page
-    from slurmtrain.runtime.watchdog.beats import ActiveClock, parse_beat
+    from slurmtrain.hangs import evidence, judge, page
+    from slurmtrain.hangs.beats import ActiveClock, parse_beat
 
     file, clock = attempt_dir.heartbeat_file, ActiveClock(time.monotonic())
     beat, changed, since = None, 0, 0.0

@@ -32,13 +32,15 @@ def tell(what: str) -> None:
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Tell what the main thread does in the block; after it, it does what it did before."""
-    before = told()
-    tell(what)
+    """Tell what the main thread does in the block; after it, it does what it did before. Of other threads nothing is told."""
+    before, is_main = told(), threading.current_thread() is threading.main_thread()
+    if is_main:
+        tell(what)
     try:
         yield
     finally:
-        tell(before)
+        if is_main:
+            tell(before)
 
 
 @contextmanager

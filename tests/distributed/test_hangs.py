@@ -394,7 +394,7 @@ def test_a_rank_that_hangs_before_the_process_groups_are_made_is_named(stopped: 
 
 FORKING = """
 import os, sys
-from slurmtrain.runtime.watchdog import evidence
+from slurmtrain.hangs import evidence
 
 evidence.set_timer(100)
 child = os.fork()

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "slurmtrain"
 # What answers at once, and a requeue within its grace time.
-WITHOUT_TORCH = ("cli", "control", "sweep", "launch", "report", "supervise")
+WITHOUT_TORCH = ("cli", "control", "sweep", "launch", "report", "supervise", "hangs")
 
 
 def name_of(path: Path) -> str:

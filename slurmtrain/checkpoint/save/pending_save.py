@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.system.activity import SAVE, doing
 
 DRAIN_S = 30.0  # how long whoever has failed waits for a save in flight
 
@@ -49,6 +50,7 @@ class PendingSave:
         """Return whether it is committed or has failed."""
         return self._decided.is_set()
 
+    @doing(SAVE)
     def result(self, timeout_s: float | None = None) -> SaveResult:
         """Wait for the commit.
 
@@ -63,6 +65,7 @@ class PendingSave:
         assert self._saved is not None
         return self._saved
 
+    @doing(SAVE)
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is committed or has failed; return False if it is neither after `timeout_s` seconds."""
         return self._decided.wait(timeout_s)

@@ -7,10 +7,11 @@ so that the facts of 4,096 ranks are a megabyte or two. They travel as JSON.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from slurmtrain.system.gpu import GpuFacts
 
@@ -111,21 +112,12 @@ class Message:
 
     def encode(self) -> str:
         """Return it as JSON."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, text: str) -> Message:
         """Return what `encode` has made."""
-        values = json.loads(text)
-        rank, node = values["rank"], values["node"]
-        own = RankFacts(**{**rank, "cpus": rank["cpus"] and tuple(rank["cpus"])})
-        if node is None:
-            return cls(own)
-        gpus, folder = node["gpus"], node["folder"]
-        node["gpus"] = None if gpus is None else tuple(GpuFacts(**each) for each in gpus)
-        node["folder"] = None if folder is None else FolderFacts(**folder)
-        node["clock"] = node["clock"] and tuple(node["clock"])
-        return cls(own, NodeFacts(**node))
+        return msgspec.json.decode(text, type=cls)
 
 
 def gathered(messages: Iterable[Message], unseen: Iterable[int] = ()) -> GatheredFacts:

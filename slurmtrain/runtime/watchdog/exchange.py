@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from slurmtrain.runtime.watchdog.beats import Beat, parse_beat
+from slurmtrain.hangs.beats import Beat, parse_beat
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slurmtrain.config.schema import WatchdogConfig
+from slurmtrain.hangs import evidence, page
+from slurmtrain.hangs.beats import ActiveClock, Beat
+from slurmtrain.hangs.judge import Report
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runtime.watchdog import evidence, page
-from slurmtrain.runtime.watchdog.beats import ActiveClock, Beat
-from slurmtrain.runtime.watchdog.judge import Report
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import process
 

@@ -22,13 +22,13 @@ import msgspec
 
 from slurmtrain.checkpoint.store.transfers import blocks_moved
 from slurmtrain.config.schema import WatchdogConfig
+from slurmtrain.hangs import evidence, judge, page
+from slurmtrain.hangs.beats import DEBUGGER, FOR_EVER_S, ActiveClock, Beat, Position, Progress
+from slurmtrain.hangs.judge import Report
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.watchdog import evidence, judge, page
-from slurmtrain.runtime.watchdog.beats import DEBUGGER, FOR_EVER_S, ActiveClock, Beat, Position, Progress
 from slurmtrain.runtime.watchdog.exchange import FAILED, HANG, Exchange
-from slurmtrain.runtime.watchdog.judge import Report
 from slurmtrain.system import activity, process
 
 log = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from slurmtrain.config.schema import WatchdogConfig
+from slurmtrain.hangs import evidence, judge, page
+from slurmtrain.hangs.beats import ActiveClock, Beat, Position, Progress
+from slurmtrain.hangs.evidence import Collective
+from slurmtrain.hangs.judge import Report, find_culprits
 from slurmtrain.observe.phases import Phase, PhaseClock
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runtime.watchdog import evidence, judge, page
-from slurmtrain.runtime.watchdog.beats import ActiveClock, Beat, Position, Progress
-from slurmtrain.runtime.watchdog.evidence import Collective
-from slurmtrain.runtime.watchdog.judge import Report, find_culprits
 from slurmtrain.supervise import alone
 from slurmtrain.system import activity, process, redaction
 from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
@@ -102,6 +102,10 @@ def test_training_tells_what_it_does_and_when_it_waits() -> None:
     told.append((activity.told(), activity.waits(thread)))
     own = [(each, False) for each in ("data", "forward/backward", "evaluation", "save")]
     assert told == [*own, ("communication", True), ("step", True), ("restore", False), ("step", False)]
+    beside = threading.Thread(target=activity.doing(activity.SAVE)(lambda: told.append((activity.told(), False))))
+    beside.start()
+    beside.join()
+    assert told.pop() == ("step", False)
     TrainingHooks([Generates()]).message("")
     assert (Generates.told, activity.told()) == (activity.HOOK, "step")
 

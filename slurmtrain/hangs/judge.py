@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurmtrain.runtime.watchdog import evidence
-from slurmtrain.runtime.watchdog.beats import Beat
+from slurmtrain.hangs import evidence
+from slurmtrain.hangs.beats import Beat
 
 SILENT_AFTER_S = 10.0  # without a beat
 ALONE_MARGIN_S = 5.0  # after the time-out of a rank that is alone: its own thread comes first

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from slurmtrain.hangs import evidence
+from slurmtrain.hangs.judge import Culprit, Report, find_culprits
 from slurmtrain.runs import failures
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runtime.watchdog import evidence
-from slurmtrain.runtime.watchdog.judge import Culprit, Report, find_culprits
 from slurmtrain.system import records
 from slurmtrain.system.files import replace_file, write_text
 
