@@ -290,7 +290,7 @@ def test_a_job_of_ray_trains_on_when_a_node_is_lost_and_stops_by_the_hook_of_a_p
     for _ in range(2):  # the second time nothing is left to do
         again = submit()
         assert again.wait() == 0, again.said
-    assert [attempt.reason for attempt in seen.attempts()][1:] == ["asked", "finished"]
+    assert [attempt.reason for attempt in seen.attempts()] == ["crash", "asked", "finished"]
 
     undisturbed = project.submit("cluster.tasks_per_node=2", *changes).finish()
     assert_same_run(run.path, undisturbed.run_dir.path)
@@ -322,8 +322,8 @@ print(json.dumps([task.num_nodes, task.volumes, wanted.accelerators, wanted.cpus
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("sky") is None, reason="needs `sky` on PATH: pip install 'slurmtrain[skypilot]'")
 def test_skypilot_takes_the_task(project: Project, tmp_path: Path) -> None:
-    pods = "{image: me/train:1, volumes: {/data: claim}}"
-    words = ["+cluster=a100x4", "cluster.nodes=2", f"+cluster.pods={pods}"]
+    pods = ["cluster.pods.image=me/train:1", f"+cluster.pods.volumes={{{project.path}: claim}}"]
+    words = ["+cluster=a100x4", "cluster.nodes=2", *pods]
     rendered = project.cli(*words, "render", "--target", "skypilot")
     assert rendered.returncode == 0, rendered.stdout
     (tmp_path / "task.yaml").write_text(rendered.stdout)
@@ -331,7 +331,7 @@ def test_skypilot_takes_the_task(project: Project, tmp_path: Path) -> None:
     environment = {**clean_environment(), "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     said = subprocess.check_output([python, "-c", PARSE, tmp_path / "task.yaml"], env=environment, text=True)
     recovery = {"recover_on_exit_codes": [75], "max_restarts_on_errors": 0, "strategy": None}
-    assert json.loads(said.splitlines()[-1]) == [2, {"/data": "claim"}, {"a100": 4}, "64+", "480+", recovery]
+    assert json.loads(said.splitlines()[-1]) == [2, {str(project.path): "claim"}, {"a100": 4}, "64+", "480+", recovery]
 
 
 def test_nodes_of_skypilot_crash_start_again_stop_and_finish_together(project: Project, scripts: list[Script]) -> None:

@@ -82,8 +82,8 @@ class Podman:
         file = self._folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump(pod))
         self("pod", "rm", "--force", name, check=False)
-        self("kube", "play", "--network=host", str(file))
         self._played.add(name)
+        self("kube", "play", "--network=host", str(file))
 
     def close(self) -> None:
         for name in self._played:

@@ -8,6 +8,7 @@ what runs in Ray (kuberay#5004): a hook asks for the stop by a file, and waits u
 
 from __future__ import annotations
 
+import copy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def stop_files(run_dir: Path) -> Path:
 
 def _template(config: Config, run: PodRun) -> dict[str, Any]:
     """Return the template of a pod of the cluster, in which KubeRay starts Ray."""
-    template = pod_template(config, run)
+    template = copy.deepcopy(pod_template(config, run))  # YAML would have links where two pods share a part
     container = template["spec"]["containers"][0]
     del container["command"]
     files = shlex.quote(str(stop_files(run.run_dir))) + ".*"
