@@ -83,7 +83,7 @@ def test_the_package_that_runs_is_the_wheels(python: Path, tmp_path: Path) -> No
 
 def test_help_names_the_shipped_configs(slurmtrain: Slurmtrain, python: Path, tmp_path: Path) -> None:
     text = slurmtrain("--help")
-    assert "a100x4 a100x8 h100x8 local sandbox" in text
+    assert "a100x4 a100x8 h100x8 kubernetes local sandbox" in text
     assert output(python, tmp_path, "-c", "import sys, slurmtrain.cli as c; sys.exit(c.main(['--help']))") == text
     script = subprocess.run([python.parent / "slurmtrain", "--help"], capture_output=True, text=True, check=True)
     assert script.stdout == text

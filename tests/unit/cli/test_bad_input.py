@@ -59,7 +59,7 @@ BAD_CONFIGS = [
     ),
     ([*SLURM, "cluster.nodes=0"], "cluster.nodes=0 must be at least 1", ""),
     ([*SLURM, "cluster.backend=slrum"], "cluster.backend=slrum is not known", "slurm, local"),
-    ([*LOCAL, "cluster.nodes=2"], "cluster.nodes=2 needs a SLURM cluster, such as +cluster=sandbox", "cluster.nodes"),
+    ([*LOCAL, "cluster.nodes=2"], "cluster.nodes=2 needs a cluster, such as +cluster=sandbox", "cluster.nodes"),
     ([*SLURM, "train.global_batch_size=18"], "18 does not divide by 4 ranks", "16 or 20"),
     ([*SLURM, "train.global_batch_size=3"], "3 does not divide by 4 ranks", "do: 4"),
     ([*SLURM, "train.micro_batch_size=3"], "4 ranks x train.micro_batch_size=3", "12 or 24"),
