@@ -52,6 +52,15 @@ class Podman:
         self._holder = subprocess.Popen(["unshare", "--mount", "sh", "-c", HOLD])
         self._played: set[str] = set()
 
+    def why_not(self) -> str | None:
+        """Why no container can be started here, in podman's words; None: it can."""
+        try:
+            self.make_image()
+            self("run", "--rm", "--network=host", "--volume=/usr:/usr", IMAGE, "/usr/bin/true")
+        except AssertionError as error:
+            return str(error)
+        return None
+
     def __call__(self, *words: str, check: bool = True) -> str:
         own = ["--storage-driver=vfs", f"--root={self._folder}/root", f"--runroot={self._folder}/run", "--runtime=crun"]
         done = subprocess.run(
@@ -62,7 +71,8 @@ class Podman:
             timeout=120,
             check=False,
         )
-        assert done.returncode == 0 or not check, done.stderr
+        if check and done.returncode:
+            raise AssertionError(done.stderr)
         return done.stdout
 
     def make_image(self) -> None:
@@ -82,8 +92,8 @@ class Podman:
         file = self._folder / f"{name}.yaml"
         file.write_text(yaml.safe_dump(pod))
         self("pod", "rm", "--force", name, check=False)
-        self("kube", "play", "--network=host", str(file))
         self._played.add(name)
+        self("kube", "play", "--network=host", str(file))
 
     def close(self) -> None:
         for name in self._played:
