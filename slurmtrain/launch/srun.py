@@ -87,7 +87,7 @@ def explained_srun(
         )
     if packed or standby:
         words.append(Words(["--overlap"], "runs beside other steps of this job, on the same CPUs and GPUs"))
-    if not packed:
+    if not packed and not any(word.startswith("--mem") for word in cluster.srun_args):
         # Counted memory is given back late: after a crash, SLURM 22.05 refuses the next step ("Memory required by task is not
         # available"). What `--mem=0` takes is not counted (slurmctld's step_mgr.c, `_pick_step_nodes`).
         words.append(

@@ -7,6 +7,7 @@ it has, or RUN/loggers/NAME.json does. Training waits for the thread at the end 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -111,8 +112,7 @@ class LoggerThread:
         self._rewound = False
         self._ending: Ending | None = None
         self._close_by = float("inf")  # in seconds of time.monotonic
-        note = read_json(note_file) or {}
-        self._held = Held(_count(note.get("step")), _count(note.get("evaluated")))
+        self._held = Held()
         self._logger: Logger | None = None
         self._noted, self._noted_held = 0.0, self._held
         self._failures = 0
@@ -120,7 +120,10 @@ class LoggerThread:
         self._failing: dict[str, Any] | None = None  # the record that was handed over last
         self._error: str | None = None
         self._thread = threading.Thread(target=self._follow, name=f"logger-{name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # too many threads
+            log.warning("the logger %s cannot be started: %s", name, error)
 
     def rewind(self) -> None:
         """Tell it that records of metrics.jsonl were dropped."""
@@ -136,7 +139,8 @@ class LoggerThread:
 
     def wait(self) -> None:
         """Wait until it has closed its logger, and leave it behind when its time is over."""
-        self._thread.join(max(0.0, self._close_by - time.monotonic()))
+        if self._thread.is_alive():
+            self._thread.join(max(0.0, self._close_by - time.monotonic()))
         if self._thread.is_alive():
             log.warning(
                 "the logger %s has not closed in time, and is left behind; what it lacks is in metrics.jsonl, from where "
@@ -154,6 +158,11 @@ class LoggerThread:
 
     def _follow(self) -> None:
         """Follow the file until the end."""
+        with contextlib.suppress(OSError, ValueError):  # without a note, the logger itself may know what it has
+            self._note_file.parent.mkdir(mode=folder_mode(self._note_file.parent.parent), exist_ok=True)
+            note = read_json(self._note_file) or {}
+            self._held = Held(_count(note.get("step")), _count(note.get("evaluated")))
+        tried_again = False
         while True:
             over = self._ending is not None  # before the file is read: what comes later is for the next attempt
             try:
@@ -161,16 +170,17 @@ class LoggerThread:
                     self._open()
                 self._hand_on()
                 self._note()
-            except Exception as error:  # whatever a logger raises
+            except (Exception, SystemExit) as error:  # whatever a logger raises
                 self._failed(error)
                 if not over:
                     self._wait(PAUSES_S[min(self._failures, len(PAUSES_S)) - 1])
             else:
                 if not over:
                     self._wait(POLL_S)
-            if over:
-                self._close()
+            # What serves the logger may have been killed by the signal that ends the run: a second try, if there is time.
+            if over and (self._close() or tried_again or time.monotonic() > self._close_by - 2.0):
                 return
+            tried_again = over
 
     def _open(self) -> None:
         logger = self._build()
@@ -207,7 +217,7 @@ class LoggerThread:
         self._logger.flush()
         self._held, self._failures, self._error = held, 0, None
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         self._failures += 1
         said = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         if isinstance(error, ConfigError) and error.hint:
@@ -230,7 +240,8 @@ class LoggerThread:
                 log.warning("the logger %s could not be closed: %s", self.name, redact(str(another)))
         self._note(force=True)
 
-    def _close(self) -> None:
+    def _close(self) -> bool:
+        """Close the logger, and return whether that went well."""
         closed = self._logger is not None
         if self._logger is not None:
             try:
@@ -239,8 +250,9 @@ class LoggerThread:
             except Exception as error:
                 self._error = redact(f"{type(error).__name__}: {error}"[:500])
                 log.warning("the logger %s could not be closed: %s", self.name, self._error)
-                closed = False
+                closed, self._logger = False, None
         self._note(force=True, closed=closed)
+        return closed
 
     def _say(self, sentence: str) -> None:
         self.sayings.append(redact(sentence))
@@ -277,7 +289,6 @@ class LoggerThreads:
     def __init__(self, run_dir: RunDir, config: Config, attempt: int, say: Callable[[str], None]):
         self._say = say
         self._said: set[str] = set()
-        run_dir.loggers.mkdir(mode=folder_mode(run_dir.path), exist_ok=True)
         self._threads = [
             LoggerThread(
                 name,

@@ -182,6 +182,7 @@ class WandbLogger(Logger):
             id=run.id,
             name=variables["WANDB_NAME"],
             resume="allow",
+            reinit="create_new",  # neither a run that somebody else has begun here, nor one that others log to
             dir=str(run.directory),
             mode="online" if mode.online else "offline",
             group=variables.get("WANDB_RUN_GROUP"),

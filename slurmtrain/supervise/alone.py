@@ -31,16 +31,18 @@ def watched(attempt_dir: AttemptDir) -> Iterator[None]:
     finally:
         closed.set()
         thread.join()
-        for path in (attempt_dir.heartbeat_file, *attempt_dir.stacks_files()):  # of ranks that were killed
-            with contextlib.suppress(OSError):
-                path.unlink()
+        with contextlib.suppress(
+            OSError
+        ):  # a hiccup of a shared file system does not keep the attempt from being judged
+            for path in (attempt_dir.heartbeat_file, *attempt_dir.stacks_files()):  # of ranks that were killed
+                path.unlink(missing_ok=True)
 
 
 def _watch(attempt_dir: AttemptDir, closed: threading.Event) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread, which they wake
     while not closed.wait(LOOK_EVERY_S):
-        if attempt_dir.heartbeat_file.exists():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # also a hiccup of a shared file system
+            if attempt_dir.heartbeat_file.exists():
                 _watch_rank(attempt_dir, closed)
 
 
@@ -66,7 +68,10 @@ def _watch_rank(attempt_dir: AttemptDir, closed: threading.Event) -> None:
             since = now
             continue
         dump = evidence.dump_of_timer(attempt_dir.stacks_file(beat.rank))
-        sentence = page.record(attempt_dir, [judge.silent_culprit(beat.rank, beat, state, dump)], {}, 1)
-        log.error("hung: %s; see %s", sentence, attempt_dir.hang_page)
+        try:
+            sentence = page.record(attempt_dir, [judge.silent_culprit(beat.rank, beat, state, dump)], {}, 1)
+            log.error("hung: %s; see %s", sentence, attempt_dir.hang_page)
+        except OSError as error:  # a full disk does not keep a GPU
+            log.error("hung: rank %d, of which nothing can be written: %s", beat.rank, error.strerror or error)
         evidence.kill_tree(beat.pid, beat.born)
         return

@@ -1,6 +1,7 @@
 """What this process is doing, in its own words: training tells it here, and the watchdog reads it from another thread.
 
-Telling costs an assignment. Only the main thread tells what it does; any thread tells that it waits for other ranks.
+Telling costs an assignment. Only the thread that trains, in general the main one, tells what it does; any thread tells that it
+waits for other ranks.
 """
 
 from __future__ import annotations
@@ -16,30 +17,37 @@ SAVE, RESTORE, EXPORT = "save", "restore", "export"
 
 _doing = START
 _waiting: set[int] = set()
-_compiler: object = None
+_thread = threading.main_thread().ident
+_begin_of_compilation: object = None
 
 
 def told() -> str:
-    """Return what the main thread is doing, as it has told."""
+    """Return what the thread that trains is doing, as it has told."""
     return _doing
 
 
+def trains_in(thread: int) -> None:
+    """Say which thread trains: not the main one, in Ray Train for instance."""
+    global _thread
+    _thread = thread
+
+
 def tell(what: str) -> None:
-    """Tell what the main thread does from now on."""
+    """Tell what the thread that trains does from now on."""
     global _doing
     _doing = what
 
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Tell what the main thread does in the block; after it, it does what it did before. Of other threads nothing is told."""
-    before, is_main = told(), threading.current_thread() is threading.main_thread()
-    if is_main:
+    """Tell what the thread that trains does in the block; after it, it does what it did before. Of others nothing is told."""
+    before, trains = told(), threading.get_ident() == _thread
+    if trains:
         tell(what)
     try:
         yield
     finally:
-        if is_main:
+        if trains:
             tell(before)
 
 
@@ -57,17 +65,17 @@ def waiting() -> Iterator[None]:
 
 
 def waits(thread: int) -> bool:
-    """Return whether a thread waits for other ranks; while the main thread waits for a save, whether its writer does."""
+    """Return whether a thread waits for other ranks; while the one that trains waits for a save, whether its writer does."""
     return _doing == COMMUNICATION or thread in _waiting or (_doing == SAVE and bool(_waiting))
 
 
 def follow_compiler() -> None:
     """Have torch.compile, as soon as it is loaded, tell when it compiles."""
-    global _compiler
+    global _begin_of_compilation
     handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-    if handler is None or handler is _compiler:
+    if handler is None or _begin_of_compilation in handler.start_callbacks:  # torch.compiler.reset() forgets them
         return
-    _compiler, before = handler, []
+    before: list[str] = []
 
     def begin(_: object) -> None:
         before.append(told())
@@ -77,5 +85,6 @@ def follow_compiler() -> None:
         if before:  # it was loaded by this compilation
             tell(before.pop())
 
+    _begin_of_compilation = begin
     handler.register_start_callback(begin)
     handler.register_end_callback(end)

@@ -29,10 +29,12 @@ def create(manifest: Path) -> None:
 def delete(manifest: Path) -> None:
     """Delete the objects of a manifest; their pods get SIGTERM and their grace time, for which nobody waits here.
 
+    An object is there until its pods have left, so that no other of the same run is created before.
+
     Raises:
         ClusterError: Kubernetes refuses, or cannot be reached.
     """
-    _checked("delete", "-f", str(manifest), "--ignore-not-found", "--wait=false")
+    _checked("delete", "-f", str(manifest), "--ignore-not-found", "--wait=false", "--cascade=foreground")
 
 
 def delete_pods(labels: str, namespace: str | None) -> None:

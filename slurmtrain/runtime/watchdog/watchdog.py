@@ -63,6 +63,7 @@ class Watchdog:
     ):
         self._limits, self._environment, self._attempt_dir = limits, distributed.environment, attempt_dir
         self._watched, self._born = threading.get_ident(), process.born(os.getpid())
+        activity.trains_in(self._watched)
         self._position: Callable[[], Position] = lambda: Position(0, None, False)
         self._clock, self._progress, self._silence = ActiveClock(time.monotonic()), Progress(limits), judge.Silence()
         self._timed_out: list[evidence.Frame] = []  # where a collective's own time-out has come first

@@ -273,7 +273,8 @@ def follow(here: PodRanks) -> int:
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, LOOK_EVERY_S)
     code = here.run(number, members)
-    give_up, left = time.monotonic() + here.config.cluster.srun_wait_s, False
+    # The first pod may wait for one that is lost, before it decides.
+    give_up, left = time.monotonic() + here.config.cluster.srun_wait_s + LOOK_EVERY_S + DECISION_S, False
     while (decided := look(folder, "decided")) is None:
         if not left and 0 in left_with(folder):
             give_up, left = time.monotonic() + DECISION_S, True

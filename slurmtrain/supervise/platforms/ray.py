@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from slurmtrain.system.process import end_with_parent
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
+LEFT_ALONE_S = 120.0  # beside srun_wait_s, for nodes to leave once another has
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # has the driver of a job that was submitted to Ray
 
 
@@ -83,14 +85,16 @@ def _run_once(run_dir: RunDir, wants_stop: Callable[[], bool]) -> int:
             log.warning("a node of Ray has failed: %s", str(error).splitlines()[0])
             return 1
         waiting = {node.run.remote(index, count, first): index for index, node in enumerate(nodes)}
-        stopping = False
-        while waiting:
+        stopping, left_alone_at = False, math.inf
+        while waiting and time.monotonic() < left_alone_at:
             for done in ray.wait(list(waiting), timeout=POLL_S)[0]:
                 index = waiting.pop(done)
                 try:
                     codes[index] = ray.get(done)
                 except ray.exceptions.RayActorError as error:
                     log.warning("node %d of Ray has failed: %s", index, str(error).splitlines()[0])
+                # The others leave by themselves, unless they wait for a node that never came to them.
+                left_alone_at = min(left_alone_at, time.monotonic() + config.cluster.srun_wait_s + LEFT_ALONE_S)
             if wants_stop() and not stopping:
                 stopping = True
                 for node in nodes:

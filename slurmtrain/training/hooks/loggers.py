@@ -22,7 +22,8 @@ class ExternalLoggers(TrainingHook):
         self._run_dir, self._config, self._attempt = run_dir, config, attempt
         self._loggers: LoggerThreads | None = None
 
-    def start(self, state: TrainingState) -> None:
+    def before_first_step(self, state: TrainingState) -> None:
+        # The workers of the loader are there: a fork while a thread imports W&B leaves the locks of its imports held.
         self._loggers = LoggerThreads(self._run_dir, self._config, self._attempt, state.hooks.message)
 
     def log(self, step: int, values: Mapping[str, float | str | None]) -> None:
