@@ -151,6 +151,8 @@ def test_sbatch_gets_what_the_config_says(name: str, project: Path, slurm: FakeS
             ["--cpus-per-task=7", "--kill-on-bad-exit=1", "--wait=33", "--distribution=block:block", sys.executable],
             [],
         ),
+        ([], ["--mem=0"], []),
+        (["cluster.srun_args=['--mem-per-cpu=2G']"], ["--mem-per-cpu=2G"], ["--mem=0"]),  # srun takes one of them
         (["cluster.gpus_per_node=0", "cluster.gpu_type=null", "cluster.gpu_memory_gb=null"], [], ["--distribution"]),
         (["cluster.tasks_per_node=1"], [], ["--distribution"]),
         (["+cluster.sbatch.distribution='block:fcyclic'"], [], ["--distribution"]),
