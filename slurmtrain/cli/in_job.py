@@ -12,7 +12,7 @@ import time
 from base64 import b64decode
 from pathlib import Path
 
-from slurmtrain.errors import EXIT_REQUEUE, UsageError
+from slurmtrain.errors import EXIT_REQUEUE, EnvironmentMismatchError, UsageError
 
 
 def supervise(options: argparse.Namespace) -> int:
@@ -56,6 +56,11 @@ def supervise(options: argparse.Namespace) -> int:
 
         if (pod := own_pod()) is not None:
             return supervise_pod(run_dirs[0], pod)
+    if "SLURM_JOB_ID" not in os.environ:
+        raise EnvironmentMismatchError(
+            "this is neither a job of SLURM nor a pod: SLURM_JOB_ID, JOB_COMPLETION_INDEX and PET_NODE_RANK are not set",
+            hint="`submit` and `resume` start runs; pods need a manifest as `render --target` writes it",
+        )
     from slurmtrain.supervise.loop import supervise as supervise_one
     from slurmtrain.supervise.platforms.slurm import SlurmJob
 

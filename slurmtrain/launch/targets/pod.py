@@ -71,6 +71,17 @@ def check(config: Config, run: PodRun, *, placeholders: bool = False) -> None:
             f"{', '.join(pods.volumes) or 'none'}",
             hint=f"+cluster.pods.volumes='{{{run.run_dir.parents[1]}: CLAIM}}', or job.runs_dir below one of them",
         )
+    if taken := sorted({"containers", "volumes"} & pods.spec.keys()):
+        raise ConfigError(
+            f"cluster.pods.spec.{taken[0]} would take the place of the run's own {taken[0]}",
+            hint="cluster.pods.volumes adds volumes; a pod has one container",
+        )
+    if pods.grace_s is not None and pods.grace_s < config.cluster.signal_lead_s:
+        raise ConfigError(
+            f"cluster.pods.grace_s={pods.grace_s} is less than cluster.signal_lead_s={config.cluster.signal_lead_s}, the time "
+            "that a step and a save may take",
+            hint="leave cluster.pods.grace_s out: it follows cluster.signal_lead_s",
+        )
     inherited = [name for name, source in config.secrets.items() if source == ENV]
     inherited += [name for _, text in scalars(to_values(config)) for name in SECRET_REFERENCE.findall(text)]
     missing = next((name for name in inherited if name not in pods.secrets), None)

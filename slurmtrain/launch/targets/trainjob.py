@@ -1,4 +1,4 @@
-"""A TrainJob of Kubeflow's trainer (2.0 or newer), with a runtime of its own: it cannot itself say what a failure means.
+"""A TrainJob of Kubeflow's trainer (2.2 or newer), with a runtime of its own: it cannot itself say what a failure means.
 
 The runtime holds the same JobSet as the target `jobset`. The trainer adds torchrun's variables, PET_*, to the pods.
 """

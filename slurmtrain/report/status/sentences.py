@@ -116,11 +116,16 @@ def _in_pods(record: Record) -> tuple[RunStatus, str, bool]:
     before = f"{last.sentence}; " if last is not None and record.has_begun and last.verdict is not None else ""
     if state == "suspended":
         word = RunStatus.REQUEUED if before else RunStatus.WAITING
-        return word, f"{before}{name} is suspended, as long as Kueue has no room for all of its pods{why}", True
+        return (
+            word,
+            f"{before}{name} is suspended until Kueue admits it (`kubectl get workloads` says why not yet){why}",
+            True,
+        )
     if not at_work:
         return (
             RunStatus.STARTING,
-            f"{before}attempt {number} begins when Kubernetes has started the pods of {name}",
+            f"{before}attempt {number} begins when Kubernetes has started the pods of {name}: "
+            f"`kubectl get pods -l slurmtrain/run={record.run_dir.id}` shows what they wait for",
             True,
         )
     if record.setting_up:

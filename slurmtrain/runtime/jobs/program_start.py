@@ -198,8 +198,10 @@ def rank_variables(
         host, port, of_loggers = _master(environment, published, config.cluster, own, master_port, stop_requested)
         own = checked(of_rank(checked(of_loggers, {}), environment.rank), config.cluster.env)
         variables |= own
-        if "MASTER_ADDR" not in os.environ:
-            variables |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        if (
+            not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+        ):  # an engine tells pods the name of the first, and no port
+            variables |= {"MASTER_ADDR": os.environ.get("MASTER_ADDR", host), "MASTER_PORT": str(port)}
     return variables
 
 

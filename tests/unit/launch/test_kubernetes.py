@@ -134,6 +134,14 @@ REFUSED = {
         "cluster.pods.secrets.TOKEN='wandb' is not a key of a Secret",
     ),
     "a queue that cannot be": ([*NEEDED, "cluster.pods.queue=My_queue"], "is not a name as Kubernetes has them"),
+    "other volumes": (
+        [*NEEDED, "+cluster.pods.spec.volumes=[{name: scratch, emptyDir: {}}]"],
+        "cluster.pods.spec.volumes would take the place of the run's own volumes",
+    ),
+    "too little time": (
+        [*NEEDED, "cluster.signal_lead_s=300", "cluster.pods.grace_s=100"],
+        "cluster.pods.grace_s=100 is less than cluster.signal_lead_s=300",
+    ),
     "a policy that is none": ([*NEEDED, "cluster.pods.pull_policy=Sometimes"], "is not known"),
 }
 
