@@ -223,7 +223,7 @@ def _check(
         return
     from slurmtrain.runtime.preflight.check import run_preflight
 
-    run_preflight(config, distributed, context, stop_requested=lambda: stop_flag.requested)
+    run_preflight(config, distributed, context)
     timeline.mark("preflight")
 
 
