@@ -6,7 +6,6 @@ more than that is named, and not compared. torch is imported for files of other 
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import warnings
@@ -21,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.checkpoint.format.boxes import Box, TensorFacts
 from slurmtrain.checkpoint.format.directory import MANIFEST
-from slurmtrain.checkpoint.format.index_file import read_whole_index
+from slurmtrain.checkpoint.format.headers import Contents, read_contents, read_own_state
 from slurmtrain.checkpoint.format.manifest import read_manifest
-from slurmtrain.checkpoint.format.tensor_index import Box, Index, TensorFacts
 from slurmtrain.checkpoint.store import retention
 
 PIECE_BYTES = 64 * 2**20  # bytes of a tensor that are compared in one go
@@ -143,30 +142,27 @@ def differences(a: Path, b: Path) -> tuple[list[TensorDifference], list[str]]:
 def _parts_of_ours(path: Path) -> dict[str, Callable[[], _Part]]:
     """Return what all ranks share, by the name "", and what each has for itself, by the name of its file."""
     manifest = read_manifest(path)
-    index = read_whole_index(path, manifest)
+    contents = read_contents(path, manifest)
 
     def shared() -> _Part:
-        tensors = _stored(path, index, index.facts, None)
-        return _Part(tensors, dict(_flat(manifest.state)), same_if_equal=(index.tables, index.digests))
+        tensors = _stored(path, contents, contents.facts, None)
+        return _Part(tensors, dict(_flat(manifest.state)), same_if_equal=manifest.files)
 
     def own(file: str) -> _Part:
-        begin, length = index.own_state(file)
-        try:
-            with (path / file).open("rb") as opened:
-                opened.seek(begin)
-                plain = dict(_flat(json.loads(opened.read(length) or b"null")))
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path / file} cannot be read: {error}") from None
-        same = (index.tables[file], index.digests[file])
-        return _Part(_stored(path, index, index.own_facts(file), file), plain, same_if_equal=same)
+        held = contents.files[file]
+        plain = dict(_flat(read_own_state(path / file, held)))
+        tensors = _stored(path, contents, held.own_facts, file)
+        return _Part(tensors, plain, same_if_equal=manifest.files[file])
 
-    return {"": shared, **{file: partial(own, file) for file in index.tables}}
+    return {"": shared, **{file: partial(own, file) for file in contents.files}}
 
 
-def _stored(path: Path, index: Index, facts: Mapping[str, TensorFacts], own_file: str | None) -> dict[str, _Stored]:
+def _stored(
+    path: Path, contents: Contents, facts: Mapping[str, TensorFacts], own_file: str | None
+) -> dict[str, _Stored]:
     def read(name: str, wanted: Box) -> Bits:
         result = np.empty(wanted.size, dtype=f"V{facts[name].itemsize}")
-        for source in index.find({name: wanted}, own_file)[name]:
+        for source in contents.find({name: wanted}, own_file)[name]:
             overlap = wanted.intersection(source.box)
             if overlap is not None:
                 held = _mapped(path / source.file, source.offset, source.box.size, facts[name].itemsize)
@@ -192,7 +188,7 @@ def _of_file(path: Path) -> _Part:
     from slurmtrain.checkpoint.safetensors_files import tensors_of
 
     def facts(shape: tuple[int, ...], dtype: torch.dtype) -> TensorFacts:
-        return TensorFacts(shape, dtype_name(dtype), dtype.itemsize)
+        return TensorFacts(shape, dtype_name(dtype))
 
     def part_of(whole: Bits, box: Box) -> Bits:
         return whole[box.within(Box.whole(whole.shape))]

@@ -22,10 +22,10 @@ from torch import Tensor
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
-from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, check_types, dtype_name, dtype_of
-from slurmtrain.checkpoint.format.index_file import read_whole_index
+from slurmtrain.checkpoint.format.boxes import Box, TensorFacts
+from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, dtype_name, dtype_of
+from slurmtrain.checkpoint.format.headers import Contents, read_contents
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
-from slurmtrain.checkpoint.format.tensor_index import Box, Index, TensorFacts
 from slurmtrain.checkpoint.host_memory import available_memory
 from slurmtrain.checkpoint.restore.reader import bytes_of, read_whole
 from slurmtrain.checkpoint.save.finite import bytes_are_finite
@@ -140,7 +140,7 @@ class OpenCheckpoint:
 
     path: Path
     manifest: Manifest
-    index: Index
+    contents: Contents
     entries: Mapping[str, Entry]
 
     @property
@@ -158,7 +158,7 @@ class OpenCheckpoint:
         """
         not_finite = []
         for batch in self._batches(self.entries if entries is None else entries):
-            found = read_whole(self.path, self.index, self.manifest, batch)
+            found = read_whole(self.path, self.contents, self.manifest, batch)
             for name, entry in batch.items():
                 tensor = found.pop(name)
                 if not bytes_are_finite(bytes_of(tensor), entry.saved):
@@ -176,7 +176,7 @@ class OpenCheckpoint:
 
     def _batches(self, entries: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:
         """Divide entries into batches that are read at once: some blocks of each file, of which few are then read twice."""
-        size = min(BATCH_BYTES, BLOCKS_OF_FILE * BLOCK_BYTES * len(self.index.tables))
+        size = min(BATCH_BYTES, BLOCKS_OF_FILE * BLOCK_BYTES * len(self.contents.files))
         batch: dict[str, Entry] = {}
         held = 0
         for name, entry in entries.items():
@@ -202,9 +202,8 @@ def opened(path: Path, only: str, dtype: str | None) -> Iterator[OpenCheckpoint]
     """
     with retention.reading(path):
         manifest = read_manifest(path)
-        index = read_whole_index(path, manifest)
-        check_types(index.schemas)
-        yield OpenCheckpoint(path, manifest, index, entries_of(path, index.facts, only, dtype))
+        contents = read_contents(path, manifest)
+        yield OpenCheckpoint(path, manifest, contents, entries_of(path, contents.facts, only, dtype))
 
 
 def check_output(out: Path, *, force: bool) -> None:

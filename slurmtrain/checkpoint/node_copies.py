@@ -6,7 +6,7 @@ incarnation of the run. If a node is another one, or anything is damaged, the ne
 restored, as without copies.
 
 To save: every rank writes its file on its node, and rank 0 checks that nothing is missing, as for every checkpoint. Then one
-rank of each node writes index, manifest and COMPLETE; when all have, each node renames its folder; when all have, the copy
+rank of each node writes manifest and COMPLETE; when all have, each node renames its folder; when all have, the copy
 before it is removed. So at any moment one whole copy is on the nodes.
 
 To restore: the newest copy is taken that every node has, all of whose files are there. It has to be of the incarnation
@@ -28,13 +28,12 @@ import torch
 
 from slurmtrain.checkpoint.errors import CheckpointError, NodeFolderError
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.checkpoint.format.index_file import read_index
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
 from slurmtrain.checkpoint.node_folder import MARK, NodeFolder, digest_of, run_folder
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save.destination import CommitResult, Destination
+from slurmtrain.checkpoint.save.destination import Destination
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import check_fence, previous_claim
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
@@ -102,7 +101,6 @@ class NodeCopies:
             for path in committed(self.folder.path) if self.is_leader else ():
                 with suppress(CheckpointError, OSError):  # damaged
                     manifest = read_manifest(path, late_s=0)
-                    read_index(path, manifest)
                     about = {"step": manifest.step, "files": _files_here(path, manifest), "all": list(manifest.files)}
                     found[digest_of(path)] = about | {"mark": read_json(path / MARK)}
             return found
@@ -133,6 +131,10 @@ class NodeCopies:
 
         digest = self._ranks.gather_on_rank_0(holds, choose)
         return self._ranks.all_do(lambda: self.folder.find(digest)) if digest is not None else None
+
+    def held(self, path: Path, manifest: Manifest) -> list[str]:
+        """Return the names of the files of a copy whose headers this rank is to read: on one rank of a node, all of its."""
+        return _files_here(path, manifest) if self.is_leader else []
 
     def fetch(self, path: Path, needed: Collection[str]) -> list[str]:
         """Send files from node to node that ranks need and that their own node does not hold.
@@ -238,28 +240,18 @@ class NodesDestination(Destination):
     def removed_on_failure(self, ranks: RankGroup, temporary: Path) -> AbstractContextManager[None]:
         return commit.removed_on_failure(temporary, on_this_rank=self._copies.is_leader)
 
-    def commit_on_rank_0(
-        self,
-        temporary: Path,
-        index: bytes,
-        manifest_with: Callable[[FileRecord], Manifest],
-        *,
-        check: Callable[[], None],
-    ) -> CommitResult:
-        record = FileRecord(len(index), blocks.root(blocks.digests_of(index)))
-        manifest = manifest_with(record)
-        check()
+    def commit_on_rank_0(self, temporary: Path, manifest: Manifest) -> Any:
         identity = self._identity
         check_fence(identity.directory, identity.incarnation)
         shared = committed(identity.directory)
         durable = shared[-1].name if shared else None
-        return CommitResult(record, manifest.size, [manifest.step, commit.manifest_bytes(manifest), index, durable])
+        return [manifest.step, commit.manifest_bytes(manifest), durable]
 
     def finish(self, ranks: RankGroup, temporary: Path, answer: Any) -> Path:
         """Let all nodes commit together."""
-        step, text, index, durable = answer
+        step, text, durable = answer
         digest, folder = hashlib.sha256(text).hexdigest(), self._copies.folder
-        self._copies.on_nodes(ranks, lambda: folder.describe(step, text, index, durable))
+        self._copies.on_nodes(ranks, lambda: folder.describe(step, text, durable))
         self._copies.on_nodes(ranks, lambda: folder.publish(step))
         self._copies.on_nodes(ranks, lambda: folder.keep_only(digest))  # all nodes have it: the one before it may go
         return folder.find(digest)

@@ -1,6 +1,6 @@
 """The folder of one node that holds the copy of the newest state: private, bounded, and removed when the run has ended.
 
-    <checkpoint.local>/slurmtrain-<uid>/<run>/<node>/checkpoint_0001000/   files, index, copy.json, manifest, COMPLETE
+    <checkpoint.local>/slurmtrain-<uid>/<run>/<node>/checkpoint_0001000/   files, copy.json, manifest, COMPLETE
 
 The name of the node is in the path, because several nodes may see one file system, as those of a sandbox do. Called by
 one rank of each node. Memory that files take in /dev/shm counts against the job's, and nobody gives it back when ranks
@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from slurmtrain.checkpoint.errors import NodeFolderError
-from slurmtrain.checkpoint.format.directory import COMPLETE, INDEX, TEMPORARY_NAME, checkpoint_name, committed, remove
+from slurmtrain.checkpoint.format.directory import COMPLETE, TEMPORARY_NAME, checkpoint_name, committed, remove
 from slurmtrain.checkpoint.format.manifest import write_manifest
 from slurmtrain.checkpoint.host_memory import available_memory
-from slurmtrain.system.files import read_json, write_json, write_synced
+from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.modes import make_own_folder
 from slurmtrain.system.process import ProcessMark
 
@@ -139,10 +139,9 @@ class NodeFolder:
         shutil.rmtree(path, ignore_errors=True)  # a save of this very incarnation that failed
         path.mkdir(mode=0o700)
 
-    def describe(self, step: int, manifest: bytes, index: bytes, durable: str | None) -> None:
+    def describe(self, step: int, manifest: bytes, durable: str | None) -> None:
         """Write what the files of a copy are, and that they are complete; it gets its name by `publish`."""
         path = self.temporary(step)
-        write_synced(path / INDEX, index)
         self.mark(path, durable)
         write_manifest(path, manifest)
 

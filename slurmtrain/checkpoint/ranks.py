@@ -236,6 +236,16 @@ class RankGroup:
             dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.group)
         return int(box.item())
 
+    def sums(self, numbers: Sequence[int]) -> list[int]:
+        """Return the sums of all ranks' numbers, each by its place."""
+        if self.group is None or not numbers:
+            return list(numbers)
+        box = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        with _lost_peers():
+            dist.all_reduce(box, group=self.group)
+        found: list[int] = box.tolist()
+        return found
+
     def all_do(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return each rank's own result, unless it failed on any rank."""
         result: list[T] = []

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES
-from slurmtrain.checkpoint.format.tensor_index import Box
+from slurmtrain.checkpoint.format.headers import read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # the names that transformers gives
-HEADER_BYTES = 100_000_000  # the format's own limit
 PIECE_BYTES = 16 << 20
 DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
@@ -81,14 +81,11 @@ def _files(source: Path) -> list[Path]:
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     try:
-        with os.fdopen(blocks.open_file(file), "rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            length = int.from_bytes(opened.read(8), "little")
-            if not 0 < length <= min(HEADER_BYTES, size - 8):
-                raise ValueError(f"a header of {length} bytes does not fit into its {size}")
-            header = json.loads(opened.read(length))
+        header, size = read_header(file)
         return {
-            name: _stored(file, entry, 8 + length, size) for name, entry in header.items() if name != "__metadata__"
+            name: _stored(file, entry, len(header), size)
+            for name, entry in json.loads(header[8:]).items()
+            if name != "__metadata__"
         }
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None

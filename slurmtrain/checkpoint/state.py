@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.checkpoint.format.boxes import TensorFacts
 from slurmtrain.checkpoint.format.directory import OWN
 from slurmtrain.checkpoint.format.dtypes import dtype_of
-from slurmtrain.checkpoint.format.tensor_index import TensorFacts
 from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
 from slurmtrain.checkpoint.local_tensors import local
 from slurmtrain.checkpoint.module_state import (

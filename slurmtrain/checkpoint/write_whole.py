@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -12,11 +13,10 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import FileRecord
-from slurmtrain.checkpoint.format.directory import INDEX, file_name
+from slurmtrain.checkpoint.format.boxes import Box, TensorFacts
+from slurmtrain.checkpoint.format.directory import file_name
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
-from slurmtrain.checkpoint.format.tensor_index import Box, Index, TensorFacts
 from slurmtrain.checkpoint.save.plan import SavePlan, TensorPiece
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import claim
@@ -52,44 +52,52 @@ def write_checkpoint(
     with commit.removed_on_failure(temporary, on_this_rank=True):
         try:
             name = file_name(0)
-            _write_file(temporary / name, plan, read, progress)
+            header = plan.header(len(OWN_STATE))
+            _write_file(temporary / name, plan, header, read, progress)
             with blocks.threads() as pool:
-                record, digests = blocks.digest_file(temporary / name, pool, sync=True)
-                index = b"".join(
-                    Index(plan.schemas, {name: plan.table(len(OWN_STATE)).pack()}, {name: digests}).chunks()
-                )
-                index_record, _ = blocks.write(temporary / INDEX, memoryview(index), pool)
+                record = blocks.digest_file(temporary / name, pool, sync=True)
         except OSError as error:
             raise CheckpointError(f"{directory} cannot be written: {error.strerror or error}") from None
-        files: dict[str, FileRecord] = {name: record, INDEX: index_record}
-        tensors = {key: {"shape": list(fact.shape), "dtype": fact.dtype} for key, fact in plan.schemas[0].items()}
         manifest = Manifest(
-            FORMAT, "", STEP, order.order, order.label, 1, torch.__version__, files, tensors, {}, created=time.time()
+            format=FORMAT,
+            run_id="",
+            step=STEP,
+            incarnation=order.order,
+            incarnation_label=order.label,
+            world_size=1,
+            torch_version=torch.__version__,
+            files={name: record},
+            headers={name: hashlib.sha256(header).hexdigest()},
+            tensors=plan.facts,
+            state={},
+            created=time.time(),
         )
         return commit.commit(temporary, manifest, order)
 
 
 def _plan(facts: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> SavePlan:
-    schema = {name: TensorFacts(shape, dtype_name(dtype), dtype.itemsize) for name, (shape, dtype) in facts.items()}
+    tensors = {name: TensorFacts(shape, dtype_name(dtype)) for name, (shape, dtype) in facts.items()}
     # An element type's size divides the next larger one's, so all are aligned. What is empty has no piece.
-    names = sorted((name for name, fact in schema.items() if fact.nbytes), key=lambda name: -schema[name].itemsize)
+    names = sorted((name for name, each in tensors.items() if each.nbytes), key=lambda name: -tensors[name].itemsize)
 
     def placed(data_start: int) -> SavePlan:
         pieces, position = [], data_start
         for name in names:
-            box, end = Box.whole(facts[name][0]), position + schema[name].nbytes
+            box, end = Box.whole(facts[name][0]), position + tensors[name].nbytes
             pieces.append(TensorPiece(name, box, (), facts[name][1], position, end))
             position = end
         total = position - data_start
-        return SavePlan((), [schema], 0, pieces, data_start, position, total, frozenset({0}))
+        return SavePlan((), tensors, {}, 0, pieces, data_start, position, total, frozenset({0}))
 
     return placed(placed(0).room_for_header())
 
 
-def _write_file(path: Path, plan: SavePlan, read: Callable[[str], Tensor], progress: Callable[[int], None]) -> None:
+def _write_file(
+    path: Path, plan: SavePlan, header: bytes, read: Callable[[str], Tensor], progress: Callable[[int], None]
+) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, file_mode(path.parent))
     try:
-        blocks.write_all(descriptor, memoryview(plan.header(len(OWN_STATE))), 0)
+        blocks.write_all(descriptor, memoryview(header), 0)
         for piece in plan.pieces:
             tensor = read(piece.name).detach().to("cpu", piece.dtype).contiguous()
             blocks.write_all(descriptor, tensor.reshape(-1).view(torch.uint8).numpy().data, piece.begin)

@@ -227,9 +227,9 @@ def _compare_with_digests(path: Path) -> tuple[int, int, list[str]]:
         with _progress_bar(path.name, manifest.size) as progress:
             damage = blocks.find_damage(path, sorted(manifest.files.items()), mapped=True, progress=progress)
         if not damage:
-            from slurmtrain.checkpoint.format.index_file import find_disagreement  # numpy, which others do not need
+            from slurmtrain.checkpoint.format.headers import find_unsound  # numpy, which others do not need
 
-            damage = find_disagreement(path, manifest)
+            damage = find_unsound(path, manifest)
     return manifest.size, len(manifest.files), damage
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.dcp import METADATA, DcpFolder
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.tensor_index import Box
+from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, tensors_of
 from slurmtrain.checkpoint.safetensors_files import read as read_stored
 from slurmtrain.checkpoint.write_whole import write_checkpoint

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.export import Entry, Exported, Output, in_type, opened
+from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.dtypes import dtype_of
-from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.hf_folder import in_order, write_hf_folder
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
 from slurmtrain.config import known_models

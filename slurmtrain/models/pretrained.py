@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from slurmtrain.checkpoint import module_state
+from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.dtypes import dtype_name
-from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.local_tensors import box_of, local
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
 from slurmtrain.config import known_models

@@ -82,12 +82,12 @@ def lose(*nodes: str) -> Callable[[World], None]:
     return change
 
 
-def flip(file: str, *nodes: str) -> Callable[[World], None]:
+def flip(file: str, *nodes: str, at: int | None = None) -> Callable[[World], None]:
     def change(world: World) -> None:
         for node in nodes:
             path = world.copies(node)[-1] / file
             content = bytearray(path.read_bytes())
-            content[len(content) // 2] ^= 1
+            content[len(content) // 2 if at is None else at] ^= 1
             path.write_bytes(content)
 
     return change
@@ -107,7 +107,7 @@ CASES: dict[str, tuple[Callable[[World], None], int | None, str]] = {
     ),
     "a file is damaged": (flip("rank00001.safetensors", "b"), 1, "its digest differs"),
     "a manifest is damaged": (flip("manifest.json", "a"), 1, "do not all have the same one"),
-    "an index is damaged": (flip("index.bin", "a"), 1, "do not all have the same one"),
+    "a header is damaged": (flip("rank00001.safetensors", "b", at=20), 1, "is not what was written"),
     "a mark is damaged": (flip("copy.json", "a"), 1, "not of what this run goes on from"),
     "the checkpoint under them is taken away": (take_away_the_checkpoint, None, "not of what this run goes on from"),
 }

@@ -115,6 +115,13 @@ def replace_from(name: str, *, step: int = NEWEST, own_run: bool = False) -> Dam
     return replace
 
 
+def change_a_header(random: Random, path: Path, other: Path) -> None:
+    file = random.choice(shards(path))
+    content = bytearray(file.read_bytes())
+    content[random.randrange(8 + int.from_bytes(content[:8], "little"))] ^= 1
+    file.write_bytes(content)
+
+
 def cut_the_manifest(random: Random, path: Path, other: Path) -> None:
     file = path / "manifest.json"
     os.truncate(file, random.randrange(file.stat().st_size))
@@ -130,7 +137,7 @@ def edit_the_manifest(random: Random, path: Path, other: Path) -> None:
     elif kind == 1:
         values["files"].pop(random.choice(sorted(values["files"])))
     elif kind == 2:
-        values["files"][random.choice(sorted(values["files"]))]["sha256"] = "0" * 64
+        values["files"][random.choice(sorted(values["files"]))]["digests"] = "0" * 64
     else:
         values["tensors"][random.choice(sorted(values["tensors"]))]["shape"] = [1]
     file.write_text(json.dumps(values, indent=1))
@@ -153,10 +160,7 @@ KINDS: dict[str, Damage] = {
     "a shard of another step": from_another_step,
     "a shard of another run": from_another_run,
     "all shards of another run": all_shards_from_another_run,
-    "index of another step": replace_from("index.bin", step=OLDER, own_run=True),
-    "index of another run": replace_from("index.bin"),
-    "index deleted": lambda random, path, other: (path / "index.bin").unlink(),
-    "index emptied": lambda random, path, other: os.truncate(path / "index.bin", 0),
+    "a shard's header changed": change_a_header,
     "manifest cut": cut_the_manifest,
     "manifest edited": edit_the_manifest,
     "manifest of another step": replace_from("manifest.json", step=OLDER, own_run=True),

@@ -1,7 +1,7 @@
 """Files as blocks of 16 MiB, each with its SHA-256: written, digested and compared block by block, several at a time.
 
 A digest for every block lets threads and ranks share one file's work, and lets a reader that needs a part of a file
-check that part. A file's own digest is the SHA-256 over the digests of its blocks. The work is done by threads, since
+check that part. The work is done by threads, since
 SHA-256 and file operations release the interpreter's lock. Imports no torch, and knows nothing of checkpoints.
 """
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 BLOCK_BYTES = 16 << 20
 # Read in pieces that stay in the core's own cache until they are digested.
 PIECE_BYTES = 512 << 10
-DIGEST_BYTES = 32
+DIGEST_LETTERS = 64
 MADV_POPULATE_READ = 22
 # One thread digests 1.5 to 2 GB/s (SHA-256 by the processor's own instructions), so this many digest what one rank's share of
 # a node's fast disks or of its network gives. In the background they share the cores with the training.
@@ -43,15 +43,18 @@ NICENESS = 10
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The size and digest of a file as it was written.
+    """The size and digests of a file as it was written.
 
     Attributes:
         size: size in bytes.
-        sha256: in hex, over the SHA-256 digests of the file's blocks.
+        digests: SHA-256 of each of the file's blocks, in hex, one after another.
     """
 
     size: int
-    sha256: str
+    digests: str
+
+    def digest(self, number: int) -> str:
+        return self.digests[number * DIGEST_LETTERS : (number + 1) * DIGEST_LETTERS]
 
 
 def patiently(work: Callable[[], T], path: Path, *, late_s: float = LATE_S) -> T:
@@ -112,53 +115,32 @@ def each(pool: ThreadPoolExecutor, work: Callable[[A], T], items: Iterable[A]) -
         wait(futures)
 
 
-def root(digests: bytes) -> str:
-    """Return the digest of a file from the digests of its blocks, one after another."""
-    return hashlib.sha256(digests).hexdigest()
-
-
-def digests_of(data: bytes) -> bytes:
-    """Return the digests of the blocks of a small file in memory, one after another."""
-    return b"".join(
-        hashlib.sha256(data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]).digest()
-        for number in range(block_count(len(data)))
-    )
-
-
-def digest_at(digests: bytes, number: int) -> bytes:
-    """Return the digest of one block from those of all blocks of its file, one after another."""
-    return digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-
-
 def write(
     path: Path, image: memoryview, pool: ThreadPoolExecutor, *, check: Callable[[], None] = lambda: None
-) -> tuple[FileRecord, bytes]:
+) -> FileRecord:
     """Write `image` to a new file and wait until it is on the disk. An error of any thread is raised.
 
     Args:
         check: called before every block; an error that it raises ends the writing.
-
-    Returns:
-        The file's record, and the digests of its blocks, one after another.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(path.parent))
     past_the_cache = _open_direct(path)
     try:
 
-        def write_block(number: int) -> bytes:
+        def write_block(number: int) -> str:
             check()
             block = image[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
             if past_the_cache is None or len(block) < BLOCK_BYTES or not _write_direct(past_the_cache, block, number):
                 write_all(descriptor, block, number * BLOCK_BYTES)
-            return hashlib.sha256(block).digest()
+            return hashlib.sha256(block).hexdigest()
 
-        digests = b"".join(each(pool, write_block, range(block_count(len(image)))))
+        digests = "".join(each(pool, write_block, range(block_count(len(image)))))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
         if past_the_cache is not None:
             os.close(past_the_cache)
-    return FileRecord(len(image), root(digests)), digests
+    return FileRecord(len(image), digests)
 
 
 def _open_direct(path: Path) -> int | None:
@@ -203,7 +185,7 @@ def read_into(descriptor: int, buffer: memoryview, offset: int) -> None:
         buffer, offset = buffer[count:], offset + count
 
 
-def digest_mapped(descriptor: int, number: int, size: int) -> bytes:
+def digest_mapped(descriptor: int, number: int, size: int) -> str:
     """Return what `digest_block` returns, without a copy from the page cache.
 
     It holds the interpreter's lock while it waits for the disk, so it is for a process that does nothing else.
@@ -214,7 +196,7 @@ def digest_mapped(descriptor: int, number: int, size: int) -> bytes:
             with mmap.mmap(descriptor, end - begin, prot=mmap.PROT_READ, offset=begin) as mapped:
                 # Bytes that cannot be read are an error here, not a SIGBUS later (madvise(2), since Linux 5.14).
                 mapped.madvise(MADV_POPULATE_READ)
-                return hashlib.sha256(mapped).digest()
+                return hashlib.sha256(mapped).hexdigest()
         except (OSError, ValueError):
             pass
     return digest_block(descriptor, number, size)
@@ -229,8 +211,8 @@ def open_file(path: Path) -> int:
     return descriptor
 
 
-def digest_block(descriptor: int, number: int, size: int, into: Sequence[memoryview] | None = None) -> bytes:
-    """Return the SHA-256 of one block of a file of `size` bytes.
+def digest_block(descriptor: int, number: int, size: int, into: Sequence[memoryview] | None = None) -> str:
+    """Return the SHA-256, in hex, of one block of a file of `size` bytes.
 
     Args:
         into: buffers that the block's bytes are read into, one after another; together as long as the block.
@@ -242,7 +224,7 @@ def digest_block(descriptor: int, number: int, size: int, into: Sequence[memoryv
         read_into(descriptor, piece, offset)
         checksum.update(piece)
         offset += len(piece)
-    return checksum.digest()
+    return checksum.hexdigest()
 
 
 def _pieces(length: int, into: Sequence[memoryview] | None) -> Iterator[memoryview]:
@@ -266,16 +248,15 @@ def _scratch() -> memoryview:
     return buffer
 
 
-def digest_file(path: Path, pool: ThreadPoolExecutor, *, sync: bool = False) -> tuple[FileRecord, bytes]:
-    """Return record and block digests of an existing file; with `sync`, after it has reached the disk."""
+def digest_file(path: Path, pool: ThreadPoolExecutor, *, sync: bool = False) -> FileRecord:
+    """Return the record of an existing file; with `sync`, after it has reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if sync:
             os.fsync(descriptor)
         size = os.fstat(descriptor).st_size
         numbers = range(block_count(size))
-        digests = b"".join(each(pool, lambda number: digest_block(descriptor, number, size), numbers))
-        return FileRecord(size, root(digests)), digests
+        return FileRecord(size, "".join(each(pool, lambda number: digest_block(descriptor, number, size), numbers)))
     finally:
         os.close(descriptor)
 
@@ -343,7 +324,7 @@ def digest_patiently(
     into: Sequence[memoryview] | None = None,
     *,
     mapped: bool = False,
-) -> bytes:
+) -> str:
     """Return what `digest_block` returns, also after a failure of the storage that passes.
 
     It is asked again through a new descriptor: one that a server has forgotten stays stale.
@@ -353,7 +334,7 @@ def digest_patiently(
         OSError, UnreadableError: see `patiently`.
     """
 
-    def read_anew() -> bytes:
+    def read_anew() -> str:
         descriptor = open_file(path)
         try:
             return digest_block(descriptor, number, size, into)
@@ -368,13 +349,9 @@ def digest_patiently(
 
 def cannot_be_read(name: str, error: OSError) -> str:
     """Return a sentence for a file that is damaged. Raise `error` itself if it says nothing about the file."""
-    return f"{name} cannot be read: {_reason(error)}"
-
-
-def _reason(error: OSError) -> str:
     if patience.is_of_this_process(error):
         raise error
-    return error.strerror or str(error)
+    return f"{name} cannot be read: {error.strerror or error}"
 
 
 def _compare(
@@ -401,32 +378,30 @@ def _compare(
             if from_disk:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
-        def digest(block: tuple[str, int, int, int]) -> bytes | str:
-            name, descriptor, number, size = block
+        def compare(block: tuple[str, FileRecord, int, int]) -> str | None:
+            """Return what is wrong with a block."""
+            name, expected, descriptor, number = block
             check()
             try:
-                found = digest_patiently(directory / name, descriptor, number, size, mapped=mapped)
+                found = digest_patiently(directory / name, descriptor, number, expected.size, mapped=mapped)
             except OSError as error:
-                return _reason(error)
+                return cannot_be_read(name, error)
             except EOFError as error:
-                return str(error)
-            progress(min(BLOCK_BYTES, size - number * BLOCK_BYTES))
-            return found
+                return f"{name} cannot be read: {error}"
+            progress(min(BLOCK_BYTES, expected.size - number * BLOCK_BYTES))
+            return None if found == expected.digest(number) else f"{name} is not what was written: its digest differs"
 
         # All blocks of all files at once: one large file must not be one thread's work.
         work = [
-            (name, descriptor, number, expected.size)
+            (name, expected, descriptor, number)
             for name, expected, descriptor in opened
             for number in range(block_count(expected.size))
         ]
-        answers = iter(each(pool, digest, work))
-        for name, expected, _ in opened:
-            found = [next(answers) for _ in range(block_count(expected.size))]
-            failures = [answer for answer in found if isinstance(answer, str)]
-            if failures:
-                damage.append(f"{name} cannot be read: {failures[0]}")
-            elif root(b"".join(answer for answer in found if isinstance(answer, bytes))) != expected.sha256:
-                damage.append(f"{name} is not what was written: its digest differs")
+        found: dict[str, str] = {}  # the first of each file
+        for (name, *_), wrong in zip(work, each(pool, compare, work), strict=True):
+            if wrong is not None:
+                found.setdefault(name, wrong)
+        damage += found.values()
     finally:
         for _, _, descriptor in opened:
             os.close(descriptor)

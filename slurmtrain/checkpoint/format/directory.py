@@ -10,9 +10,9 @@ from pathlib import Path
 
 from slurmtrain.system.files import fsync_directory
 
-MANIFEST, COMPLETE, INDEX = "manifest.json", "COMPLETE", "index.bin"
+MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 OWN = "own/"  # begins the names of what each rank has for itself
-OWN_STATE = "own.json"
+OWN_STATE = "own/"
 FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
 TEMPORARY_NAME = re.compile(r"checkpoint_\d{7,}(?:\.\d+)?\.(?:tmp|removed)-(\d+)")
 

@@ -1,15 +1,12 @@
-"""The names of element types, in an index and in safetensors files."""
+"""The names of element types, in a manifest and in safetensors files."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.tensor_index import TensorSchema
 
-# https://github.com/huggingface/safetensors#format. What it has no name for is stored as bytes; index.bin has the real type.
+# https://github.com/huggingface/safetensors#format. What it has no name for is stored as bytes; the manifest has the real type.
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -44,11 +41,3 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or name.startswith("q"):  # quantised tensors have no plain bytes
         raise CheckpointError(f"dtype {name!r} is unknown to torch {torch.__version__}")
     return dtype
-
-
-def check_types(schemas: Sequence[TensorSchema]) -> None:
-    """Raise CheckpointError if a tensor's element type is unknown, or has another size here."""
-    for schema in schemas:
-        for name, fact in schema.items():
-            if dtype_of(fact.dtype).itemsize != fact.itemsize:
-                raise CheckpointError(f"{name} is {fact.dtype} with {fact.itemsize} bytes an element")

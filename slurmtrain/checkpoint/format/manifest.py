@@ -15,11 +15,12 @@ from typing import Any
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
+from slurmtrain.checkpoint.format.boxes import TensorFacts
 from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, step_of
 from slurmtrain.system.files import write_synced
 from slurmtrain.system.patience import LATE_S
 
-FORMAT = 2
+FORMAT = 3
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
@@ -37,8 +38,9 @@ class Manifest:
         incarnation, incarnation_label: the incarnation of the run that has saved it; see `store.fencing`.
         world_size: number of ranks that have saved it.
         torch_version: of those ranks.
-        files: record of every file except manifest.json and COMPLETE.
-        tensors: global shape and dtype by name.
+        files: record of the file of every rank.
+        headers: SHA-256, in hex, of the header of every file, with its length in front.
+        tensors: global shape and dtype by name, of the tensors that ranks share.
         state: everything that is not a tensor and the same on all ranks.
         config: config values of the run, so that later changes can be found.
         metrics: metrics of this step, as they were passed to `save`.
@@ -53,7 +55,8 @@ class Manifest:
     world_size: int
     torch_version: str
     files: Mapping[str, FileRecord]
-    tensors: Mapping[str, Mapping[str, Any]]
+    headers: Mapping[str, str]
+    tensors: Mapping[str, TensorFacts]
     state: Mapping[str, Any]
     config: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -129,7 +132,8 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
                 hint="read it with the version of slurmtrain that wrote it",
             )
         files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
-        manifest = Manifest(files=files, **values)
+        tensors = {name: TensorFacts.parse(name, value) for name, value in values.pop("tensors").items()}
+        manifest = Manifest(files=files, tensors=tensors, **values)
         _check_types(manifest)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: manifest.json cannot be read: {error}") from None
@@ -142,7 +146,7 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Raise TypeError if a field has a wrong type.
+    """Raise TypeError or ValueError if a field has a wrong type, or cannot be so.
 
     Digests show that the file is as it was written, not that this program wrote it.
     """
@@ -153,7 +157,7 @@ def _check_types(manifest: Manifest) -> None:
         "incarnation_label": str,
         "world_size": int,
         "torch_version": str,
-        "tensors": dict,
+        "headers": dict,
         "state": dict,
         "config": dict,
         "metrics": dict,
@@ -162,5 +166,8 @@ def _check_types(manifest: Manifest) -> None:
         if type(value) is not kind or (type(value) is int and value < 0):
             raise TypeError(f"{name} is {str(value)[:50]!r}")
     for name, record in manifest.files.items():
-        if type(record.size) is not int or record.size < 0 or type(record.sha256) is not str:
-            raise TypeError(f"{name[:100]!r} has size {str(record.size)[:50]} and digest {str(record.sha256)[:50]}")
+        if type(record.size) is not int or record.size < 0 or type(record.digests) is not str:
+            raise TypeError(f"{name[:100]!r} has size {str(record.size)[:50]} and digest {str(record.digests)[:50]}")
+    for name, facts in manifest.tensors.items():
+        if facts.nbytes > manifest.size:
+            raise ValueError(f"{name[:100]} is larger than the checkpoint")

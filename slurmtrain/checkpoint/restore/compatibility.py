@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointMismatchError
+from slurmtrain.checkpoint.format.boxes import TensorFacts
 from slurmtrain.checkpoint.format.dtypes import dtype_name
-from slurmtrain.checkpoint.format.tensor_index import TensorFacts
 from slurmtrain.choices import DECODERS, Allow
 from slurmtrain.errors import UsageError, nearest
 

@@ -25,11 +25,11 @@ from torch import Tensor
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
+from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.directory import file_name
-from slurmtrain.checkpoint.format.dtypes import check_types, dtype_of
-from slurmtrain.checkpoint.format.index_file import read_index
+from slurmtrain.checkpoint.format.dtypes import dtype_of
+from slurmtrain.checkpoint.format.headers import BoxLocation, Contents, read_contents
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
-from slurmtrain.checkpoint.format.tensor_index import Box, BoxLocation, Index
 from slurmtrain.checkpoint.local_tensors import box_of, local
 from slurmtrain.checkpoint.plain_values import parse
 from slurmtrain.checkpoint.ranks import RankGroup
@@ -171,9 +171,8 @@ class Files:
         self._in_place: set[tuple[str, str, int]] = set()
         for span, memory in sorted(straight, key=lambda entry: entry[0].begin):
             parts = self._straight.setdefault(span.file, [])
-            if not parts or parts[-1].end <= span.begin:  # a forged index may give the same bytes to two tensors
-                parts.append(ByteRange(span.begin, span.end, memory))
-                self._in_place.add((span.name, span.file, span.begin))
+            parts.append(ByteRange(span.begin, span.end, memory))
+            self._in_place.add((span.name, span.file, span.begin))
         self._held: dict[tuple[str, int], list[ByteRange]] = {}
 
     def close(self) -> None:
@@ -215,7 +214,7 @@ class Files:
             parts.append(ByteRange(position, stop, None))
         return parts
 
-    def verify(self, share: Blocks, digests: Mapping[str, bytes], into: memoryview | None) -> list[str]:
+    def verify(self, share: Blocks, into: memoryview | None) -> list[str]:
         """Digest blocks, and if `into` is given, keep them: in their final memory if they have one, else there.
 
         Returns:
@@ -224,7 +223,7 @@ class Files:
         damage: dict[str, str] = {}
         position = 0
         for files in _batches(list(share)):
-            position = self._verify(files, share, digests, into, position, damage)
+            position = self._verify(files, share, into, position, damage)
             self.close()
         return [damage[file] for file in sorted(damage)]
 
@@ -232,7 +231,6 @@ class Files:
         self,
         files: Sequence[str],
         share: Blocks,
-        digests: Mapping[str, bytes],
         into: memoryview | None,
         position: int,
         damage: dict[str, str],
@@ -256,11 +254,11 @@ class Files:
 
         def check(block: tuple[str, int, int, list[ByteRange]]) -> None:
             file, descriptor, number, parts = block
-            expected = blocks.digest_at(digests[file], number)
+            record = self._records[file]
             targets = [part.target for part in parts if part.target is not None] if into is not None else None
             try:
-                path, size = self._path / file, self._records[file].size
-                if blocks.digest_patiently(path, descriptor, number, size, targets) != expected:
+                found = blocks.digest_patiently(self._path / file, descriptor, number, record.size, targets)
+                if found != record.digest(number):
                     damage[file] = f"{file} is not what was written: its digest differs"
             except OSError as error:
                 damage[file] = blocks.cannot_be_read(file, error)
@@ -386,7 +384,7 @@ def sampled(share: Blocks, records: Mapping[str, FileRecord]) -> Blocks:
 
 def read_tensors(
     path: Path,
-    index: Index,
+    contents: Contents,
     records: Mapping[str, FileRecord],
     targets: Mapping[str, Tensor],
     own_file: str | None,
@@ -416,18 +414,18 @@ def read_tensors(
 
     def plan() -> list[Span]:
         wanted = {name: box_of(name, tensor) for name, tensor in targets.items()}
-        facts = {**index.facts, **(index.own_facts(own_file) if own_file is not None else {})}
+        facts = {**contents.facts, **(contents.files[own_file].own_facts if own_file is not None else {})}
         return [
             span
-            for name, found in index.find(wanted, own_file).items()
+            for name, found in contents.find(wanted, own_file).items()
             for span in spans_of(name, wanted[name], dtype_of(facts[name].dtype), found)
         ]
 
     spans = ranks.all_do(plan)
     ranges = [(span.file, span.begin, span.end) for span in spans]
-    own_begin, own_bytes = index.own_state(own_file) if own_file is not None else (0, 0)
+    own_begin, own_end = contents.files[own_file].own_state if own_file is not None else (0, 0)
     if own_file is not None:
-        ranges.append((own_file, own_begin, own_begin + own_bytes))
+        ranges.append((own_file, own_begin, own_end))
 
     damage = fetch({file for file, _, _ in ranges}) if fetch is not None else []
     if damage:
@@ -448,9 +446,9 @@ def read_tensors(
 
         def verify() -> list[str]:
             if mode == Verify.FULL:
-                found: list[str] = files.verify(share, index.digests, buffer(files.buffer_bytes(share)))
+                found: list[str] = files.verify(share, buffer(files.buffer_bytes(share)))
             else:
-                found = files.verify(sampled(share, records), index.digests, None)
+                found = files.verify(sampled(share, records), None)
             return found
 
         damage = sorted({sentence for found in ranks.gather(verify) for sentence in found})
@@ -460,8 +458,8 @@ def read_tensors(
         def read_own() -> Any:
             if own_file is None:
                 return {}
-            own = bytearray(own_bytes)
-            files.read(own_file, own_begin, own_begin + own_bytes, memoryview(own))
+            own = bytearray(own_end - own_begin)
+            files.read(own_file, own_begin, own_end, memoryview(own))
             return parse(bytes(own))
 
         # The first thing that can still fail comes before the first tensor is touched.
@@ -471,7 +469,7 @@ def read_tensors(
 
 
 def read_whole(
-    path: Path, index: Index, manifest: Manifest, names: Iterable[str], own_file: str | None = None
+    path: Path, contents: Contents, manifest: Manifest, names: Iterable[str], own_file: str | None = None
 ) -> dict[str, Tensor]:
     """Return tensors of a checkpoint, whole, in the memory of one process.
 
@@ -481,12 +479,12 @@ def read_whole(
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    facts = index.facts if own_file is None else index.own_facts(own_file)
+    facts = contents.facts if own_file is None else contents.files[own_file].own_facts
     tensors = {name: torch.empty(facts[name].shape, dtype=dtype_of(facts[name].dtype), device="cpu") for name in names}
     alone = RankGroup(None)
     damage, _ = read_tensors(
         path,
-        index,
+        contents,
         manifest.files,
         tensors,
         own_file,
@@ -511,7 +509,7 @@ def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
         CheckpointError: the checkpoint is damaged.
     """
     manifest = read_manifest(path)
-    index = read_index(path, manifest)
-    check_types(index.schemas)
+    contents = read_contents(path, manifest)
     own_file = file_name(own_of) if own_of is not None else None
-    return read_whole(path, index, manifest, index.facts if own_file is None else index.own_facts(own_file), own_file)
+    names = contents.facts if own_file is None else contents.files[own_file].own
+    return read_whole(path, contents, manifest, names, own_file)

@@ -22,7 +22,6 @@ from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import (
-    INDEX,
     committed,
     damaged,
     file_name,
@@ -30,15 +29,12 @@ from slurmtrain.checkpoint.format.directory import (
     set_aside,
     step_of,
 )
-from slurmtrain.checkpoint.format.dtypes import check_types
-from slurmtrain.checkpoint.format.index_file import damage_of, read_index, read_whole_index
+from slurmtrain.checkpoint.format.headers import Contents, FileContents, HeaderReader, damage_of
 from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest, read_manifest_bytes
-from slurmtrain.checkpoint.format.tensor_index import Index
 from slurmtrain.checkpoint.ranks import RankGroups
 from slurmtrain.checkpoint.restore import compatibility
 from slurmtrain.checkpoint.restore.reader import read_tensors
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.checkpoint.store.fencing import wait_until_visible
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.system.patience import refresh
 
@@ -148,7 +144,9 @@ class Restorer:
             return None
         manifest = self._ranks.all_do(lambda: read_manifest(path))
         try:
-            damage = self._load(path, manifest, request, fetch=partial(copies.fetch, path))
+            damage = self._load(
+                path, manifest, request, headers=lambda: copies.held(path, manifest), fetch=partial(copies.fetch, path)
+            )
         finally:
             copies.end_restoring()
         if damage:
@@ -189,11 +187,11 @@ class Restorer:
         return _restored(path, manifest, request, set_aside=tuple(set_aside))
 
     def _choose(self, asked_for: Path | None, at_most: int | None) -> list[Any] | None:
-        """Choose, on rank 0, the checkpoint to read, and look at everything but its contents.
+        """Choose, on rank 0, the checkpoint to read, and look at everything but the contents of its files.
 
         Returns:
-            Its path; what is wrong with its manifest, its index or the sizes of its files, one sentence each; the bytes of
-                its manifest.json, and their digest by COMPLETE. None: there is none.
+            Its path; what is wrong with its manifest or the sizes of its files, one sentence each; the bytes of its
+                manifest.json, and their digest by COMPLETE. None: there is none.
         """
         if asked_for is not None:
             path = asked_for
@@ -217,7 +215,7 @@ class Restorer:
         texts, damage = (b"", ""), []
         try:
             texts = read_manifest_bytes(path)
-            read_whole_index(path, parse_manifest(path, *texts))
+            damage = blocks.find_damage(path, parse_manifest(path, *texts).files.items(), contents=False)
         except (CheckpointMismatchError, UnreadableError):
             raise
         except CheckpointError as error:
@@ -254,30 +252,40 @@ class Restorer:
         manifest: Manifest,
         request: RestoreRequest,
         *,
+        headers: Callable[[], list[str]] | None = None,
         fetch: Callable[[Collection[str]], list[str]] | None = None,
     ) -> list[str]:
         """Fill the objects, unless the checkpoint is damaged: then return what is wrong, and touch nothing.
 
         Args:
+            headers: returns the files whose headers this rank is to read; None: all ranks share them out.
             fetch: see `read_tensors`.
         """
         if request.path is None:
             hint = f"move it away, or start from it on purpose: checkpoint.restore_from={path}"
             self._identity.check_run(path, manifest, hint=hint)
-        index = self._ranks.all_do(lambda: self._read_index(path, manifest))
+        found = self._ranks.gather(lambda: self._read_headers(path, manifest, headers))
+        if damage := sorted({each["damage"] for each in found if "damage" in each}):
+            return damage
+        files = {name: held for each in found for name, held in each["files"].items()}
+        contents = Contents(manifest.tensors, {name: FileContents.from_json(files[name]) for name in sorted(files)})
+        try:
+            contents.check_whole(path)
+        except CheckpointError as error:
+            return [damage_of(path, error)]
         own_file: str | None = file_name(self._ranks.rank)
-        if own_file not in index.tables or request.as_start:
+        if own_file not in contents.files or request.as_start:
             own_file = None
         wanted = self._ranks.all_do(lambda: compatibility.names_of(request.objects))
         on_any_rank = wanted
-        if self._ranks.maximum(int(bool(compatibility.of_modules(request.objects, index.facts) - wanted))):
+        if self._ranks.maximum(int(bool(compatibility.of_modules(request.objects, contents.facts) - wanted))):
             on_any_rank = set().union(*self._ranks.gather(lambda: sorted(wanted)))
         targets = self._ranks.all_do(
-            lambda: self._find_targets(path, manifest, index, own_file, request, wanted, on_any_rank)
+            lambda: self._find_targets(path, manifest, contents, own_file, request, wanted, on_any_rank)
         )
         damage, own_plain = read_tensors(
             path,
-            index,
+            contents,
             manifest.files,
             targets,
             own_file,
@@ -299,18 +307,22 @@ class Restorer:
         self._ranks.all_do(load)
         return []
 
-    def _read_index(self, path: Path, manifest: Manifest) -> Index:
-        if self._ranks.rank != 0:
-            wait_until_visible(path / INDEX)
-        index = read_index(path, manifest)
-        check_types(index.schemas)
-        return index
+    def _read_headers(self, path: Path, manifest: Manifest, headers: Callable[[], list[str]] | None) -> dict[str, Any]:
+        """Return what is in this rank's share of the files, or what is wrong with one of them, as values to send."""
+        names = sorted(manifest.files)[self._ranks.rank :: self._ranks.size] if headers is None else headers()
+        try:
+            files = HeaderReader(path, manifest).read(names)
+        except UnreadableError:
+            raise
+        except CheckpointError as error:
+            return {"damage": damage_of(path, error)}
+        return {"files": {name: held.to_json() for name, held in files.items()}}
 
     def _find_targets(
         self,
         path: Path,
         manifest: Manifest,
-        index: Index,
+        contents: Contents,
         own_file: str | None,
         request: RestoreRequest,
         wanted: Collection[str],
@@ -330,12 +342,12 @@ class Restorer:
             )
         asked_for = request.path is not None
         compatibility.check_config(path, saved_config, config, allow, changed=self._changed, asked_for=asked_for)
-        facts = index.facts
+        facts = contents.facts
         alone = compatibility.check_names(path, objects, wanted, on_any_rank, facts, manifest.state, allow)
         useful = {name: fact for name, fact in facts.items() if name not in alone}
         targets = compatibility.check_tensors(path, objects, state.templates(objects, useful), facts, allow)
         if own_file is not None:
-            own_facts = index.own_facts(own_file)
+            own_facts = contents.files[own_file].own_facts
             names = compatibility.names_of(own_objects)
             compatibility.check_names(path, own_objects, names, names, own_facts, None, allow)
             own_templates = state.templates(own_objects, own_facts)

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import FileRecord
-from slurmtrain.checkpoint.format.directory import INDEX
 from slurmtrain.checkpoint.format.manifest import Manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
-
-
-class CommitResult(NamedTuple):
-    """What rank 0 has committed, or has prepared for all ranks to commit.
-
-    Attributes:
-        index_record: record of index.bin.
-        size: bytes of the checkpoint.
-        answer: what the other ranks are told, and `finish` gets: values that ranks can send.
-    """
-
-    index_record: FileRecord
-    size: int
-    answer: Any
 
 
 class Destination:
@@ -57,27 +39,13 @@ class Destination:
         """Remove what was written if it is not committed."""
         return commit.removed_on_failure(temporary, on_this_rank=ranks.rank == 0)
 
-    def commit_on_rank_0(
-        self,
-        temporary: Path,
-        index: bytes,
-        manifest_with: Callable[[FileRecord], Manifest],
-        *,
-        check: Callable[[], None],
-    ) -> CommitResult:
-        """Commit what all ranks have handed in; called by rank 0 alone.
+    def commit_on_rank_0(self, temporary: Path, manifest: Manifest) -> Any:
+        """Commit what all ranks have handed in, or prepare it for all ranks to commit; called by rank 0 alone.
 
-        Args:
-            index: contents of index.bin.
-            manifest_with: returns the manifest, given the record of index.bin.
-            check: called before the commit; an error that it raises ends the save.
+        Returns:
+            What the other ranks are told, and `finish` gets: values that ranks can send.
         """
-        with blocks.threads(background=True) as pool:
-            record, _ = blocks.write(temporary / INDEX, memoryview(index), pool)
-        manifest = manifest_with(record)
-        check()
-        final = commit.commit(temporary, manifest, self._identity.incarnation)
-        return CommitResult(record, manifest.size, str(final))
+        return str(commit.commit(temporary, manifest, self._identity.incarnation))
 
     def finish(self, ranks: RankGroup, temporary: Path, answer: Any) -> Path:
         """Do what is left for all ranks, after `commit_on_rank_0` has given this `answer`, and return the final path."""

@@ -5,6 +5,7 @@ Every step can fail on any rank, and then fails on all: nothing is committed, an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -21,10 +22,8 @@ from slurmtrain.checkpoint import optimizer_state
 from slurmtrain.checkpoint.errors import CheckpointError, DiscardedError, NonFiniteError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
-from slurmtrain.checkpoint.format.coverage import check_coverage
-from slurmtrain.checkpoint.format.directory import INDEX, file_name, set_aside
+from slurmtrain.checkpoint.format.directory import file_name, set_aside
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
-from slurmtrain.checkpoint.format.tensor_index import Index
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save.destination import Destination
 from slurmtrain.checkpoint.save.fingerprints import PLAIN, TENSORS, Differing, digests_of, find_differing, group_key
@@ -214,7 +213,7 @@ class SaveJob:
         try:
             with blocks.threads(background=True) as pool:
                 self._check_finite(self.image, pool)
-                record, digests = blocks.write(temporary / name, self.image.data, pool, check=self._check_discarded)
+                record = blocks.write(temporary / name, self.image.data, pool, check=self._check_discarded)
         except FileNotFoundError:
             # A newer incarnation removes what older ones were writing.
             check_fence(self.identity.directory, self.identity.incarnation)
@@ -223,9 +222,8 @@ class SaveJob:
         fsync_directory(temporary)
         return {
             "name": name,
-            "record": [record.size, record.sha256],
-            "digests": digests,
-            "table": self.plan.table(self.image.own_bytes).pack(),
+            "record": [record.size, record.digests],
+            "header": hashlib.sha256(self.image.data[: self.plan.data_start]).hexdigest(),
             "plain": dict(self.plain) if self.ranks.rank in self.plan.group_leaders else None,
         }
 
@@ -251,39 +249,25 @@ class SaveJob:
         Returns:
             `size` of the checkpoint, and what its destination has `committed`.
         """
-        index = Index(
-            self.plan.schemas,
-            {part["name"]: part["table"] for part in parts},
-            {part["name"]: part["digests"] for part in parts},
-        )
-        try:
-            facts = check_coverage(self.plan.schemas, index.tables.values())
-        except CheckpointError as error:
-            raise CheckpointError(f"{temporary.name}: {error.message}", hint=error.hint) from None
         plain = [part["plain"] for part in parts if part["plain"] is not None]
-
-        def manifest_with(index_record: FileRecord) -> Manifest:
-            return Manifest(
-                format=FORMAT,
-                run_id=self.identity.run_id,
-                step=self.step,
-                incarnation=self.identity.incarnation.order,
-                incarnation_label=self.identity.incarnation.label,
-                world_size=self.ranks.size,
-                torch_version=torch.__version__,
-                files={**{part["name"]: FileRecord(*part["record"]) for part in parts}, INDEX: index_record},
-                tensors={name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in facts.items()},
-                state=optimizer_state.merge_plain(plain, self.optimizers),
-                config=self.identity.config,
-                metrics=self.metrics,
-                created=time.time(),
-            )
-
-        committed = destination.commit_on_rank_0(
-            temporary, b"".join(index.chunks()), manifest_with, check=self._check_discarded
+        manifest = Manifest(
+            format=FORMAT,
+            run_id=self.identity.run_id,
+            step=self.step,
+            incarnation=self.identity.incarnation.order,
+            incarnation_label=self.identity.incarnation.label,
+            world_size=self.ranks.size,
+            torch_version=torch.__version__,
+            files={part["name"]: FileRecord(*part["record"]) for part in parts},
+            headers={part["name"]: part["header"] for part in parts},
+            tensors=self.plan.facts,
+            state=optimizer_state.merge_plain(plain, self.optimizers),
+            config=self.identity.config,
+            metrics=self.metrics,
+            created=time.time(),
         )
-        self._written.append((INDEX, committed.index_record))
-        return {"size": committed.size, "committed": committed.answer}
+        self._check_discarded()
+        return {"size": manifest.size, "committed": destination.commit_on_rank_0(temporary, manifest)}
 
     def _check_discarded(self) -> None:
         if self.discard.is_set():

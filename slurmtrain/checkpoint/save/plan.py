@@ -2,8 +2,8 @@
 
 The ranks agree on it once, and again only when a tensor was added, removed or sharded differently.
 
-Every rank describes its tensors in a schema. Ranks that hold the same box of a tensor (data parallel replicas) split it
-among themselves, so each writes, and copies, its part only. Which ranks these are follows from the schemas and from
+Every rank describes its tensors. Ranks that hold the same box of a tensor (data parallel replicas) split it
+among themselves, so each writes, and copies, its part only. Which ranks these are follows from the descriptions and from
 the meshes of DTensors alone: nothing else is sent, and all ranks come to the same plan.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,10 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.checkpoint.format.boxes import DTYPE_BYTES, Box, TensorFacts, piece_name, share
 from slurmtrain.checkpoint.format.directory import OWN, OWN_STATE
 from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, dtype_name
-from slurmtrain.checkpoint.format.tensor_index import (
-    Box,
-    FileTable,
-    TensorFacts,
-    TensorSchema,
-    piece_name,
-    share,
-    table_of,
-)
+from slurmtrain.checkpoint.format.headers import OWN_TENSORS
 from slurmtrain.checkpoint.local_tensors import box_of, is_dtensor
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save.fingerprints import BUFFERS, TENSORS, group_key
@@ -85,19 +78,21 @@ class SavePlan:
 
     Attributes:
         signature: identifies this rank's tensors; the plan is valid as long as no rank's signature changes.
-        schemas: the distinct ones among all ranks, in the same order on all.
-        number: number of this rank's schema.
+        facts: all tensors that ranks share, in the same order on all.
+        own_facts: the tensors that this rank has for itself.
+        number: number of this rank's description among the distinct ones; ranks that hold the same tensors share one.
         pieces: in the order of the file, larger element types first, so that each is aligned.
         data_start: first byte after the header: whole pages.
         data_end: last byte of the tensors; the rank's own JSON follows.
         total_bytes: bytes of all ranks' tensors.
-        group_leaders: the lowest rank of each group of ranks that have the same schema; it alone hands in their state
-            that is no tensor.
+        group_leaders: the lowest rank of each group of ranks that have the same description; it alone hands in their
+            state that is no tensor.
         compared: tensors that other ranks hold, too, and that are compared with theirs: by name, key and size of the group.
     """
 
     signature: tuple[Any, ...]
-    schemas: Sequence[TensorSchema]
+    facts: Mapping[str, TensorFacts]
+    own_facts: Mapping[str, TensorFacts]
     number: int
     pieces: Sequence[TensorPiece]
     data_start: int
@@ -105,15 +100,6 @@ class SavePlan:
     total_bytes: int
     group_leaders: frozenset[int]
     compared: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-
-    def table(self, own_bytes: int) -> FileTable:
-        return table_of(
-            [(piece.name, piece.box) for piece in self.pieces],
-            self.schemas[self.number],
-            number=self.number,
-            data_start=self.data_start,
-            own_bytes=own_bytes,
-        )
 
     def header(self, own_bytes: int) -> bytes:
         """Return the beginning of the file: that of the safetensors format, so that other programs can read it, too."""
@@ -127,11 +113,12 @@ class SavePlan:
         return -(-(8 + longest) // PAGE_BYTES) * PAGE_BYTES
 
     def _entries(self, own_bytes: int) -> bytes:
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        own = {name: asdict(facts) for name, facts in self.own_facts.items()}
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt", OWN_TENSORS: json.dumps(own)}}
         for piece in self.pieces:
             known = SAFETENSORS_NAMES.get(piece.dtype)
-            name = piece_name(piece.name, piece.box, self.schemas[self.number][piece.name].shape)
-            entries[name] = {
+            facts = self.own_facts[piece.name] if piece.name in self.own_facts else self.facts[piece.name]
+            entries[piece_name(piece.name, piece.box, facts.shape)] = {
                 "dtype": known or "U8",
                 "shape": list(piece.box.size) if known else [piece.end - piece.begin],
                 "data_offsets": [piece.begin - self.data_start, piece.end - self.data_start],
@@ -190,9 +177,29 @@ def make_plan(
     texts = [ranks.broadcast(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
     described = list(zip(texts, members.values(), strict=True))
-    return ranks.all_do(
+    plan = ranks.all_do(
         lambda: _make(tensors, number, described, ranks, signature, of_first(), not_compared(), lowest_writes)
     )
+    written = dict.fromkeys(plan.facts, 0)
+    for piece in plan.pieces:
+        if piece.name in written:
+            written[piece.name] += piece.box.numel
+    check_coverage(plan.facts, ranks.sums([*written.values()]))
+    return plan
+
+
+def check_coverage(facts: Mapping[str, TensorFacts], written: Sequence[int]) -> None:
+    """Check that all ranks together write as many elements of every tensor as it has.
+
+    Raises:
+        CheckpointError: they do not; the message names a tensor.
+    """
+    whole = [Box.whole(each.shape).numel for each in facts.values()]
+    wrong = [each for each in zip(facts, written, whole, strict=True) if each[1] != each[2]]
+    if wrong:
+        name, found, expected = wrong[0]
+        more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
+        raise CheckpointError(f"{found} of {expected} elements of {name} would be written{more}")
 
 
 def _raise(found: object) -> None:
@@ -208,13 +215,15 @@ def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> str:
-    """Return this rank's schema and layouts, as text that is the same on ranks that hold the same."""
+    """Return this rank's tensors and their layouts, as text that is the same on ranks that hold the same."""
     layouts: list[Layout] = []
     # Of layouts, by mesh and placements: comparing meshes of thousands of ranks for every tensor takes long.
     numbers: dict[tuple[int, Any], int] = {}
     entries = []
     for name, tensor in sorted(tensors.items()):
         box_of(name, tensor)
+        if dtype_name(tensor.dtype) not in DTYPE_BYTES:
+            raise CheckpointError(f"{name} is {dtype_name(tensor.dtype)}, which a checkpoint cannot hold")
         number = None
         if is_dtensor(tensor):
             known = (id(tensor.device_mesh), tensor.placements)
@@ -225,7 +234,7 @@ def _describe(tensors: Mapping[str, Tensor]) -> str:
                     layouts.append(layout)
                 numbers[known] = layouts.index(layout)
             number = numbers[known]
-        entries.append([name, list(tensor.shape), dtype_name(tensor.dtype), tensor.itemsize, number])
+        entries.append([name, list(tensor.shape), dtype_name(tensor.dtype), number])
     return json.dumps([layouts, entries], separators=(",", ":"))
 
 
@@ -244,7 +253,8 @@ def _make(
     Args:
         texts: every different description, and the ranks that gave it.
     """
-    schemas: list[TensorSchema] = []
+    facts: dict[str, TensorFacts] = {}
+    own_bytes = 0  # of all ranks
     holders: dict[str, list[int]] = {}
     different: list[Layout] = []
     layouts: dict[str, list[int]] = {}  # places among the `different` ones
@@ -252,13 +262,19 @@ def _make(
         meshes, entries = json.loads(text)
         different += [found for mesh in meshes if (found := tuple(mesh)) not in different]
         places = [different.index(tuple(mesh)) for mesh in meshes]
-        schema = {}
-        for name, shape, dtype, itemsize, layout in entries:
-            schema[name] = TensorFacts(tuple(shape), dtype, itemsize, own=name.startswith(OWN))
+        for name, shape, dtype, layout in entries:
+            fact = TensorFacts(tuple(shape), dtype)
+            if name.startswith(OWN):
+                own_bytes += fact.nbytes * len(members)
+            elif facts.setdefault(name, fact) != fact:
+                raise CheckpointError(
+                    f"{name} is {fact.dtype} {list(fact.shape)} on one rank and "
+                    f"{facts[name].dtype} {list(facts[name].shape)} on another",
+                    hint="pass objects that differ between ranks in per_rank=",
+                )
             holders.setdefault(name, []).extend(members)
             if layout is not None and places[layout] not in layouts.setdefault(name, []):
                 layouts[name].append(places[layout])
-        schemas.append(schema)
 
     groups: dict[tuple[int, ...], list[int]] = {}  # what ranks hold the same, by layouts
 
@@ -288,6 +304,8 @@ def _make(
             part = None
         if part is not None and part.numel:
             written.append((name, box, part))
+            if (called := piece_name(name, part, tensor.shape)) != name and called in holders:
+                raise CheckpointError(f"a part of {name} has the name of another tensor, {called}")
     # An element type's size divides the next larger one's: nothing has to be skipped for alignment.
     written.sort(key=lambda entry: -tensors[entry[0]].itemsize)
 
@@ -300,8 +318,14 @@ def _make(
             end = position + part.numel * dtype.itemsize
             pieces.append(TensorPiece(name, part, part.within(box), dtype, position, end))
             position = end
-        return SavePlan(signature, schemas, number, pieces, data_start, position, total, group_leaders, compared)
+        return SavePlan(
+            signature, facts, own_facts, number, pieces, data_start, position, total, group_leaders, compared
+        )
 
-    facts = {name: fact for schema in schemas for name, fact in schema.items()}
-    total = sum(fact.nbytes * (ranks.size if fact.own else 1) for fact in facts.values())
+    own_facts = {
+        name: TensorFacts(tuple(tensor.shape), dtype_name(tensor.dtype))
+        for name, tensor in tensors.items()
+        if name.startswith(OWN)
+    }
+    total = own_bytes + sum(fact.nbytes for fact in facts.values())
     return placed(placed(0).room_for_header())

@@ -9,7 +9,8 @@ The steps, and why each is needed:
  2. Every file is digested from memory while it is written, and fsynced: the content of the disk can be compared with the
     content of memory. An error of any thread of any rank fails the save on all.
  3. Rank 0 collects name, size and digest of all ranks' files: a file that no rank handed in is not part of the checkpoint.
-    It checks that the pieces tile every tensor (`tensor_index`), and writes down where they lie.
+    That the pieces of all ranks are all of every tensor was checked when they agreed on them (`save.plan`); where they lie,
+    the header of every file says.
  4. It looks for a newer incarnation (`fencing`). Old ranks can live on after the job was restarted elsewhere; they must
     not commit.
  5. manifest.json (JSON: nothing is executed by reading it), then COMPLETE with the manifest's digest, each fsynced, then
@@ -21,7 +22,7 @@ File systems: local disks, Lustre and NFS. No locks are taken. What another node
 NFS (nfs(5), "Data and metadata coherence"): a directory is changed before it is listed, which makes the client ask the
 server, and readers wait for files that rank 0 has named.
 
-This module knows files and directories; their contents are the business of `tensor_index`, `state` and `checkpointer`.
+This module knows files and directories; their contents are the business of `headers`, `state` and `checkpointer`.
 """
 
 from __future__ import annotations

@@ -75,11 +75,14 @@ def check_round_trip(directory: Path, *sizes: int) -> Path:
 
 
 def check_digest(shard: Path, block: int) -> None:
-    """As the format says it: the SHA-256 of those of all blocks."""
+    """As the format says it: the SHA-256 of every block, and of the header."""
     data = shard.read_bytes()
-    digests = b"".join(hashlib.sha256(data[at : at + block]).digest() for at in range(0, len(data), block))
-    record = read_manifest(shard.parent).files[shard.name]
-    assert (record.size, record.sha256) == (len(data), hashlib.sha256(digests).hexdigest())
+    digests = "".join(hashlib.sha256(data[at : at + block]).hexdigest() for at in range(0, len(data), block))
+    manifest = read_manifest(shard.parent)
+    record = manifest.files[shard.name]
+    assert (record.size, record.digests) == (len(data), digests)
+    header = data[: 8 + int.from_bytes(data[:8], "little")]
+    assert manifest.headers[shard.name] == hashlib.sha256(header).hexdigest()
 
 
 @pytest.mark.usefixtures("small_blocks")

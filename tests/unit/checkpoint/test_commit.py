@@ -31,6 +31,7 @@ def manifest_of(step: int, files: dict[str, FileRecord], incarnation: Incarnatio
         world_size=1,
         torch_version="2",
         files=files,
+        headers={},
         tensors={},
         state={"step": step},
     )
@@ -43,7 +44,7 @@ def save(directory: Path, step: int, incarnation: Incarnation = FIRST, content: 
 def finish(temporary: Path, step: int, incarnation: Incarnation, content: str = "weights") -> Path:
     (temporary / "shard").write_text(content)
     with blocks.threads() as pool:
-        record, _ = blocks.digest_file(temporary / "shard", pool)
+        record = blocks.digest_file(temporary / "shard", pool)
     manifest = manifest_of(step, {"shard": record}, incarnation)
     return commit.commit(temporary, manifest, incarnation)
 

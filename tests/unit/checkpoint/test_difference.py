@@ -10,7 +10,7 @@ import torch
 from slurmtrain.checkpoint import difference
 from slurmtrain.checkpoint.difference import differences, differing_tensors, size_of
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.tensor_index import Box
+from slurmtrain.checkpoint.format.boxes import Box
 from tests.unit.checkpoint.test_export import Mixed, by_ranks, cut, save
 
 

@@ -18,15 +18,14 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.export import export
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import FileRecord
-from slurmtrain.checkpoint.format.directory import INDEX, committed
-from slurmtrain.checkpoint.format.dtypes import dtype_name
-from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest, read_manifest
-from slurmtrain.checkpoint.format.tensor_index import Box, Index, TensorFacts, table_of
+from slurmtrain.checkpoint.format.boxes import Box
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.hf_folder import publish_folder
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.errors import UsageError
+from tests.support.checkpoint_files import Piece, write_files
 
 
 class Mixed(torch.nn.Module):
@@ -50,34 +49,12 @@ def save(directory: Path, **objects: Any) -> Path:
     return committed(directory)[-1]
 
 
-def by_ranks(
-    directory: Path, files: list[list[tuple[str, Box, torch.Tensor]]], shapes: dict[str, torch.Tensor]
-) -> Path:
+def by_ranks(directory: Path, files: list[list[Piece]], tensors: dict[str, torch.Tensor]) -> Path:
     """A checkpoint as several ranks would have written it: every file holds these boxes of these tensors."""
     order = Incarnation(1, "x")
     claim(directory, order)
     temporary = commit.begin(directory, 7, order)
-    schema = {
-        name: TensorFacts(tuple(tensor.shape), dtype_name(tensor.dtype), tensor.itemsize)
-        for name, tensor in shapes.items()
-    }
-    records: dict[str, FileRecord] = {}
-    tables, digests = {}, {}
-    with blocks.threads() as pool:
-        for rank, pieces in enumerate(files):
-            data = bytes(64) + b"".join(
-                part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for _, _, part in pieces
-            )
-            name = f"rank{rank:05d}.safetensors"
-            records[name], digests[name] = blocks.write(temporary / name, memoryview(data), pool)
-            tables[name] = table_of(
-                [(key, box) for key, box, _ in pieces], schema, number=0, data_start=64, own_bytes=0
-            ).pack()
-        index = b"".join(Index([schema], tables, digests).chunks())
-        records[INDEX], _ = blocks.write(temporary / INDEX, memoryview(index), pool)
-    tensors = {name: {"shape": list(fact.shape), "dtype": fact.dtype} for name, fact in schema.items()}
-    manifest = Manifest(FORMAT, "r1", 7, 1, "x", len(files), torch.__version__, records, tensors, {})
-    return commit.commit(temporary, manifest, order)
+    return commit.commit(temporary, write_files(temporary, files, tensors), order)
 
 
 def test_a_folder_that_cannot_be_replaced_stays_what_it_was(tmp_path: Path) -> None:
@@ -231,7 +208,7 @@ def test_a_type_without_a_name_in_the_format_is_refused_before_anything_is_read(
 
 
 @pytest.mark.parametrize("ending", [".safetensors", ".pt"])
-@pytest.mark.parametrize("name", ["rank00000.safetensors", "index.bin", "manifest.json", "COMPLETE"])
+@pytest.mark.parametrize("name", ["rank00000.safetensors", "manifest.json", "COMPLETE"])
 @pytest.mark.parametrize("harm", ["flipped", "cut", "gone"])
 def test_a_damaged_checkpoint_is_refused_and_leaves_no_file(ending: str, name: str, harm: str, tmp_path: Path) -> None:
     path = save(tmp_path / "c", model=Mixed())

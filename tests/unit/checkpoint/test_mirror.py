@@ -22,7 +22,9 @@ from slurmtrain.checkpoint.store.mirror import Mirror, copy_name
 from slurmtrain.checkpoint.store.retention import Keep
 
 WORLD = 4
-FILES = {f"rank{rank:05d}.safetensors": os.urandom(1000 + rank) for rank in range(WORLD)} | {"index.bin": b""}
+FILES = {f"rank{rank:05d}.safetensors": os.urandom(1000 + rank) for rank in range(WORLD)} | {
+    "rank99999.safetensors": b""
+}
 
 
 class FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -96,7 +98,7 @@ def checkpoint(
     claim(directory, incarnation)
     temporary = commit.begin(directory, step, incarnation)
     with blocks.threads() as pool:
-        records = {name: blocks.write(temporary / name, memoryview(data), pool)[0] for name, data in FILES.items()}
+        records = {name: blocks.write(temporary / name, memoryview(data), pool) for name, data in FILES.items()}
     manifest = Manifest(
         format=FORMAT,
         run_id="run",
@@ -105,7 +107,8 @@ def checkpoint(
         incarnation_label=incarnation.label,
         world_size=WORLD,
         torch_version="2",
-        files=records | dict.fromkeys(names, records["index.bin"]),
+        files=records | dict.fromkeys(names, records["rank99999.safetensors"]),
+        headers={},
         tensors={},
         state={},
         metrics={"valid_loss": loss},
@@ -259,9 +262,9 @@ def test_a_manifest_that_names_what_would_commit_or_lies_elsewhere_is_refused(
 
 def test_a_file_of_another_size_is_refused(store: Mirror, directory: Path, tmp_path: Path) -> None:
     name = copy(store, checkpoint(directory, 1))
-    change(store, f"{name}/index.bin", lambda data: b"longer than before")
-    with pytest.raises(CheckpointError, match=rf"{store.url}/{name}/index.bin has 18 bytes instead of 0"):
-        store.download(name, tmp_path, {"index.bin": 0})
+    change(store, f"{name}/rank99999.safetensors", lambda data: b"longer than before")
+    with pytest.raises(CheckpointError, match=rf"{store.url}/{name}/rank99999.safetensors has 18 bytes instead of 0"):
+        store.download(name, tmp_path, {"rank99999.safetensors": 0})
 
 
 # ------------------------------------------------------------------------------------------------------ stores that fail
@@ -278,9 +281,9 @@ def test_a_store_that_fails_is_one_sentence_and_never_taken_for_an_empty_one(
     name = copy(faulty, path)
     fail(call, error=error)
     works: dict[str, Callable[[], object]] = {
-        "copy": lambda: faulty.upload(path, ["index.bin"], 2),
+        "copy": lambda: faulty.upload(path, ["rank99999.safetensors"], 2),
         "list": faulty.committed,
-        "fetch": lambda: faulty.download(name, tmp_path, {"index.bin": 0}),
+        "fetch": lambda: faulty.download(name, tmp_path, {"rank99999.safetensors": 0}),
     }
     with pytest.raises(CheckpointError, match=rf"^{faulty.url}.*: {error.__name__}: 503 Slow Down"):
         works[work]()
@@ -288,9 +291,9 @@ def test_a_store_that_fails_is_one_sentence_and_never_taken_for_an_empty_one(
 
 def test_a_file_that_cannot_be_read_here_is_named(store: Mirror, directory: Path) -> None:
     path = checkpoint(directory, 1)
-    (path / "index.bin").unlink()
-    with pytest.raises(CheckpointError, match=rf"{path}/index.bin"):
-        store.upload(path, ["index.bin"], 1)
+    (path / "rank99999.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=rf"{path}/rank99999.safetensors"):
+        store.upload(path, ["rank99999.safetensors"], 1)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +367,7 @@ def test_leftovers_go_and_an_upload_of_a_newer_incarnation_stays(store: Mirror, 
 def test_damaged_ones_are_kept_out_of_sight_and_do_not_push_out_sound_ones(store: Mirror, directory: Path) -> None:
     sound, *bad = [copy(store, checkpoint(directory, step)) for step in (900, 1000, 1100)]
     for name in bad:
-        store.set_aside(name, "index.bin is not what was written: its digest differs")
+        store.set_aside(name, "rank99999.safetensors is not what was written: its digest differs")
     assert store.committed() == [sound]
     assert store.damaged() == bad
     after = copy(store, checkpoint(directory, 950))

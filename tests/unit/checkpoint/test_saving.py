@@ -509,7 +509,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(traini
     text = json.dumps({**values, "format": 99})
     (path / "manifest.json").write_text(text)
     (path / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
-    with pytest.raises(CheckpointError, match="has format 99, expected 2"):
+    with pytest.raises(CheckpointError, match="has format 99, expected 3"):
         run.restored()
     assert path.is_dir()
 

@@ -132,7 +132,7 @@ def test_verify_finds_one_wrong_bit_and_looks_at_one_step_if_it_is_told_to(run: 
     flip(committed(run.checkpoints)[-1])
     assert "digest" not in last("list")  # sizes only
     said = last("verify", code=1)
-    assert "checkpoint_0000010: sound (2 files" in said
+    assert "checkpoint_0000010: sound (1 files" in said
     assert f"checkpoint_0000040: DAMAGED: {SHARD} is not what was written" in said
     assert last("verify", "20").startswith("checkpoint_0000020: sound")
     last("verify", "40", code=1)

@@ -18,7 +18,7 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.dcp import DcpFolder, export_dcp
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.index_file import find_disagreement
+from slurmtrain.checkpoint.format.headers import find_unsound
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.reader import load
 from slurmtrain.errors import UsageError
@@ -59,7 +59,7 @@ def test_a_state_dict_of_torch_becomes_a_checkpoint(model: Decoder, tmp_path: Pa
         done = import_weights(tmp_path / "weights.pt", tmp_path / f"start{number}")
         assert done.path == committed(tmp_path / f"start{number}")[-1] and done.path.name == "checkpoint_0000000"
         assert same(restored(done.path, model), model.state_dict())
-        assert find_disagreement(done.path, read_manifest(done.path)) == []
+        assert find_unsound(done.path, read_manifest(done.path)) == []
     assert done.tensors == len(model.state_dict()) and done.size == 4 * model.num_parameters()
 
 

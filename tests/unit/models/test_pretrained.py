@@ -16,8 +16,8 @@ from torch import nn
 from slurmtrain.checkpoint import safetensors_files
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.tensor_index import Box
 from slurmtrain.checkpoint.safetensors_files import tensors_of
 from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import decoder_fields, with_sizes
