@@ -123,7 +123,7 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         "a cluster, such as +cluster=sandbox on this machine: cluster.backend=local has one node",
     ),
     (
-        f"eval.mode cluster.stage.wanted preflight.exclude_slow {IN_PLACE}",
+        f"eval.mode cluster.stage.wanted {IN_PLACE}",
         lambda c: c.cluster.backend == Backend.SLURM,
         "a SLURM cluster, such as +cluster=sandbox on this machine: the other values of cluster.backend have no jobs",
     ),
@@ -197,6 +197,7 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         "another parallel.pp_schedule, such as interleaved_1f1b: zero_bubble splits backward passes in two",
     ),
     ("preflight.exclude_slow", lambda c: c.preflight.mode == PreflightMode.FULL, "preflight.mode=full, which measures"),
+    ("preflight.exclude_slow", lambda c: c.cluster.backend != Backend.KUBERNETES, "SLURM, which can leave nodes out"),
     ("observe.blame_stragglers", lambda c: c.observe.phases, "observe.phases=true"),
     ("observe.blame_stragglers", lambda c: c.observe.straggler_every, "observe.straggler_every above 0"),
     ("prepare.part", lambda c: c.prepare.part < c.prepare.parts, "more prepare.parts, which are counted from 0"),

@@ -73,7 +73,7 @@ def prepare(
     if not here and config.cluster.backend != Backend.SLURM:
         raise UsageError(
             f"`evaluate --submit` needs SLURM, but cluster.backend={config.cluster.backend}",
-            hint=f"`evaluate {run_dir.id}` measures it at once, on this machine or in a pod that has the run's volume",
+            hint=f"`evaluate {run_dir.path}` measures it at once, on this machine or in a pod that has the run's volume",
         )
     text = "\n".join(sorted(overrides))
     evaluation = run_dir.evaluation(step_of(checkpoint), hashlib.sha256(text.encode()).hexdigest()[:6] if text else "")

@@ -54,12 +54,12 @@ def state_of(manifest: Path) -> tuple[str | None, str]:
     """
     answer = _checked("get", *_of(manifest), "--ignore-not-found", "-o", "json")
     if not answer.strip():
-        return None, "it is gone"
+        return None, ""
     found: dict[str, Any] = json.loads(answer)
     items = found["items"] if found.get("kind") == "List" else [found]
     found = items[-1]
     if found["kind"] == "TrainingRuntime":  # it runs nothing by itself
-        return None, "it is gone"
+        return None, ""
     status = found.get("status", {})
     held = [each for each in status.get("conditions", ()) if each.get("status") == "True"]
     said = {each["type"]: each.get("message", "") for each in held}

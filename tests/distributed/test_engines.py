@@ -303,14 +303,9 @@ def test_nodes_of_ray_are_set_up_and_one_that_never_joins_does_not_hold_the_othe
 ) -> None:
     waits = f"echo $PPID > {project.path}/node-$PET_NODE_RANK; until [ $PET_NODE_RANK = 0 -o -e {project.path}/come ]"
     setup = json.dumps([f"{waits}; do sleep 0.1; done", "export FROM_SET_UP=yes"])
-    program = f"job.command='bash -c \"echo \\$FROM_SET_UP >{project.path}/rank-\\$RANK\"'"
-    words = [
-        f"cluster.setup={setup}",
-        f"cluster.python={sys.executable}",
-        "cluster.srun_wait_s=0",
-        "job=command",
-        program,
-    ]
+    (project.path / "p.sh").write_text(f"echo $FROM_SET_UP >{project.path}/rank-$RANK")
+    words = [f"cluster.setup={setup}", f"cluster.python={sys.executable}", "cluster.srun_wait_s=0"]
+    words += ["job=command", "job.command='bash p.sh'", "job.snapshot=none"]
     run, _ = prepared(project, "rayjob", *words)
     scripts.append(job := ray_cluster.submit(sys.executable, "-m", "slurmtrain", "supervise", str(run.path)))
     job.wait_for(lambda: run.attempt_numbers() and (project.path / "node-1").exists(), "waiting for the second node")

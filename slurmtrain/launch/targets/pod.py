@@ -19,6 +19,7 @@ from slurmtrain.config.schema import KUBERNETES_NAME, Config
 from slurmtrain.config.secrets import ENV, scalars
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.script import setup_lines
+from slurmtrain.runs.run_dir import RUN_DIR_VARIABLE
 from slurmtrain.slurm.environment import JOB_VARIABLE, NODE_VARIABLE
 
 CONTAINER = "node"  # the one container of a pod, by the name that Kubeflow's trainer wants
@@ -28,7 +29,12 @@ IMAGE, CLAIM = "IMAGE", "CLAIM"  # stand in a manifest that is only shown for wh
 # What cluster.pods.spec and cluster.pods.container cannot replace: lists, and what a run needs as it is.
 OWN = {"spec": {"containers", "volumes"}, "container": {"name", "image", "command", "args", "env", "volumeMounts"}}
 # Run before the ranks; what fails in it, fails the same each time. A stop has its say when the line at work has ended.
-SET_UP = "trap 'exit 78' EXIT; trap 'trap - EXIT; exit 75' TERM; set -e\n{lines}\ntrap - EXIT TERM\nexec {command}"
+SET_UP = """\
+trap 'exit 78' EXIT; trap 'trap - EXIT; exit 75' TERM; set -e
+export {variable}={run_dir}
+{lines}
+trap - EXIT TERM
+exec {command}"""
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,10 @@ def command(config: Config, run_dir: Path, python: str = "python") -> list[str]:
     """
     lines = setup_lines(config.cluster)
     words = [config.cluster.python or ("python" if lines else python), "-m", "slurmtrain", "supervise", str(run_dir)]
-    return ["bash", "-c", SET_UP.format(lines="\n".join(lines), command=shlex.join(words))] if lines else words
+    if not lines:
+        return words
+    named = {"variable": RUN_DIR_VARIABLE, "run_dir": shlex.quote(str(run_dir))}
+    return ["bash", "-c", SET_UP.format(**named, lines="\n".join(lines), command=shlex.join(words))]
 
 
 def environment(config: Config, run: PodRun) -> list[dict[str, Any]]:

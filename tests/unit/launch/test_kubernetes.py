@@ -154,7 +154,7 @@ REFUSED = {
     "a chain of jobs": ([*NEEDED, "requeue=chain"], "requeue.mode=chain needs SLURM: Kubernetes starts the same pods"),
     "nodes to leave out": (
         [*NEEDED, "preflight.mode=full", "preflight.exclude_slow=true"],
-        "preflight.exclude_slow=true needs a SLURM cluster",
+        "preflight.exclude_slow=true needs SLURM, which can leave nodes out",
     ),
     "other volumes": (
         [*NEEDED, "+cluster.pods.spec.volumes=[{name: scratch, emptyDir: {}}]"],
