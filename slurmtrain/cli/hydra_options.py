@@ -74,7 +74,7 @@ def complete(arguments: argparse.Namespace) -> int:
     last = before.pop() if before else ""
     name = find_verb(before)
     verb = VERBS[name] if name is not None else NO_VERB
-    words = [*visible_verbs(), "--host", "--host-python"] if name is None else [*verb.actions, "--help"]
+    words = visible_verbs() if name is None else [*verb.actions, "--help"]
     for action in verb.actions:
         if action in before[before.index(name or "") + 1 :]:
             verb, words = verb.with_action(action), ["--help"]

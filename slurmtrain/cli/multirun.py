@@ -187,8 +187,7 @@ def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
 def _search(composer: Composer, choices: Choices, arguments: argparse.Namespace) -> int:
     """Submit a sweep whose points Optuna chooses by the results of earlier ones, and wait until it is done."""
     from slurmtrain.control.submitting import PointLook, may_change_request
-    from slurmtrain.sweep.adaptive import open_sweep
-    from slurmtrain.sweep.search import Search
+    from slurmtrain.sweep.search import Search, open_sweep
     from slurmtrain.sweep.study import TARGET, Study, TrialState
 
     overrides = arguments.overrides
@@ -229,7 +228,7 @@ def _search(composer: Composer, choices: Choices, arguments: argparse.Namespace)
         asks.client if asks is not None else None,
         parallelism=arguments.array_parallelism,
         after=after,
-        again=lambda found: arguments.again,
+        again=arguments.again,
         look=look,
     )
     name = opened.sweep.id

@@ -1,6 +1,6 @@
 """The verbs: what each does, its options, and the function that runs it.
 
-`arguments` makes the parsers from this table; help, tab completion and --host read it, too. To give a verb an option,
+`arguments` makes the parsers from this table; help and tab completion read it, too. To give a verb an option,
 declare it here; its function finds the value in the namespace that it gets. Nothing heavy is imported, since every command
 line, and every press of the Tab key, reads the table.
 """
@@ -385,13 +385,6 @@ VERBS: dict[str, Verb] = {
         ),
         "evaluation",
         changes="change a field of eval, cluster or parallel",
-    ),
-    "layout": Verb(
-        "Show the position of every rank under parallel=..., and how much memory it needs.",
-        (option("--memory", "count the bytes on each rank: builds the sharded model, without GPUs"), JSON),
-        "parallelism",
-        composes=True,
-        function="plan.layout",
     ),
     "plan": Verb(
         "Compute memory, time, checkpoints and cost of a run; say whether more nodes help. By arithmetic, without GPUs.",

@@ -37,7 +37,7 @@ from slurmtrain.system.redaction import redacted
 
 log = logging.getLogger(__name__)
 
-PICKLED = re.compile(r"slurmtrain\.runtime\.jobs\.(map_task|hydra_task)\b")  # programs of job.command
+PICKLED = re.compile(r"slurmtrain\.runtime\.jobs\.map_task\b")  # in job.command
 OF_ONE_PLACE = (
     "made_at",
     "copied_from",

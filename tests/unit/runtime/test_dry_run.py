@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch import memory_check
-from slurmtrain.planner.fit import GIB, memory_of
+from slurmtrain.planner.fit import memory_of
 from slurmtrain.runtime.jobs.dry_run import dry_run
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
@@ -109,28 +108,6 @@ def test_arithmetic_agrees_with_the_model_that_is_built(words: list[str]) -> Non
         # Adam's counts of steps are all there is besides.
         assert (stage.parameters, stage.gradients) == (expected.parameters, expected.gradients)
         assert expected.optimizer < stage.optimizer < expected.optimizer + 4 * 200
-
-
-@pytest.mark.usefixtures("project")
-def test_layout_memory_tells_bytes_and_whether_they_fit(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("slurmtrain.launch.memory_check.memory_by_dry_run", dry_run)
-    assert main([*TIGHT, "layout", "--memory", "--json"]) == 0
-    (stage,) = json.loads(capsys.readouterr().out)["memory"]
-    (here,) = dry_run(compose([word.lstrip("+") for word in TIGHT]))
-    assert stage == {**vars(here), "total": here.total, "kept": here.kept}
-
-    assert main([*TIGHT, "layout", "--memory"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    row = lines[3].split()
-    assert row[:4] == ["0", "0", f"{here.parameters / GIB:.1f}", f"{here.gradients / GIB:.1f}"]
-    assert row[-1] == f"{here.total / GIB:.1f}" and lines[-1] == "fits into cluster.gpu_memory_gb=40"
-
-    assert main([*TIGHT, "cluster.gpu_memory_gb=20", "layout", "--memory"]) == 78
-    out, err = capsys.readouterr()
-    assert out.splitlines()[3].split() == row
-    assert "more" not in err and f"needs {here.total / GIB:.1f} GB" in err and "what would fit: " in err
 
 
 REPORT = """
