@@ -146,7 +146,9 @@ def _check_ended(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> No
             hint = f"try again when it has ended; `status {run_dir.id} --watch` waits for that"
         elif now.status == RunStatus.UNKNOWN:
             hint = "try again when SLURM answers"
-            if has_no_job(run_dir, now):
+            if run_dir.info()["backend"] == Backend.KUBERNETES:
+                hint = "try again when kubectl answers"
+            elif has_no_job(run_dir, now):
                 last = now.attempts[-1]  # its host may have been a container that no longer exists
                 record = run_dir.attempt(last.number).record_file
                 hint = f"type `resume {run_dir.id}` there; if {last.host} is gone for good, remove {record} a minute before"

@@ -29,6 +29,7 @@ _NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _NULL = {"None": "null", "True": "true", "False": "false"}
 _HINT = "python -m slurmtrain --cfg job shows all fields; quote text that looks like something else: '\"[a]\"'"
+_UNITS = {"_gb": "GiB", "_mb": "MiB", "_s": "seconds", "_min": "minutes", "_minutes": "minutes"}  # by the ends of names
 
 
 def typed(values: Any, schema: type[T]) -> T:
@@ -149,7 +150,10 @@ def _value(key: str, value: Any, kind: Any, *, lines: bool = False) -> Any:
         known = [*(["null"] if type(None) in kinds else []), *words_of(choice)]
         raise ConfigError(f"{key}={shown(value)} is not known", hint=f"one of: {', '.join(known)}")
     names = [_NAMES.get(each, "text") for each in kinds if each is not type(None)]
-    raise wrong(key, value, " or ".join([*names, *(["null"] if type(None) in kinds else [])]))
+    unit = next((words for end, words in _UNITS.items() if key.endswith(end) and not key.endswith("_per_s")), None)
+    number = re.match(r"\d+(?=\s*[A-Za-z])", value) if unit and isinstance(value, str) else None
+    hint = f"{key} is a number of {unit}, without a unit, such as {number[0]}" if number else _HINT
+    raise wrong(key, value, " or ".join([*names, *(["null"] if type(None) in kinds else [])]), hint)
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:

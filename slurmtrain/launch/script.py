@@ -75,9 +75,10 @@ def dry_manifest(config: Config, cwd: Path, *, placeholders: bool = False) -> st
     Args:
         placeholders: let words stand for the image and the volume if the config has none.
     """
-    from slurmtrain.launch.targets import manifest
+    from slurmtrain.launch.targets import manifest, warn_of_settings
     from slurmtrain.launch.targets.pod import PodRun
 
+    warn_of_settings(config)
     config = with_absolute_paths(config, cwd)
     run = PodRun(folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID)
     return manifest(config, run, placeholders=placeholders)

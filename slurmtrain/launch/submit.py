@@ -57,9 +57,10 @@ def preparing(
         files.write_json(run_dir.info_file, {"id": run_dir.id, **info, "made_at": made_at(run_dir.path)})
         files.write_text(run_dir.config_file, freeze(config))
         if config.cluster.backend == Backend.KUBERNETES:
-            from slurmtrain.launch.targets import manifest
+            from slurmtrain.launch.targets import manifest, warn_of_settings
             from slurmtrain.launch.targets.pod import PodRun
 
+            warn_of_settings(config)
             files.write_text(run_dir.manifest, manifest(config, PodRun(run_dir.path)))
         else:
             files.write_text(run_dir.script, render_script(config, job_paths([run_dir.path], info)))
