@@ -35,10 +35,8 @@ log = logging.getLogger(__name__)
 def submit(arguments: argparse.Namespace) -> int:
     """Expand, compose and validate all points, then submit those that are missing, or run them here with cluster=local."""
     name = arguments.config_name
-    if arguments.bundle is not None:
-        raise UsageError(
-            "--from submits one run, but -m makes a sweep", hint="submit --from BUNDLE once for each value"
-        )
+    if arguments.origin is not None:
+        raise UsageError("--from submits one run, but -m makes a sweep", hint="submit --from RUN once for each value")
     if arguments.follow:
         raise UsageError("--follow does not work with -m", hint="sweep status last shows the state of the points")
     composer = Composer(search_folders(name, arguments.config_dir), name)

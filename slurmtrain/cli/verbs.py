@@ -140,7 +140,7 @@ VERBS: dict[str, Verb] = {
             option("--dry-run", "print exactly what sbatch would get, and submit nothing"),
             option("--follow", "show rank 0 until the run has ended; exit code 0, or 75: stopped, 78: config, 1: else"),
             option("--after RUN[,RUN]", "start when these runs have finished"),
-            option("--from BUNDLE", "run a file of `runs bundle`; key=value changes its config", dest="bundle"),
+            option("--from RUN", "take the config and code of this run; key=value changes its config", dest="origin"),
             option("--array-parallelism N", "with -m: train at most N points at a time", whole(1)),
             option("--again", "with -m: submit another sweep of the same points"),
             JSON,
@@ -257,7 +257,7 @@ VERBS: dict[str, Verb] = {
         function="stop.resume",
     ),
     "runs": Verb(
-        "Compare two runs, pack one to run elsewhere, remove ended ones; status lists them.",
+        "Compare two runs, remove ended ones; status lists them.",
         topic="runs",
         actions={
             "compare": Verb(
@@ -269,11 +269,6 @@ VERBS: dict[str, Verb] = {
                     option("--weights", "also read the checkpoints of large models (over 2 GB)"),
                     JSON,
                 ),
-            ),
-            "bundle": Verb(
-                "Pack a run into one file to run it elsewhere. Config, code, revision and list of packages, for "
-                "`submit --from FILE`, without checkpoints, logs and data. Read it before you publish it.",
-                (RUN, option("[FILE]", "default: NAME-RUN.tar.gz here; one with .tar is plain"), JSON),
             ),
             "prune": Verb(
                 "Remove runs that have ended. With their checkpoints. A run always stays if it is alive, waits, cannot "

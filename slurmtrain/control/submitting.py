@@ -57,7 +57,7 @@ def submit_run(
         overrides: for the record.
         cwd: the folder to which paths are relative, and of whose code a snapshot is taken.
         after: runs that have to finish first, as a person names them, separated by commas.
-        source: the code, out of a bundle; None: that of `cwd`.
+        source: the code of a run; None: that of `cwd`.
 
     Returns:
         The run, and its jobs in words.

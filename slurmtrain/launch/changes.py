@@ -1,5 +1,7 @@
 """`resume RUN KEY=VALUE` and `resume RUN --code`: continue a run with another config, or with today's code.
 
+And `submit --from RUN KEY=VALUE`: another run with the config of this one.
+
 A change is made when no rank is at work. All that it replaces is first written into a folder of the run directory; the
 description of the change, which is written last, decides that it is made. Whoever finds such a folder later completes the
 change (`finish_change`). The former files stay beside the new ones: config.0001.yaml, job.0001.sbatch, code.0001.
@@ -9,17 +11,19 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.config.frozen import freeze, load_frozen, to_config, to_values
 from slurmtrain.config.overrides import fields_instead, unknown_field
 from slurmtrain.config.parallel_dims import ParallelDims
-from slurmtrain.config.schema import Config
+from slurmtrain.config.schema import Config, JobConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import ConfigError, UsageError
@@ -51,6 +55,7 @@ FIXED = ("job.name", "job.runs_dir", "job.kind", "cluster.backend", "cluster.slu
 # For a run of a sweep, also all groups that its array's script is made of, and the varied keys.
 OF_THE_SWEEP = ("cluster", "requeue", "hooks", "secrets", "job", "sweep")
 STAGED, DECISION = ".change", "decision.json"
+MAP_TASK = "slurmtrain.runtime.jobs.map_task"  # in job.command
 
 
 def change(
@@ -223,6 +228,34 @@ def changed(
     found = to_config(values)
     dims = validate(found)
     return with_absolute_paths(found, cwd), dims
+
+
+def config_from(
+    run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, config_dir: str | None = None
+) -> tuple[Config, ParallelDims]:
+    """Return the config of a run with overrides, for another run, after all checks of its fields.
+
+    With `+cluster=NAME` all of the group `cluster` is that of the other cluster. The folder of runs is this shell's.
+
+    Raises:
+        UsageError: an override that cannot be read, or chooses another group; or the run is a call of `slurmtrain.map`.
+        ConfigError: a value that cannot work.
+    """
+    config = load_frozen(run_dir.config_file, with_secrets=False)
+    if MAP_TASK in str(config.job.command):
+        raise UsageError(
+            f"run {run_dir.id} calls a function of slurmtrain.map, which lies in its sweep", hint="call map again"
+        )
+    config = replace(config, job=replace(config.job, runs_dir=JobConfig().runs_dir))
+    chosen = [word for word in overrides if re.match(r"\+{0,2}cluster=", word)]
+    others = [word for word in overrides if word not in chosen]
+    if chosen:
+        from slurmtrain.config.compose import compose
+
+        of_cluster = [word for word in others if re.match(r"[+~]{0,2}cluster\.", word)]
+        others = [word for word in others if word not in of_cluster]
+        config = replace(config, cluster=compose([*chosen, *of_cluster], config_dir=config_dir).cluster)
+    return changed(config, others, cwd, fixed=())
 
 
 def parse_override(word: str) -> Override:
