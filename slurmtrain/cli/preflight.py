@@ -89,10 +89,9 @@ def print_record(found: PreflightRecord) -> None:
     rates: dict[str, list[Any]] = {"all-reduce {} GB/s": [measured.get("all_reduce")]}
     by_rank = measured.get("tflops")
     rates["{} TFLOP/s on a rank"] = list(by_rank.values()) if isinstance(by_rank, Mapping) else []
-    for name, key in (("between", "links"), ("within", "pairs")):
-        links = measured.get(key)
-        pairs = [each for each in links if isinstance(each, list) and each] if isinstance(links, list) else []
-        rates[f"{{}} GB/s in a pair of ranks {name} nodes"] = [each[-1] for each in pairs]
+    links = measured.get("links")
+    pairs = [each for each in links if isinstance(each, list) and each] if isinstance(links, list) else []
+    rates["{} GB/s between two nodes"] = [each[-1] for each in pairs]
     for text, values in rates.items():
         if known := [value for value in values if isinstance(value, int | float)]:
             low, high = with_unit(min(known)), with_unit(max(known))

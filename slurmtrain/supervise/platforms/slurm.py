@@ -26,7 +26,7 @@ from slurmtrain.errors import EXIT_REQUEUE, ClusterError, ConfigError, Slurmtrai
 from slurmtrain.launch.srun import explained_srun, srun_node_options
 from slurmtrain.runs import jobs
 from slurmtrain.runs.attempts import Attempt, read_attempt
-from slurmtrain.runs.outcome import AttemptOutcome
+from slurmtrain.runs.decide import AttemptOutcome
 from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
