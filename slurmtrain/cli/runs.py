@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from slurmtrain.cli.checkpoints import remove_all
-from slurmtrain.cli.columns import doubts, one_line, print_doubts, print_table
+from slurmtrain.cli.columns import one_line, print_doubts, print_table
 from slurmtrain.cli.json_output import fields_of, print_json
 from slurmtrain.cli.status import say_unreadable
 from slurmtrain.errors import UsageError
@@ -57,7 +57,7 @@ def _prune(arguments: argparse.Namespace) -> int:
         size_of=lambda path: removals[path].size,
         dry_run=arguments.dry_run,
     )
-    print_doubts(doubts(decided.states.values()))
+    print_doubts(decided.states.values())
     return code
 
 

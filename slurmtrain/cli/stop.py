@@ -143,7 +143,7 @@ def _check_ended(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> No
         if overrides:
             hint = f"cancel {run_dir.id}, then repeat this command"
         if now.status == RunStatus.STOPPING:  # after `cancel`, for instance, when `requeue` would be refused
-            hint = f"try again when it has ended; `status {run_dir.id} --watch` waits for that"
+            hint = f"try again when it has ended; `status {run_dir.id}` says so"
         elif now.status == RunStatus.UNKNOWN:
             hint = "try again when SLURM answers"
             if has_no_job(run_dir, now):

@@ -112,7 +112,6 @@ STEP = option("--step N", "the step of the checkpoint (default: the newest)", in
 CLUSTER = option("--cluster NAME", "SLURM's name of the cluster; default: the one of this shell")
 MODE = option("--mode min|max", "whether lower or higher values are better (default: min for a loss)")
 EVERY = option("--every SECONDS", "seconds between updates", number(1), default=5.0)
-WATCH = (option("-w, --watch", "redraw the table in place until everything has ended; Ctrl-C stops"), EVERY)
 SANDBOX = option("--name NAME", "name, to run several at the same time", default="default")
 # Options of every verb that composes a config, and of a command line without a verb. Hydra handles those that are hidden
 # from the help, and those that print something.
@@ -185,7 +184,6 @@ VERBS: dict[str, Verb] = {
             option("--name NAME", "only runs and sweeps of this name; it may hold a *"),
             option("--state STATE", "only runs in this state, and sweeps with one", choices=STATES),
             SINCE,
-            *WATCH,
             JSON,
         ),
         "runs",
@@ -301,7 +299,7 @@ VERBS: dict[str, Verb] = {
         "Show the points of a sweep, collect their metrics, retry or cancel them.",
         topic="sweeps",
         actions={
-            "status": Verb("Show every point: what varies, its state, step and loss.", arguments=(SWEEP, *WATCH, JSON)),
+            "status": Verb("Show every point: what varies, its state, step and loss.", arguments=(SWEEP, JSON)),
             "collect": Verb(
                 "Print a table of all points with their metrics.",
                 arguments=(
