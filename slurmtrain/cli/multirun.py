@@ -17,8 +17,8 @@ from slurmtrain.config.folders import search_folders
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.control.checks import check, warn_of_memory
 from slurmtrain.errors import EXIT_REQUEUE, RunFailedError, UsageError
+from slurmtrain.launch.checks import check, warn_of_memory
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.planner.fit import share_of_gpu
 from slurmtrain.runs.run_dir import RunDir
@@ -210,8 +210,9 @@ def _search(composer: Composer, choices: Choices, arguments: argparse.Namespace)
         )
     study = Study(choices.sweeper, choices.space, base)
     after = _awaited_runs(base, arguments.after)
-    varies = any(may_change_request(key) for key in choices.space)
-    asks = PointLook(base, varies=varies) if base.cluster.backend != Backend.LOCAL else None
+    asks = PointLook(base) if base.cluster.backend != Backend.LOCAL else None
+    if asks is not None and not any(map(may_change_request, choices.space)):
+        asks(base)
 
     def look(config: Config) -> None:
         dims = validate(config)

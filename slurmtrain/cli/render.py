@@ -16,8 +16,8 @@ from slurmtrain.cli.json_output import emit
 from slurmtrain.cli.submit import compose_and_validate
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.control.checks import check
 from slurmtrain.errors import UsageError
+from slurmtrain.launch.checks import check
 from slurmtrain.launch.script import dry_manifest, dry_run, explained
 from slurmtrain.launch.submit import preparing
 from slurmtrain.runs.events import Event

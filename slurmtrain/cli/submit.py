@@ -15,8 +15,8 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.control.checks import check, warn_of_memory
 from slurmtrain.errors import UsageError
+from slurmtrain.launch.checks import check, warn_of_memory
 from slurmtrain.report.page.units import plural
 from slurmtrain.system.paths import current_folder, runs_root
 
@@ -57,7 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
     # A dry run queues nothing, and may be used on another machine.
     check(config, dims, folder, later=after is not None, look_at_files=not arguments.dry_run)
     local = config.cluster.backend == Backend.LOCAL
-    if after is not None and (local or arguments.dry_run):
+    if after is not None:
         from slurmtrain.launch.dependencies import starting_after
 
         config = starting_after(config, after)
@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
         return _run_here(run_dir, config)
     from slurmtrain.control.submitting import submit_run
 
-    run_dir, job_id = submit_run(config, dims, overrides, cwd, after=after, source=source)
+    run_dir, job_id = submit_run(config, dims, overrides, cwd, source)
     say_submitted(run_dir, job_id, config, as_json=arguments.json)
     if arguments.json or not arguments.follow:
         return 0
