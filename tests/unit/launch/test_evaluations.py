@@ -25,7 +25,7 @@ from slurmtrain.report.prune import plan
 from slurmtrain.report.status.look import state
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.supervise.complete_record import finish_attempt
+from slurmtrain.supervise.end_of_attempt import finish_attempt
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
