@@ -167,8 +167,7 @@ def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
         UsageError: it is not, or the run is one of a sweep, whose results are in already.
     """
     from slurmtrain.config.frozen import load_frozen
-    from slurmtrain.launch.change_rules import with_steps
-    from slurmtrain.launch.changes import changed
+    from slurmtrain.launch.changes import changed, with_steps
 
     config = load_frozen(run_dir.config_file, with_secrets=False)
     words = with_steps(overrides, config)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from slurmtrain.choices import ContainerKind
 from slurmtrain.config.launched_program import as_started
 from slurmtrain.config.schema import ClusterConfig, Config
-from slurmtrain.launch.directives import Line
+from slurmtrain.launch.script import Line
 from slurmtrain.runs.attempt_dir import rank_log_name
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.slurm.versions import PERCENT_SIGNS_READ_TWICE, Version

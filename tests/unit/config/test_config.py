@@ -18,7 +18,7 @@ from slurmtrain.config.frozen import config_hash, freeze, load_frozen, to_config
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
 from slurmtrain.config.validate import SBATCH_OPTIONS, validate
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
-from slurmtrain.launch.directives import JobPaths, explained_directives
+from slurmtrain.launch.script import JobPaths, explained_directives
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 SECRET = "+cluster.env.WANDB_API_KEY='${oc.env:WANDB_API_KEY}'"

@@ -12,8 +12,7 @@ from slurmtrain.config.launched_program import NodeShape, launched_program, node
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.directives import JobPaths
-from slurmtrain.launch.script import render_script
+from slurmtrain.launch.script import JobPaths, render_script
 from slurmtrain.launch.srun import explained_srun
 
 
