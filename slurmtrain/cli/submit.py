@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slurmtrain.choices import Backend, JobKind
@@ -23,7 +21,6 @@ from slurmtrain.system.paths import current_folder, runs_root
 if TYPE_CHECKING:
     from slurmtrain.launch.snapshot import CodeSource
     from slurmtrain.runs.run_dir import RunDir
-    from slurmtrain.runs.sweep_dir import Sweep
 
 log = logging.getLogger(__name__)
 
@@ -130,13 +127,3 @@ def say_submitted(run_dir: RunDir, jobs: str, config: Config, *, as_json: bool) 
 def next_steps(*commands: str) -> str:
     """Return commands as lines that a person can paste."""
     return "\n".join(f"  {PROGRAM} {command}" for command in commands)
-
-
-@contextlib.contextmanager
-def submitting_points(sweep: Sweep) -> Iterator[None]:
-    """Say how it goes on if somebody interrupts the submission."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        log.info("sweep %s: the same command submits the rest; sweep cancel %s ends it", sweep.id, sweep.id)
-        raise
