@@ -21,9 +21,8 @@ from slurmtrain.config.launched_program import paths_in, program_of, repeated_la
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources import config_check
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.snapshot import CodeSource
+from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.system.paths import URL, absolute
-from slurmtrain.system.sight import Sight, look
 
 if TYPE_CHECKING:
     from slurmtrain.system.sight import Seen
@@ -268,6 +267,8 @@ def check_program(config: Config, cwd: Path) -> None:
     Raises:
         ConfigError: something is missing that this machine would see.
     """
+    from slurmtrain.system.sight import Sight, look
+
     if config.job.kind != JobKind.COMMAND:
         return
     command = program_of(config)

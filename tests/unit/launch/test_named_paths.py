@@ -13,9 +13,9 @@ import yaml
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
+from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.launch.job import submit_existing_script
 from slurmtrain.launch.named_paths import check_in_snapshot, check_named_paths, with_absolute_paths
-from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.runs import lookup
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
