@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from slurmtrain import choices
-from slurmtrain.config.fields import LINES, hints
-from slurmtrain.config.ranges import NodeRange, Pattern, Range, Share, ports_of, profiled_steps, share_in
+from slurmtrain.config.fields import LINES, NodeRange, Pattern, Range, Share, hints, ports_of, profiled_steps, share_in
 from slurmtrain.system.paths import runs_root
 
 VARIABLE = Pattern("[A-Za-z_][A-Za-z0-9_]*", "a valid name of an environment variable", "e.g. NCCL_DEBUG")

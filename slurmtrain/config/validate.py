@@ -23,12 +23,11 @@ from slurmtrain.choices import (
     SnapshotMode,
 )
 from slurmtrain.config.evaluation import evaluation_config
-from slurmtrain.config.fields import CONTROL, raise_all, words_of, written
+from slurmtrain.config.fields import CONTROL, profiled_steps, raise_all, words_of, written
 from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.known_models import HUGGING_FACE, LINEAR_LAYERS, OUTPUTS, check_sizes, is_our_decoder
 from slurmtrain.config.launched_program import check_launched, has_launcher
 from slurmtrain.config.parallel_dims import ParallelDims, at_most, parallel_dims_of, sequence_lengths
-from slurmtrain.config.ranges import profiled_steps
 from slurmtrain.config.schema import SHARES, Config
 from slurmtrain.config.secrets import scalars
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, SlurmtrainError, nearest
