@@ -148,7 +148,7 @@ class Saving(NamedTuple):
 
 
 def saving(project: Project, lane: Lane) -> Saving:
-    """By a preemption, and by SIGKILL of all ranks. The model's module holds both before their commit.
+    """By `cancel`, and by SIGKILL of all ranks. The model's module holds both before their commit.
 
     The first one until the rank waits for it, as it does before it leaves.
     """
@@ -159,15 +159,17 @@ def saving(project: Project, lane: Lane) -> Saving:
         "from paced import Paced\n"
         "from slurmtrain.checkpoint.checkpointer import Checkpointer\n"
         "from slurmtrain.checkpoint.store import commit\n"
-        "commits, waits, waiting = commit.commit, Checkpointer.wait, threading.Event()\n"
+        "commits, waits, holding, waiting = commit.commit, Checkpointer.wait, threading.Event(), threading.Event()\n"
         f"folder = pathlib.Path({str(folder)!r})\n"
         "def wait(self, *args):\n"
-        "    waiting.set()\n"
+        "    if holding.is_set():\n"
+        "        waiting.set()\n"
         "    return waits(self, *args)\n"
         "def hold(temporary, manifest, incarnation):\n"
         "    held = folder / str(manifest.step)\n"
         "    if manifest.step in (20, 40) and not held.exists():\n"
         "        held.write_text(str(temporary))\n"
+        "        holding.set()\n"
         "        (waiting if manifest.step == 20 else threading.Event()).wait(600)\n"
         "    return commits(temporary, manifest, incarnation)\n"
         "commit.commit, Checkpointer.wait = hold, wait\n"
@@ -175,7 +177,9 @@ def saving(project: Project, lane: Lane) -> Saving:
     words = [*LONG, "model._target_=holding.Paced", "checkpoint.every_steps=20", "requeue.in_place=false", *PAIR]
     run = project.submit(*words, nodes=pair(lane))
     run.wait_for_step(21)
-    run.cluster.submit_high(nodes=run.attempts()[0].nodes, seconds=0.1)
+    run.cli("cancel", run.run_dir.id)
+    run.wait_for_end()
+    run.cli("resume", run.run_dir.id)
     run.wait_until((folder / "40").exists, "saving")
     for pid in run.rank_pids():
         with contextlib.suppress(ProcessLookupError):  # srun was faster, after the first
@@ -409,7 +413,7 @@ def test_ranks_whose_srun_is_killed_are_recorded_with_the_steps_that_they_have_d
 def test_told_to_stop_during_the_first_save_it_also_saves_the_step_that_it_has_reached(scenes: Scenes) -> None:
     """How long a save takes has not been measured by then."""
     first, second = scenes[saving].result().run.attempts()[:2]
-    assert (first.reason, first.verdict) == ("preempted", "requeue"), first.sentence
+    assert (first.reason, first.verdict) == ("cancelled", "end"), first.sentence
     assert first.committed_step == first.last_step == second.first_step and (first.last_step or 0) > 20
 
 
@@ -417,7 +421,7 @@ def test_all_ranks_killed_during_a_save_resume_from_the_checkpoint_before(scenes
     run, unfinished = scenes[saving].result()
     first, second, third = run.attempts()
     assert second.committed_step == third.first_step == first.last_step
-    assert [(each.verdict, each.restart_count) for each in (second, third)] == [("requeue", 1), ("done", 2)]
+    assert [(each.verdict, each.restart_count) for each in (second, third)] == [("requeue", 0), ("done", 1)]
     assert not unfinished.exists()  # what the kill left behind is gone
     assert_same_bits(run, scenes[undisturbed].result())
 
