@@ -82,7 +82,10 @@ def render_script(config: Config, paths: JobPaths) -> str:
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
     environment.filters["sh_secret"] = _quote_secret
-    folders = [_in_script(folder) for folder in pythonpath_folders(paths.workdir, paths.roots)]
+    folders = [  # of each run, or absolute, as words of the script
+        shlex.quote(folder) if folder.startswith("/") else '"$run_dir"/' + shlex.quote(folder)
+        for folder in pythonpath_folders(paths.workdir, paths.roots)
+    ]
     excluded: Sequence[str] = ()
     if config.cluster.exclude:
         with contextlib.suppress(EnvironmentMismatchError):  # a file of nodes, which only sbatch reads
@@ -105,11 +108,6 @@ def render_script(config: Config, paths: JobPaths) -> str:
         restart_delay_s=config.requeue.restart_delay_s,
         excluded_max=EXCLUDED_MAX + len(excluded),
     )
-
-
-def _in_script(folder: str) -> str:
-    """Return a folder of each run, or an absolute one, as a word of the script."""
-    return shlex.quote(folder) if folder.startswith("/") else '"$run_dir"/' + shlex.quote(folder)
 
 
 def _quote_secret(value: str) -> str:
