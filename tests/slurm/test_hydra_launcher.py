@@ -33,6 +33,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(Singleton._instances, VersionBase, raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher_name", "overrides"), [("slurmtrain", [LOCAL])])
 class TestOnThisMachine(LauncherTestSuite):
     pass
@@ -100,7 +101,7 @@ main()
 
 def test_a_program_comes_back_to_its_jobs_and_hears_what_they_raised(sandbox: Cluster, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    choices = ["+x=1,2,3", "hydra.sweep.dir=sweep", "hydra/launcher=slurmtrain", *settings(sandbox)]
+    choices = ["+x=1,2,3", "hydra.sweep.dir=sweep", "hydra/launcher=slurmtrain", *settings(sandbox, ONE_TASK)]
     command = [sys.executable, "program.py", "-m", *choices]
     env = sandbox.env(SLURMTRAIN_RUNS=str(tmp_path / "runs"))
     calls = [tmp_path / f"calls-{number}" for number in (1, 2, 3)]
@@ -117,8 +118,7 @@ def test_a_program_comes_back_to_its_jobs_and_hears_what_they_raised(sandbox: Cl
     (tmp_path / "go").touch()
     done = sandbox.run(command, cwd=tmp_path, env=env, check=False)
     assert done.returncode == 1 and "ValueError: no luck with 2" in done.stderr
-    ranks = 2  # of the sandbox's config
-    assert [call.read_text() for call in calls] == ["once\n" * ranks] * 3
+    assert [call.read_text() for call in calls] == ["once\n"] * 3
     (sweep,) = map(Sweep, (tmp_path / "runs").glob("*.sweep-*"))
     states = [state.status for state in states_of(sweep).values()]
     assert states == ["finished", "failed", "finished"]
@@ -131,4 +131,4 @@ def test_a_program_comes_back_to_its_jobs_and_hears_what_they_raised(sandbox: Cl
     (tmp_path / "program.py").write_text(PROGRAM.replace("cfg.x == 2", "False"))
     again = sandbox.run(command, cwd=tmp_path, env=env)
     assert again.returncode == 0 and len(list((tmp_path / "runs").glob("*.sweep-*"))) == 2
-    assert calls[0].read_text() == "once\n" * 2 * ranks
+    assert calls[0].read_text() == "once\n" * 2
