@@ -77,8 +77,9 @@ def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]
     assert [url for url in requests if url not in [path.as_uri() for path in pages.values()]] == []
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1200)])
-@pytest.mark.parametrize("what", ["run", "sweep"])
+@pytest.mark.parametrize(
+    ("what", "scheme", "width"), [("run", "light", 360), ("run", "dark", 1200), ("sweep", "dark", 1200)]
+)
 def test_a_report_passes_axe_in_both_themes_on_a_phone_and_a_desk(
     opened: Callable[..., Any], what: str, scheme: str, width: int
 ) -> None:
