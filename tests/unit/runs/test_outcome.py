@@ -14,11 +14,10 @@ from slurmtrain.runs.evidence import Evidence, Policy, fault_of_node, nodes_of_n
 from slurmtrain.runs.outcome import (
     IN_PLACE_LEAST_S,
     PAUSES_S,
-    QUICK_FAILURE_S,
     decide_abandoned_outcome,
     decide_outcome,
 )
-from slurmtrain.runs.reasons import Reason, Verdict
+from slurmtrain.runs.reasons import QUICK_FAILURE_S, Reason, Verdict
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.node_ledger import NodeEvent, NodeRecord
 
