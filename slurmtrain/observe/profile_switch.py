@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from slurmtrain.config.ranges import PROFILED_MAX
+from slurmtrain.config.fields import PROFILED_MAX
 from slurmtrain.errors import ConfigError, SlurmtrainError
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
