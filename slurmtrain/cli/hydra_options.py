@@ -115,7 +115,7 @@ def _values(argument: Argument) -> list[str]:
         root = runs_root()
         found = [each.id for each in lookup.all_runs(root)] if "RUN" in metavar else []
         sweeps = [each.id for each in lookup.all_sweeps(root)] if "SWEEP" in metavar else []
-        # `submit` makes no name that begins with a dash, and a person may: --host=elsewhere
+        # `submit` makes no name that begins with a dash, and a person may: --state=failed
         words += ["last", *(name for name in [*found[-NEWEST:], *sweeps[-NEWEST:]] if name[0].isalnum())]
     return words
 

@@ -16,9 +16,9 @@ from slurmtrain.cli.submit import compose_and_validate, next_steps, say_submitte
 from slurmtrain.cli.units import with_unit
 from slurmtrain.config.evaluation import preflight_config
 from slurmtrain.config.parallel_dims import parallel_dims_of
-from slurmtrain.control.checks import check
 from slurmtrain.control.submitting import submit_run
 from slurmtrain.errors import EXIT_CONFIG, UsageError
+from slurmtrain.launch.checks import check
 from slurmtrain.launch.submit import preparing
 from slurmtrain.report.page.units import plural
 from slurmtrain.report.preflight import PreflightRecord, read_preflight

@@ -20,7 +20,7 @@ from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import RunAction
-from slurmtrain.runs.requests import ask_to_cancel, ended_after, signal_rank_0, write_request
+from slurmtrain.runs.requests import ask_to_cancel, ended_after, signal_ranks, write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.file_claims import claimed, claims, is_claimed
@@ -85,7 +85,7 @@ def _cancel_one(run_dir: RunDir) -> str:
         with _asking(run_dir, RunAction.CANCEL, ends_jobs=True):
             client(run_dir).cancel(*jobs)
     if by_signal:
-        _signal_rank_0(run_dir, now, RunAction.CANCEL, signal.SIGTERM)
+        _signal_ranks(run_dir, now, RunAction.CANCEL, signal.SIGTERM)
     elif now.alive and now.packed:  # not the others of its job; a run that waits is left out when the job starts
         if now.status == RunStatus.STARTING:
             raise _cannot(run_dir, now)
@@ -154,7 +154,7 @@ def _stop_and_start_again(run_dir: RunDir, action: RunAction) -> tuple[str, RunS
         with _asking(run_dir, action):
             kubernetes.stop_pods(run_dir, load_frozen(run_dir.config_file, with_secrets=False))
     elif has_no_job(run_dir, now) or not now.own_job:
-        _signal_rank_0(run_dir, now, action, number)
+        _signal_ranks(run_dir, now, action, number)
     else:
         with _asking(run_dir, action):
             client(run_dir).signal(_step_id(now) if now.packed else str(now.job_id), name)
@@ -242,8 +242,8 @@ def _by_hand(run_dir: RunDir, now: RunState) -> bool:
     return bool(not now.own_job and now.attempts) and not run_dir.attempt(now.attempts[-1].number).rank_log(0).exists()
 
 
-def _signal_rank_0(run_dir: RunDir, now: RunState, action: RunAction, number: int) -> None:
-    """Signal rank 0 of a run that has no job of its own; rank 0 tells the others.
+def _signal_ranks(run_dir: RunDir, now: RunState, action: RunAction, number: int) -> None:
+    """Signal the ranks of a run that has no job of its own.
 
     Raises:
         ClusterError: the run has no rank 0 yet, or none on this host.
@@ -263,7 +263,7 @@ def _signal_rank_0(run_dir: RunDir, now: RunState, action: RunAction, number: in
         )
     with _asking(run_dir, action):
         try:
-            signal_rank_0(run_dir, last, number)
+            signal_ranks(run_dir, last, number)
         except OSError as error:  # it has just left, or is somebody else's
             raise ClusterError(f"cannot signal rank 0, process {last.pid}: {error.strerror}") from None
 

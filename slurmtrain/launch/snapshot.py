@@ -130,6 +130,8 @@ def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:
     root = source.root.resolve()
     if source.record is not None and source.record.files:
         names = [Path(name) for name in (*source.record.files, *source.record.links)]
+        if outside := [name for name in names if name.is_absolute() or ".." in name.parts]:
+            raise ConfigError(f"{root}: code.json beside it names {outside[0]}, which is not in it")
         return [name for name in names if os.path.lexists(root / name)]
     names = _files_in_git(root) if source.git else _visible_files(root, hidden=source.record is not None)
     runs, target = runs.resolve(), target.resolve()

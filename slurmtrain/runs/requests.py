@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -16,6 +17,7 @@ from slurmtrain.choices import Backend
 from slurmtrain.runs.attempts import Attempt, claimed_at
 from slurmtrain.runs.reasons import ENDS_RUN, RunAction
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import process
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.records import Count, Time, typed_or_none
 from slurmtrain.system.trust import own_user
@@ -112,15 +114,24 @@ def write_request(run_dir: RunDir, action: RunAction) -> None:
     write_json(run_dir.request_file, asdict(Request(action, time.time(), last, own_user())))
 
 
-def signal_rank_0(run_dir: RunDir, attempt: Attempt, number: int) -> None:
-    """Send a signal to rank 0 of an attempt on this host; it tells the other ranks.
+def signal_ranks(run_dir: RunDir, attempt: Attempt, number: int) -> None:
+    """Send a signal to the ranks of an attempt on this host: to rank 0, which tells the others.
 
-    A rank of cluster=local leads its group, whose programs rely on it that all of them are told, as SLURM does.
+    With cluster=local each rank gets it with all that it has started, as SLURM does it: a program of the user's own hears
+    nothing from rank 0.
 
     Raises:
-        ProcessLookupError, PermissionError: the process has left, or is somebody else's.
+        ProcessLookupError, PermissionError: rank 0 has left, or is somebody else's.
     """
-    if attempt.pid is None:
-        raise ProcessLookupError(errno.ESRCH, "no rank 0 has begun")
-    leads = run_dir.info()["backend"] == Backend.LOCAL and os.getpgid(attempt.pid) == attempt.pid
-    (os.killpg if leads else os.kill)(attempt.pid, number)
+    rank_0 = None if attempt.pid is None else process.stat(attempt.pid)
+    if attempt.pid is None or rank_0 is None:
+        raise ProcessLookupError(errno.ESRCH, "no rank 0 has begun, or it has left")
+    if run_dir.info()["backend"] != Backend.LOCAL or os.getpgid(attempt.pid) != attempt.pid:
+        os.kill(attempt.pid, number)
+        return
+    siblings = [pid for pid, known in process.stats().items() if known.parent == rank_0.parent and pid != attempt.pid]
+    os.killpg(attempt.pid, number)
+    for pid in siblings:
+        if f" train {run_dir.path}" in process.command_line(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, number)

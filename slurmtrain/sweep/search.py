@@ -465,7 +465,7 @@ def ask_to_end(run_dir: RunDir, client: SlurmClient | None) -> None:
     requests.write_request(run_dir, RunAction.PRUNE)
     try:
         if client is None:
-            requests.signal_rank_0(run_dir, last, signal.SIGTERM)
+            requests.signal_ranks(run_dir, last, signal.SIGTERM)
         elif now.status == RunStatus.RUNNING:
             client.signal((last.step_id if now.packed else now.job_id) or "", "USR2")
         elif not now.packed:  # of a pack, those that were asked to end are left out when the job starts

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 
@@ -38,48 +39,70 @@ SAVED_BY_LIGHTNING = {
 SCRIPTS: dict[str, tuple[str, dict[str, str]]] = {
     "Trainer": ("hf_trainer_callback.py", {}),
     "Lightning": ("lightning_module.py", SAVED_BY_LIGHTNING),
-    "a Checkpointer in a folder of its own": (
-        "lightning_module.py",
-        {
-            "checkpointer=True": "checkpointer=slurmtrain.Checkpointer('mine')",
-            "parser = ": "import slurmtrain; slurmtrain.init(device='cpu')\nparser = ",
-        },
-    ),
 }
+OWN_FOLDER = """
+import os, signal, time
+import slurmtrain, torch
+
+slurmtrain.init(device="cpu")
+checkpointer, model = slurmtrain.Checkpointer("mine"), torch.nn.Linear(2, 2)
+restored = checkpointer.restore(model=model)
+for step in range(restored.step if restored else 0, 12):
+    if step == 6 and os.environ["SLURMTRAIN_ATTEMPT"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not slurmtrain.stop_requested():
+            time.sleep(0.01)
+    if slurmtrain.should_stop():
+        checkpointer.save(step + 1, model=model)
+        slurmtrain.exit_for_requeue()
+checkpointer.save(12, model=model).result()
+"""
+NAMES = (*SCRIPTS, "a Checkpointer in a folder of its own")
 
 
-def submit(project: Project, script: str, changes: dict[str, str]) -> LocalRun:
-    text = (PACKAGE.parent / "jobs" / script).read_text()
-    for old, new in changes.items():
-        assert old in text
-        text = text.replace(old, new, 1)
+def submit(project: Project, name: str) -> LocalRun:
+    if name in SCRIPTS:
+        script, changes = SCRIPTS[name]
+        text = (PACKAGE.parent / "jobs" / script).read_text()
+        for old, new in changes.items():
+            assert old in text
+            text = text.replace(old, new, 1)
+        (project.path / "preempted.py").write_text(PREEMPTED)
+        words = "preempted.py script.py"
+    else:
+        text, words = OWN_FOLDER, "script.py"
     (project.path / "script.py").write_text(text)
-    (project.path / "preempted.py").write_text(PREEMPTED)
-    command = f"job.command='{sys.executable} -u preempted.py script.py'"
+    command = f"job.command='{sys.executable} -u {words}'"
     return project.submit("+cluster=local", "job=command", command, "cluster.cpus_per_task=1", small=False)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LocalRun]]:
-    """All of them at the same time, since most of it is imports."""
-    projects = {name: Project(tmp_path_factory.mktemp("client") / "project") for name in SCRIPTS}
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], LocalRun]]:
+    """What has become of the run of this name, which is started when it is first asked for."""
+    projects: list[Project] = []
+
+    @cache
+    def run(name: str) -> LocalRun:
+        projects.append(Project(tmp_path_factory.mktemp("client") / "project"))
+        return submit(projects[-1], name).finish()
+
     try:
-        yield {name: submit(projects[name], *SCRIPTS[name]) for name in SCRIPTS}
+        yield run
     finally:
-        for project in projects.values():
+        for project in projects:
             project.reap()
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_restart_knows_what_the_library_has_saved(runs: dict[str, LocalRun], name: str) -> None:
-    run = runs[name].finish()
+@pytest.mark.parametrize("name", [pytest.param("Trainer", marks=pytest.mark.slow), *NAMES[1:]])
+def test_a_restart_knows_what_the_library_has_saved(finished: Callable[[str], LocalRun], name: str) -> None:
+    run = finished(name)
     assert [each.first_step for each in run.attempts()] == [0, run.attempts()[0].last_step]
     assert run.events(Event.NO_CHECKPOINT_SEEN) == [] and "NO VISIBLE CHECKPOINT" not in run.logs()
     assert len(run.events(Event.CHECKPOINT_FOUND)) == 1
 
 
-def test_what_a_lightning_module_logs_arrives_in_the_log_of_the_run(runs: dict[str, LocalRun]) -> None:
+def test_what_a_lightning_module_logs_arrives_in_the_log_of_the_run(finished: Callable[[str], LocalRun]) -> None:
     """Those of a validation once for each, and not with each step that follows."""
-    records = read_metrics(runs["Lightning"].finish().run_dir.metrics_file)
+    records = read_metrics(finished("Lightning").run_dir.metrics_file)
     assert any("loss" in record for record in records)
     assert [record["step"] for record in records if "error" in record] == [128, 256]

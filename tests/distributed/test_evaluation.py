@@ -267,10 +267,10 @@ class Rows:
 
 
 def test_an_evaluation_that_is_stopped_begins_again_and_gives_what_the_training_has_measured(project: Project) -> None:
-    run = project.submit(*SMALL, "train.steps=4", "train.eval_every=4", "cluster.tasks_per_node=2").finish()
+    run = project.submit(*SMALL, "train.steps=4", "train.eval_every=4").finish()
     (project.path / "waiting.py").write_text(WAITING)
     hold(project)
-    words = ["evaluate", "last", "cluster.tasks_per_node=2", "eval.metrics.rows._target_=waiting.Rows", "--json"]
+    words = ["evaluate", "last", "eval.metrics.rows._target_=waiting.Rows", "--json"]
     here = project.popen("slurmtrain", *words)
     wait_until((project.path / "measuring").exists, "measuring")
     (evaluation,) = run.run_dir.all_evaluations()

@@ -239,6 +239,7 @@ def alone(world: DistributedContext, folder: Path) -> tuple[str, int, list[str]]
     return base, code, different(undisturbed, script.fit(folder / "stopped", checkpointer=True, workers=2))
 
 
+@pytest.mark.slow
 def test_a_script_with_pytorch_lightning_and_one_rank_goes_on_in_the_same_order_of_samples(
     gloo_ranks: GlooRanks, tmp_path: Path
 ) -> None:

@@ -108,8 +108,8 @@ def processes_of(rank: int) -> list[int]:
 @pytest.mark.parametrize(
     "thorough",
     [
-        pytest.param(False, id="W&B and ours, preempted twice"),
-        pytest.param(True, marks=pytest.mark.slow, id="MLflow too, and killed after that"),
+        pytest.param(False, id="W&B and ours, preempted"),
+        pytest.param(True, marks=pytest.mark.slow, id="MLflow too, preempted again and killed"),
     ],
 )
 def test_a_run_that_was_interrupted_is_one_run_with_each_step_once(
@@ -130,7 +130,7 @@ def test_a_run_that_was_interrupted_is_one_run_with_each_step_once(
         f"observe.textfile_dir={prometheus}",
         "+secrets.WANDB_API_KEY=env",
     )
-    for number in (1, 2, 3) if thorough else (1, 2):
+    for number in (1, 2, 3) if thorough else (1,):
         wait_for_attempt(run, number)
         reached = (run.attempts()[-1].first_step or 0) + 3
         run.wait_for_step(reached)
@@ -148,7 +148,7 @@ def test_a_run_that_was_interrupted_is_one_run_with_each_step_once(
         (project.path / "hold").unlink()
     go_on(project)
     run.finish()
-    assert [attempt.reason for attempt in run.attempts()] == ["asked", "asked", *["crash"] * thorough, "finished"]
+    assert [attempt.reason for attempt in run.attempts()] == ["asked", *["asked", "crash"] * thorough, "finished"]
     assert list(prometheus.glob("*.prom")) == []
     assert run.processes() == []
 

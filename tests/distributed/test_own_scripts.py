@@ -9,15 +9,14 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import slurmtrain
 from slurmtrain.checkpoint.format.directory import committed, step_of
@@ -26,31 +25,30 @@ from tests.support.children import children
 from tests.support.gloo import wait_until
 from tests.support.local_runs import LocalRun, Project, assert_same_tensors, clean_environment
 from tests.support.reading import checkpoint_tensors
+from tests.support.scripts import Script
 
 JOBS = Path(__file__).parents[2] / "jobs"
 STEPS = 60
-LOOP = ["jobs/own_loop.py", "--steps", str(STEPS), "--batch", "16"]
 SLOWLY = ["--pause", "0.1"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 class Program:
-    """A started program whose output can be read while it runs."""
+    """A program below torchrun whose output can be read while it runs."""
 
     def __init__(self, folder: Path, *words: str):
         self.log = folder / "output.txt"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *words], cwd=folder, env=clean_environment(), stdout=log, stderr=subprocess.STDOUT
+                [sys.executable, *TORCHRUN, *words],
+                cwd=folder,
+                env=clean_environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
-    def wait_for(self, text: str) -> None:
-        try:
-            wait_until(lambda: text in self.log.read_text() or self.process.poll() is not None, f"saying {text!r}")
-            assert text in self.log.read_text()
-        except AssertionError:
-            self.stop()
-            raise
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
 
     def wait(self) -> int:
         try:
@@ -67,8 +65,10 @@ class Program:
         self.process.kill()
         self.process.wait()
 
-    def finish(self) -> None:
-        assert self.wait() == 0, self.log.read_text()
+
+def wait_for(program: Program | Script, text: str) -> None:
+    wait_until(lambda: text in program.log.read_text() or program.has_ended(), f"saying {text!r}")
+    assert text in program.log.read_text()
 
 
 def folder_with_jobs(path: Path) -> Path:
@@ -80,19 +80,6 @@ def folder_with_jobs(path: Path) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return folder_with_jobs(tmp_path / "folder")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The last checkpoint's tensors of the own loop on so many ranks."""
-
-    @cache
-    def tensors(ranks: int) -> dict[str, torch.Tensor]:
-        folder = folder_with_jobs(tmp_path_factory.mktemp("undisturbed") / "folder")
-        Program(folder, *(TORCHRUN if ranks == 2 else []), *LOOP).finish()
-        return checkpoint_tensors(folder / "checkpoints")
-
-    return tensors
 
 
 @pytest.mark.parametrize(("script", "most"), [("own_loop.py", 14), ("own_epochs.py", 6)])
@@ -111,18 +98,21 @@ def test_the_page_shows_the_loop_over_epochs_whole() -> None:
     assert textwrap.indent(code, "    ") in page
 
 
-def test_alone_it_leaves_with_75_and_goes_on_when_it_is_started_again(folder: Path, undisturbed: Any) -> None:
-    for signalled in (signal.SIGTERM, signal.SIGUSR2):
-        program = Program(folder, *LOOP, *SLOWLY)
-        program.wait_for("step 10/" if signalled == signal.SIGTERM else "step 20/")
-        program.process.send_signal(signalled)
-        assert program.wait() == 75, program.log.read_text()
-    stopped_at = [int(path.name.rpartition("_")[2]) for path in committed(folder / "checkpoints")]
-    assert 10 <= stopped_at[0] < stopped_at[1] < STEPS
-    last = Program(folder, *LOOP)
-    last.finish()
-    assert f"resuming at step {stopped_at[1]}" in last.log.read_text()
-    assert_same_tensors(checkpoint_tensors(folder / "checkpoints"), undisturbed(1))
+def test_alone_it_leaves_with_75_and_goes_on_when_it_is_started_again(folder: Path, tmp_path: Path) -> None:
+    """With all that most scripts have: epochs over a shuffled DataLoader with workers, dropout, a scheduler, AMP."""
+    loop, steps_of_an_epoch = "jobs/own_epochs.py", 40
+    for epoch, signalled in enumerate((signal.SIGTERM, signal.SIGUSR2)):
+        script = Script(folder, loop, "--pause", "0.05")
+        wait_for(script, f"epoch {epoch} ")
+        script.send_signal(signalled)
+        assert script.wait() == 75, script.log.read_text()
+        stopped_at = step_of(committed(folder / "checkpoints")[-1])
+        assert steps_of_an_epoch * (epoch + 1) <= stopped_at < steps_of_an_epoch * (epoch + 2)
+    last = Script(folder, loop)
+    assert last.wait() == 0 and f"resuming at step {stopped_at}" in last.log.read_text()
+    whole = folder_with_jobs(tmp_path / "undisturbed")
+    assert Script(whole, loop).wait() == 0
+    assert_same_state(folder / "checkpoints", whole / "checkpoints")
 
 
 def submit_command(project: Project, words: list[str], *overrides: str, pause_s: float = 0.0) -> LocalRun:
@@ -182,7 +172,7 @@ def test_an_error_in_the_own_loop_is_in_the_status(project: Project) -> None:
     (project.path / "broken.py").write_text(
         "import slurmtrain\nslurmtrain.init()\nslurmtrain.Checkpointer()\nraise ValueError('the seventh seal')\n"
     )
-    run = submit_command(project, ["broken.py"], "requeue.max_attempts_without_progress=1")
+    run = submit_command(project, ["broken.py"], "requeue.max_attempts_without_progress=1", "cluster.tasks_per_node=1")
     assert run.wait() == 1
     status = project.cli("status", "last").stdout
     assert "ValueError: the seventh seal" in status
@@ -193,10 +183,11 @@ def test_a_command_that_knows_nothing_of_us_is_preempted_requeued_and_finished(p
     file = project.path / "sum.json"
     run = submit_command(project, ["jobs/own_command.py", "--file", str(file), "--count", "200"], pause_s=0.1)
     wait_until(lambda: rank_0_said(run, 1, "rank 0: 10/"), "at 10")
+    (project.path / "pause").unlink()  # for the attempt to come
     assert project.cli("preempt", "last").returncode == 0
-    (project.path / "pause").unlink()
     run.finish()
     assert [attempt.reason for attempt in run.attempts()] == ["asked", "finished"]
+    assert not any("200/200" in log.read_text() for log in run.run_dir.attempt(1).rank_logs().values())
     for rank in (0, 1):
         state = json.loads((project.path / f"sum-{rank}.json").read_text())
         assert state == {"done": 200, "sum": 20100, "starts": 2}
@@ -213,7 +204,10 @@ NAMES = ("generator", "discriminator", "generator_optimizer", "discriminator_opt
 def two_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of two ranks that nobody interrupted."""
     folder = folder_with_jobs(tmp_path_factory.mktemp("undisturbed") / "folder")
-    Program(folder, *TORCHRUN, *TWO_MODELS).finish()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = Script(folder, *TWO_MODELS, ranks=2, port=port)
+    assert script.wait() == 0, script.log.read_text()
     return folder / "checkpoints"
 
 
@@ -222,18 +216,11 @@ def plain_state(checkpoints: Path) -> dict[str, Any]:
     return dict(read_manifest(committed(checkpoints)[-1]).state)
 
 
-def signal_rank(program: Program, rank: int, number: int) -> None:
-    """Stop the ranks that run by now, and wait until torchrun has started others."""
+def kill_rank(program: Program, rank: int) -> None:
+    """Kill one of the ranks that run by now, and wait until torchrun has started others."""
     before = children(program.process.pid)
-    os.kill(before[rank], number)
-    wait_until(
-        lambda: program.process.poll() is not None or not set(before) & set(children(program.process.pid)),
-        "started again",
-    )
-
-
-def resumed_at(program: Program) -> list[int]:
-    return [int(step) for step in re.findall(r"resuming at step (\d+) ", program.log.read_text())]
+    os.kill(before[rank], signal.SIGKILL)
+    wait_until(lambda: program.has_ended() or not set(before) & set(children(program.process.pid)), "started again")
 
 
 def assert_same_state(one: Path, other: Path) -> None:
@@ -255,20 +242,18 @@ def test_both_models_both_optimisers_and_the_schedule_are_in_the_checkpoint(two_
     assert steps == {STEPS, STEPS - STEPS % SAVE_EVERY}  # the last, and the last of those in between
 
 
-def test_stopped_and_killed_both_models_end_with_the_bits_of_the_undisturbed_run(
+def test_killed_below_torchrun_both_models_end_with_the_bits_of_the_undisturbed_run(
     folder: Path, two_models: Path
 ) -> None:
-    program = Program(folder, *TORCHRUN, "--max-restarts", "2", *TWO_MODELS, *SLOWLY)
-    program.wait_for("step 10/")
-    signal_rank(program, 1, signal.SIGTERM)
-    program.wait_for(" from checkpoint")
-    (stopped,) = resumed_at(program)
-    assert 10 <= stopped < STEPS
-    # The kill leaves no time to save: what comes back is written in the background while training goes on.
-    wait_until(lambda: step_of(committed(folder / "checkpoints")[-1]) > stopped, "saved in between")
-    signal_rank(program, 0, signal.SIGKILL)
-    program.finish()
-    _, killed = resumed_at(program)
-    assert stopped < killed < STEPS
-    assert killed % SAVE_EVERY == 0
+    program = Program(folder, "--max-restarts", "1", *TWO_MODELS, *SLOWLY)
+    try:
+        # The kill leaves no time to save: what comes back is written in the background while training goes on.
+        wait_until(lambda: program.has_ended() or committed(folder / "checkpoints"), "saved in between")
+        wait_for(program, "step 10/")
+        kill_rank(program, 0)
+        assert program.wait() == 0, program.log.read_text()
+    finally:
+        program.stop()
+    (resumed,) = map(int, re.findall(r"resuming at step (\d+) ", program.log.read_text()))
+    assert 0 < resumed < STEPS and resumed % SAVE_EVERY == 0
     assert_same_state(folder / "checkpoints", two_models)

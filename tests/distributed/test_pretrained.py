@@ -77,8 +77,8 @@ def load_in_all_layouts(distributed: DistributedContext, root: Path, size: int) 
     """By layout and model, the tensors whose bits differ, and whether a rank holds more than its part."""
     plain = compose(["experiment=smoke", "train.device=cpu", f"cluster.tasks_per_node={size}"])
     found = {}
-    for layout, sizes in LAYOUTS[size].items():
-        for family in FAMILIES:
+    for number, (layout, sizes) in enumerate(LAYOUTS[size].items()):
+        for family in FAMILIES if size == 2 else [FAMILIES[number]]:
             folder = root / f"{family}-{'even' if 'tp' in sizes else 'odd'}"
             model = with_sizes({"_target_": "slurmtrain.models.Decoder", "path": str(folder)})
             name = f"{layout}, {family}"

@@ -5,57 +5,89 @@ A sandbox cannot show this, because all of its nodes share one loopback.
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from slurmtrain.config.schema import ClusterConfig
+from slurmtrain.errors import SlurmtrainError
+from slurmtrain.runtime.distributed_context import init_distributed
+from slurmtrain.slurm.environment import Environment
+from slurmtrain.system import signals
+from tests.support.gloo import GlooRanks
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 OTHERS = ("10.78.0.1", "10.79.0.1")  # of networks that do not connect the two
 LISTENS = "01004D0A"  # 10.77.0.1, as the kernel writes it
-RANK = """
-import json, os, sys
-from pathlib import Path
-from slurmtrain.system import signals
-from slurmtrain.slurm.environment import Environment
-from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.errors import SlurmtrainError
-from slurmtrain.runtime.distributed_context import init_distributed
-import torch, torch.distributed as dist
 
-rank, nodes, interface, ports = int(sys.argv[1]), tuple(sys.argv[2].split(",")), sys.argv[3], sys.argv[5] or None
-environment = Environment(
-    source="slurm", rank=rank, world_size=4, local_rank=rank % 2, local_world_size=2, node_rank=rank // 2,
-    nodes=nodes, tasks_per_node=(2, 2), job_id="1", step_id="0",
-)
-leads_nowhere = interface == "other0" or ports is not None
-cluster = ClusterConfig(
-    rendezvous_timeout_s=10 if leads_nowhere else 120,
-    collective_timeout_s=120,
-    network_interface=interface,
-    port_range=ports,
-)
-try:
-    init_distributed(cluster, "cpu", environment, Path(sys.argv[4]), signals.install_signal_handlers())
-except SlurmtrainError as error:
-    print(error, file=sys.stderr)
-    sys.exit(error.exit_code)
-total = torch.ones(1)
-dist.all_reduce(total)
-port = json.loads((Path(sys.argv[4]) / "rendezvous.json").read_text())["port"]
-listening = []
-for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-    for line in Path(table).read_text().splitlines()[1:]:
-        address, state = line.split()[1], line.split()[3]
-        if state == "0A" and int(address.rpartition(":")[2], 16) == port:
-            listening.append(address.rpartition(":")[0])
-dist.barrier()
-print(os.environ["GLOO_SOCKET_IFNAME"], os.environ.get("NCCL_SOCKET_IFNAME"), int(total), *listening)
-"""
+
+class Said(NamedTuple):
+    """What a rank has found: its interfaces, how many ranks there are, and where it listens; or why it has failed."""
+
+    code: int
+    found: str
+    error: str = ""
+
+
+def enter(machine: str) -> None:
+    """Move this process to a network namespace, as `ip netns exec` does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    namespace = os.open(f"/run/netns/{machine}", os.O_RDONLY)
+    new_network, new_mounts, recursive, slave, detach = 0x40000000, 0x20000, 1 << 14, 1 << 19, 2
+    for failed in (
+        libc.setns(namespace, new_network),
+        libc.unshare(new_mounts),
+        libc.mount(b"", b"/", b"none", recursive | slave, None),
+        libc.umount2(b"/sys", detach),
+        libc.mount(machine.encode(), b"/sys", b"sysfs", 0, None),  # which shows the interfaces of the namespace
+    ):
+        assert not failed, os.strerror(ctypes.get_errno())
+
+
+def be_rank(
+    directory: Path, machines: tuple[str, str], nodes: tuple[str, ...], launched_from: str, cluster: ClusterConfig
+) -> Said:
+    rank = int(os.environ["RANK"])
+    enter(machines[rank // 2])
+    os.environ["SLURM_LAUNCH_NODE_IPADDR"] = launched_from
+    os.environ.pop("MASTER_ADDR", None)
+    environment = Environment(
+        source="slurm",
+        rank=rank,
+        world_size=4,
+        local_rank=rank % 2,
+        local_world_size=2,
+        node_rank=rank // 2,
+        nodes=nodes,
+        tasks_per_node=(2, 2),
+        job_id="1",
+        step_id="0",
+    )
+    try:
+        init_distributed(cluster, "cpu", environment, directory, signals.install_signal_handlers())
+    except SlurmtrainError as error:
+        return Said(error.exit_code, "", str(error))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    port = json.loads((directory / "rendezvous.json").read_text())["port"]
+    listening = []
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            address, state = line.split()[1], line.split()[3]
+            if state == "0A" and int(address.rpartition(":")[2], 16) == port:
+                listening.append(address.rpartition(":")[0])
+    dist.barrier()
+    interfaces = os.environ["GLOO_SOCKET_IFNAME"], os.environ.get("NCCL_SOCKET_IFNAME")
+    return Said(0, " ".join(map(str, (*interfaces, int(total), *listening))))
 
 
 @pytest.fixture
@@ -92,7 +124,7 @@ def test_ranks_of_two_machines_meet_by_the_network_that_connects_them_and_by_no_
     machines: tuple[str, str], nodes: str, launched_from: str, tmp_path: Path
 ) -> None:
     said = meet(machines, nodes, launched_from, tmp_path)
-    assert [line for line, _ in said] == [f"left0 =left0 4 {LISTENS}"] * 2 + ["right0 =right0 4"] * 2, said
+    assert [each.found for each in said] == [f"left0 =left0 4 {LISTENS}"] * 2 + ["right0 =right0 4"] * 2, said
 
 
 def test_where_nothing_says_which_network_it_is_rank_0_asks_for_its_name_and_listens_on_none(
@@ -101,18 +133,18 @@ def test_where_nothing_says_which_network_it_is_rank_0_asks_for_its_name_and_lis
     said = meet(machines, "n0,n1", "10.9.9.9", tmp_path, only=[0])
     assert (
         "rank 0 on n0 cannot know which of its networks the other ranks use: it has left0 (10.77.0.1), other0"
-        in said[0][1]
+        in said[0].error
     )
-    assert "cluster.network_interface=NAME" in said[0][1]
+    assert "cluster.network_interface=NAME" in said[0].error
     assert not (tmp_path / "rendezvous.json").exists()
 
 
 def test_a_network_that_does_not_connect_the_machines_is_named(machines: tuple[str, str], tmp_path: Path) -> None:
     said = meet(machines, "n0,n1", ADDRESSES[0], tmp_path, interface="other0")
     for rank in (2, 3):
-        assert f"rank {rank} on n1: rank 0, expected on node n0, cannot be reached at 10.78.0.1:" in said[rank][1]
-        assert "cluster.network_interface=NAME" in said[rank][1]
-    assert "2 of 4 ranks did not arrive within 10 s: rank 2 (on n1), 3 (on n1)" in said[0][1]
+        assert f"rank {rank} on n1: rank 0, expected on node n0, cannot be reached at 10.78.0.1:" in said[rank].error
+        assert "cluster.network_interface=NAME" in said[rank].error
+    assert "2 of 4 ranks did not arrive within 10 s: rank 2 (on n1), 3 (on n1)" in said[0].error
 
 
 @pytest.fixture
@@ -143,12 +175,11 @@ def test_a_firewall_before_the_port_of_rank_0_is_named(
     machines: tuple[str, str], firewall: Callable[[str], None], tmp_path: Path
 ) -> None:
     firewall("23457")
-    codes: list[int] = []
-    said = meet(machines, "n0,n1", ADDRESSES[0], tmp_path, ports=PORT, codes=codes)
+    said = meet(machines, "n0,n1", ADDRESSES[0], tmp_path, ports=PORT)
     for rank in (2, 3):
-        assert f"cannot be reached at {ADDRESSES[0]}:{PORT} by right0: timed out" in said[rank][1]
-        assert "cluster.port_range=LOW-HIGH" in said[rank][1]
-    assert codes == [1, 1, 1, 1]  # the run is tried again
+        assert f"cannot be reached at {ADDRESSES[0]}:{PORT} by right0: timed out" in said[rank].error
+        assert "cluster.port_range=LOW-HIGH" in said[rank].error
+    assert [each.code for each in said] == [1, 1, 1, 1]  # the run is tried again
 
 
 def meet(
@@ -158,47 +189,18 @@ def meet(
     directory: Path,
     only: Sequence[int] = range(4),
     interface: str = "auto",
-    ports: str = "",
-    codes: list[int] | None = None,
-) -> list[tuple[str, str]]:
-    """What each rank says, and its errors.
-
-    Args:
-        codes: gets the exit codes.
-    """
-    variables = {**os.environ, "SLURM_LAUNCH_NODE_IPADDR": launched_from}
-    variables.pop("MASTER_ADDR", None)
-    ranks = [
-        subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                machines[rank // 2],
-                sys.executable,
-                "-c",
-                RANK,
-                str(rank),
-                nodes,
-                interface,
-                directory,
-                ports,
-            ],
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in only
-    ]
-    try:
-        outputs = [rank.communicate(timeout=240) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if codes is not None:
-        codes += [rank.returncode for rank in ranks]
-    return [(out.strip(), error) for out, error in outputs]
+    ports: str | None = None,
+) -> list[Said]:
+    """What each rank says."""
+    cluster = ClusterConfig(
+        rendezvous_timeout_s=10 if interface == "other0" or ports is not None else 120,
+        collective_timeout_s=120,
+        network_interface=interface,
+        port_range=ports,
+    )
+    with GlooRanks(directory) as ranks:
+        told = machines, tuple(nodes.split(",")), launched_from, cluster
+        return ranks.start(4, be_rank, *told, ranks=only, directory=directory).results(240)
 
 
 def _ip(*words: str) -> None:

@@ -241,7 +241,7 @@ def flip_and_restore(newest: Path, bits: list[tuple[str, int]], options: dict[st
     return reports
 
 
-@row_of_many("a flipped bit", Outcome.OLDER, kind="flips", full=10_000, short=300)
+@row_of_many("a flipped bit", Outcome.OLDER, kind="flips", full=10_000, short=150)
 def flips(lane: Lane, count: int) -> Iterator[Trial]:
     options = lane.memory.get("options", {})
     while count > 0:

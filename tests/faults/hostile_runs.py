@@ -288,7 +288,7 @@ def mutate_and_read(directory: Path, seeds: list[int]) -> list[tuple[str, str | 
     return found
 
 
-@row_of_many("a run directory of any shape", Outcome.ERROR, full=1000, short=40, lanes=1)
+@row_of_many("a run directory of any shape", Outcome.ERROR, full=1000, short=20, lanes=1)
 def hostile_runs(lane: Lane, count: int) -> Iterator[Trial]:
     while count > 0:
         with lane.trial():

@@ -258,7 +258,7 @@ def wait_until_frozen(child: Child) -> None:
         time.sleep(0.005)
 
 
-@row("a writer frozen, thawed after the restart", Outcome.NEWEST, Outcome.OLDER, full=60, short=8, lanes=8)
+@row("a writer frozen, thawed after the restart", Outcome.NEWEST, Outcome.OLDER, full=60, short=4, lanes=4)
 def freeze(lane: Lane) -> Trial:
     """The others have a clear error, the job starts again, and the thawed rank commits nothing."""
     directory = lane.directory / "checkpoints"

@@ -119,7 +119,7 @@ class Run:
         while not condition():
             if time.monotonic() > deadline:
                 pytest.fail(f"not {what} after {timeout_s} s\n{self.status()}\n{self.logs()}")
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def wait_until_done(self) -> None:
         """Until its last attempt has finished the run."""

@@ -31,10 +31,15 @@ def jobs(run: Run) -> list[str]:
 
 
 class Preempted(NamedTuple):
-    """Two runs that are preempted at the same time; `seen` has what the jobs of the first saw of their environment."""
+    """Two runs that are preempted at the same time, and a run after each of them.
+
+    Attributes:
+        seen: what the jobs of the first saw of their environment.
+    """
 
     resubmitted: Run
     chained: Run
+    after: tuple[Run, Run]
     seen: Path
 
 
@@ -48,10 +53,17 @@ def preempted(project: Project) -> Preempted:
         run.wait_for_step(3)
         (run.run_dir.path / "hold").touch()
     assert "running" in chained.status()
+    one, other = (
+        project.submit(*counting(5), small=False, words=("--after", run.run_dir.id)) for run in (resubmitted, chained)
+    )
     for run in (resubmitted, chained):
         run.preempt_by_high()
+    # Those that wait do not take the end of a first job for that of the run.
+    resubmitted.wait_until(lambda: all(len(run.attempts()) == 2 for run in (resubmitted, chained)), "in a further job")
+    assert all("Dependency" in run.status() and run.attempts() == [] for run in (one, other))
+    for run in (resubmitted, chained):
         (run.run_dir.path / "hold").unlink()
-    return Preempted(resubmitted, chained, seen)
+    return Preempted(resubmitted, chained, (one, other), seen)
 
 
 def test_resubmitted_after_a_preemption_it_finishes_in_a_job_of_its_own(preempted: Preempted) -> None:
@@ -83,6 +95,21 @@ def test_a_chain_goes_on_in_its_next_job_and_leaves_the_queue_when_it_has_finish
     run.cluster.wait_for(chain[1], "COMPLETED")
     assert "the next job of the chain continues" in run.status()
     assert_counted_once(run, STEPS)
+
+
+def test_a_run_after_another_starts_when_that_one_has_finished_in_a_further_job(
+    preempted: Preempted, project: Project
+) -> None:
+    """In the same job: see test_preemption.py."""
+    before = preempted.resubmitted, preempted.chained
+    for run, first in zip(preempted.after, before, strict=True):
+        first.finish()
+        run.finish()
+        assert run.attempts()[0].started > (first.attempts()[-1].ended or 0.0)
+    both = f"{before[0].run_dir.id},{preempted.after[0].run_dir.id}"
+    done = project.submit(*counting(5), small=False, words=("--after", both))
+    assert "Dependency=(null)" in done.cluster.run(["scontrol", "show", "job", "-o", done.job_id]).stdout
+    done.finish()
 
 
 def test_the_next_job_of_a_chain_goes_on_where_the_supervisor_of_the_one_before_was_killed(project: Project) -> None:
@@ -149,32 +176,6 @@ def test_a_task_of_an_array_is_submitted_again_alone(project: Project) -> None:
         assert_counted_once(run, STEPS)
 
 
-def test_a_run_after_another_starts_when_that_one_has_finished_in_whatever_attempt(project: Project) -> None:
-    before = [
-        project.submit(*counting(STEPS, pause_s=1.0), f"requeue={mode}", small=False, nodes=f"n{number}")
-        for number, mode in enumerate(("default", "chain", "resubmit"))
-    ]
-    after = [project.submit(*counting(5), small=False, words=("--after", run.run_dir.id)) for run in before]
-    for run in before:
-        run.wait_for_step(2)
-        (run.run_dir.path / "hold").touch()  # none finishes before all are looked at
-    for run in before:
-        run.cli("preempt", run.run_dir.id)
-    before[0].wait_until(lambda: all(len(run.attempts()) == 2 for run in before), "all in their second attempt")
-    assert all("Dependency" in run.status() and run.attempts() == [] for run in after)
-    for run in before:
-        (run.run_dir.path / "hold").unlink()
-    for run in before:
-        run.finish()
-    for run, other in zip(after, before, strict=True):
-        run.finish()
-        assert run.attempts()[0].started > (other.attempts()[-1].ended or 0.0)
-    both = f"{before[0].run_dir.id},{after[0].run_dir.id}"
-    done = project.submit(*counting(5), small=False, words=("--after", both))
-    assert "Dependency=(null)" in done.cluster.run(["scontrol", "show", "job", "-o", done.job_id]).stdout
-    done.finish()
-
-
 @pytest.mark.slow
 def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_a_chain_anyway(
     project: Project,
@@ -210,5 +211,5 @@ def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_
 def test_how_long_a_preempted_job_lives_is_read_from_slurm_itself(sandbox: Cluster) -> None:
     client = SlurmClient(str(sandbox.sandbox.slurm_conf))
     facts = read_preemption(client.glance)
-    assert preemption_times(facts, None) == PreemptionTimes(10.0, 10.0, "partition low")
+    assert preemption_times(facts, None) == PreemptionTimes(10.0, 30.0, "partition low")
     assert preemption_times(facts, "high") == PreemptionTimes(10.0)

@@ -31,6 +31,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(Singleton._instances, VersionBase, raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher_name", "overrides"), [("slurmtrain", [LOCAL])])
 class TestOnThisMachine(LauncherTestSuite):
     pass
@@ -95,12 +96,11 @@ main()
 
 def test_a_program_hears_what_its_jobs_raised(sandbox: Cluster, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    choices = ["+x=1,2,3", "hydra.sweep.dir=sweep", "hydra/launcher=slurmtrain", *settings(sandbox)]
+    choices = ["+x=1,2,3", "hydra.sweep.dir=sweep", "hydra/launcher=slurmtrain", *settings(sandbox, ONE_TASK)]
     env = sandbox.env(SLURMTRAIN_RUNS=str(tmp_path / "runs"))
     done = sandbox.run([sys.executable, "program.py", "-m", *choices], cwd=tmp_path, env=env, check=False)
     assert done.returncode == 1 and "ValueError: no luck with 2" in done.stderr
-    ranks = 2  # of the sandbox's config
-    assert [(tmp_path / f"calls-{number}").read_text() for number in (1, 2, 3)] == ["once\n" * ranks] * 3
+    assert [(tmp_path / f"calls-{number}").read_text() for number in (1, 2, 3)] == ["once\n"] * 3
     (sweep,) = map(Sweep, (tmp_path / "runs").glob("*.sweep-*"))
     states = [state.status for state in states_of(sweep).values()]
     assert states == ["finished", "failed", "finished"]

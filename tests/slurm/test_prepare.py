@@ -1,15 +1,12 @@
-"""job=prepare on a real SLURM: tasks share the work, a preemption and arrays do not show in what comes out."""
+"""job=prepare on a real SLURM: tasks share the work, and a preemption does not show in what comes out."""
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 
 import pytest
 
-from slurmtrain.runs.run_dir import RunDir
-from tests.slurm.project import Project, Run, make_project
+from tests.slurm.project import Project, make_project
 from tests.support.raw_text import content, hanging_disk, write_all_formats
 from tests.support.slurm_cluster import Cluster
 
@@ -19,7 +16,7 @@ def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proje
     return make_project(tmp_path_factory.mktemp("prepare") / "project", sandbox)
 
 
-def test_two_tasks_preempted_and_two_parts_of_an_array_make_what_one_process_makes(project: Project) -> None:
+def test_two_tasks_that_are_preempted_make_what_one_process_makes(project: Project) -> None:
     write_all_formats(project.path / "raw")
     fields = ["prepare.inputs=[raw]", "prepare.unit_mb=0.0005", "prepare.valid_fraction=0.2"]
     alone = [sys.executable, "-m", "slurmtrain", "prepare", *fields, "prepare.output=alone"]
@@ -42,11 +39,3 @@ def test_two_tasks_preempted_and_two_parts_of_an_array_make_what_one_process_mak
     assert content(output) == expected
     units = len(list(records.glob("*.json")))
     assert f"{units}/{units}" in run.status()
-
-    array = ["-m", *job[:4], "prepare.output=by-parts", "prepare.part=0,1", "prepare.parts=2"]
-    array += ["+cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={project.cluster.sandbox.slurm_conf}"]
-    answer = project.cluster.run([sys.executable, "-m", "slurmtrain", *array, "submit", "--json"], cwd=project.path)
-    sweep = Path(json.loads(answer.stdout)["path"])
-    for point in [path.parent for path in sweep.glob("*/run.json")]:
-        Run(RunDir(point), project.cluster, project.path).finish()
-    assert content(project.path / "by-parts") == expected

@@ -191,5 +191,5 @@ def wait_until(condition: Callable[[], Result | None], what: str, timeout_s: flo
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not {what} after {timeout_s} s"
-        time.sleep(0.02)
+        time.sleep(0.05)
     return value

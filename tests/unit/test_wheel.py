@@ -47,14 +47,15 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def slurmtrain(python: Path, tmp_path: Path) -> Slurmtrain:
     """Run `python -m slurmtrain` of the wheel in an empty folder; its output."""
 
-    def run(*words: str) -> str:
-        return output(python, tmp_path, "-m", "slurmtrain", *words)
+    def run(*words: str, **variables: str) -> str:
+        return output(python, tmp_path, "-m", "slurmtrain", *words, **variables)
 
     return run
 
 
-def output(python: Path, cwd: Path, *words: str) -> str:
+def output(python: Path, cwd: Path, *words: str, **variables: str) -> str:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not belongs_to_a_job(name)}
+    env |= variables
     done = subprocess.run([python, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -89,10 +90,15 @@ def test_help_names_the_shipped_configs(slurmtrain: Slurmtrain, python: Path, tm
     assert script.stdout == text
 
 
-def test_the_first_command_runs(slurmtrain: Slurmtrain, tmp_path: Path) -> None:
-    said = slurmtrain("+cluster=local", "+experiment=smoke", "submit")
+def test_the_first_command_runs_and_loads_no_compiler(slurmtrain: Slurmtrain, tmp_path: Path) -> None:
+    """torch._dynamo costs as much as torch itself; a program that does not compile is spared it."""
+    said = slurmtrain("+cluster=local", "+experiment=smoke", "submit", PYTHONPROFILEIMPORTTIME="1")
     assert "\nslurmtrain: finished\n" in said
     run_dir = next(tmp_path.glob("runs/train/*"))
+    log = (run_dir / "attempts" / "0001" / "rank-0.log").read_text()
+    loaded = {line.rpartition("|")[2].strip() for line in log.splitlines()}
+    assert "slurmtrain.training.trainer" in loaded
+    assert not {"sympy", "torch._dynamo.utils", "torch.distributed.tensor"} & loaded
     assert (run_dir / "checkpoints").is_dir() and list(run_dir.glob("checkpoints/*/COMPLETE"))
     assert not (run_dir / "code" / "slurmtrain").exists()  # an installed package needs no copy
     assert "finished" in slurmtrain("status", "last")

@@ -201,8 +201,10 @@ class Checkpointing(TrainingHook):
         saved = None
         if state.stopping:
             self._checkpointer.hurry()
-        if state.stopping and state.is_finite():
-            if state.ranks.of_rank_0(int(self._discards_save_in_flight(state))):
+        pending = self._pending_save
+        in_flight = pending is not None and not pending.done()
+        if state.stopping and state.is_finite() and state.ranks.of_rank_0(int(in_flight)):
+            if state.ranks.of_rank_0(int(self._is_better_discarded(state))):
                 self._checkpointer.discard()
             else:
                 with suppress(CheckpointError):  # it has been reported
@@ -213,18 +215,13 @@ class Checkpointing(TrainingHook):
         self._save(state)
         return self._checkpointer.wait() or saved
 
-    def _discards_save_in_flight(self, state: TrainingState) -> bool:
+    def _is_better_discarded(self, state: TrainingState) -> bool:
         pending = self._pending_save
-        return (
-            state.ranks.rank == 0
-            and pending is not None
-            and not pending.done()
-            and is_better_discarded(
-                grace_s=self._grace_s(),
-                running_s=time.monotonic() - pending.begun,
-                save_s=self._longest_save_s,
-                steps_behind=state.step - pending.step,
-            )
+        return pending is not None and is_better_discarded(
+            grace_s=self._grace_s(),
+            running_s=time.monotonic() - pending.begun,
+            save_s=self._longest_save_s,
+            steps_behind=state.step - pending.step,
         )
 
     def _has_time_to_save(self) -> bool:

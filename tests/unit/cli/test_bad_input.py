@@ -10,6 +10,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE
+from slurmtrain.launch import submit_once
 from tests.support.fake_slurm import FakeSlurm
 
 SLURM = ["+cluster=a100x4", "submit"]
@@ -360,8 +361,15 @@ def test_without_sbatch_the_run_directory_is_removed_again(
     ],
 )
 def test_sbatch_refusing_is_said_in_its_words_and_leaves_nothing(
-    words: str, hint: str, nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
+    words: str,
+    hint: str,
+    nothing_left: FakeSlurm,
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for pause in ("FIRST_DELAY_S", "CONFIRM_EVERY_S"):  # between looks for a job that there may be all the same
+        monkeypatch.setattr(submit_once, pause, 0.0)
     nothing_left.refuse(words)
     nothing_left.command("squeue", "exit 0")  # nothing is there
     code, said, hinted = refused(SLURM, capsys)

@@ -211,6 +211,7 @@ def test_a_checkpoint_is_let_go_when_its_evaluation_has_failed_or_its_save_has(
         (["cluster.nodes=1,2"], "cluster.nodes=1,2: only single fields can be set"),
         (["cluster.nodez=1"], "cluster has no field 'nodez'"),
         (["--step", "15"], "no checkpoint of step 15"),
+        (["cluster.backend=kubernetes", "--submit"], "`evaluate --submit` needs SLURM, but cluster.backend=kubernetes"),
     ],
 )
 def test_the_verb_says_what_it_cannot_do(

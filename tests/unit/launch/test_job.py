@@ -296,7 +296,7 @@ OF_A_LAUNCHER = {
     "POSIXLY_CORRECT": "y",
 }
 # The same as processes of this machine, where what is to start again does so at once.
-LOCAL = ("finished", "stopped", "wrong config", "killed", "crashed once")
+LOCAL = ("stopped", "killed", "crashed once")
 FURTHER = {
     "signalled": Job("trap 'exit 75' TERM; touch $folder/began; while :; do sleep 0.05; done"),
     "lingers": Job(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,41 +13,39 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.runtime.compile_cache import CompileCache, compile_cache_of
 from slurmtrain.slurm.environment import Environment
+from tests.support.gloo import GlooRanks
 
 CPU = torch.device("cpu")
-# Compiles small functions as one job after another would, each with a cache of its node that is new. They are products of
-# matrices, for which no compiler of C++ is needed.
-JOB = """
-import sys, torch
-from pathlib import Path
-from torch._dynamo.utils import counters
-from slurmtrain.runtime.compile_cache import CompileCache
 
-functions = {"a": lambda x: x @ x, "b": lambda x: x @ x @ x}
-cache = CompileCache(Path(sys.argv[1]) / "x.compiled", publishes=True)
-loaded = cache.load()
-for name in sys.argv[2]:
-    torch.compile(functions[name])(torch.ones(8, 8))
-print(loaded, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], cache.publish())
-"""
+
+def compile_as_a_job(folder: Path, archives: Path, names: str) -> tuple[bool, int, int, bool]:
+    """Compile small functions as one job after another would, each with a cache of its node that is new.
+
+    Returns:
+        Whether there was something to load, how much was found and how much was not, and whether it was published.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "node")
+    import torch._inductor.config as inductor
+    from torch._dynamo.utils import counters
+
+    # Without a look at what this CPU's vectors can do, which compiles programs of its own.
+    inductor.compile_threads, inductor.cpp.vec_isa_ok = 1, False
+    # Products of matrices, for which no compiler of C++ is needed.
+    functions = {"a": lambda x: x @ x, "b": lambda x: x @ x @ x}
+    cache = CompileCache(archives / "x.compiled", publishes=True)
+    loaded = cache.load()
+    for name in names:
+        torch.compile(functions[name])(torch.ones(8, 8))
+    of_graphs = counters["inductor"]
+    return loaded, of_graphs["fxgraph_cache_hit"], of_graphs["fxgraph_cache_miss"], cache.publish()
 
 
 def test_a_later_job_compiles_nothing_that_a_job_before_has_published(tmp_path: Path) -> None:
-    for functions, said in (("a", ["False", "0", "1", "True"]), ("ab", ["True", "1", "1", "True"])):
-        variables = {
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"node-{functions}"),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        }
-        job = subprocess.run(
-            [sys.executable, "-c", JOB, str(tmp_path / "archives"), functions],
-            # Without a look at what this CPU's vectors can do, which compiles programs of its own.
-            env={**os.environ, **variables, "TORCHINDUCTOR_VEC_ISA_OK": "0"},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        assert job.stdout.split() == said
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "archives").iterdir()} == {0o600}
+    archives = tmp_path / "archives"
+    with GlooRanks(tmp_path) as processes:
+        for names, said in (("a", (False, 0, 1, True)), ("ab", (True, 1, 1, True))):
+            assert processes.start(1, compile_as_a_job, archives, names).results() == [said]
+    assert {path.stat().st_mode & 0o777 for path in archives.iterdir()} == {0o600}
 
 
 def test_an_archive_that_others_could_have_written_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

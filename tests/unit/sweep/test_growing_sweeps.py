@@ -64,7 +64,7 @@ def test_a_point_whose_line_was_cut_short_is_asked_for_anew(sweep_plan: SweepPla
     opened = open_sweep(sweep_plan, [], None)
     file = opened.sweep.points_file
     with opened.alone():
-        assert is_claimed(opened.sweep.path)  # `sweep status --watch` goes on, though no run is alive
+        assert is_claimed(opened.sweep.path)
         opened.add({"optim.lr": "1"}, sweep_plan.first)
         whole = file.read_text()
         file.write_text(f'{whole}{{"number": 1, "vari')

@@ -120,7 +120,7 @@ def test_slurm_is_asked_whether_it_accepts_each_point_of_a_search(project: Path,
     large, small = (
         with_absolute_paths(composer.compose([*words, f"cluster.nodes={nodes}"]), project) for nodes in (99, 2)
     )
-    look = PointLook(large, varies=True)  # whose points may have fewer nodes
+    look = PointLook(large)  # whose points may have fewer nodes
     opened = open_sweep(SweepPlan(large, search="this search"), [], None, look=look)
     opened.add({}, large)
     slurm.command("sbatch", REFUSING)

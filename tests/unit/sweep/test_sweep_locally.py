@@ -127,6 +127,8 @@ def test_what_a_dry_run_prints_is_what_is_submitted(project: Path, slurm: FakeSl
         ("model=tiny model.dim=32 data.seq_len=64 model.n_heads=4,5", 78, "point 1 (model.n_heads=5)"),
         ("train.seed=1,2 search.pruner=median", 2, "hint: hydra/sweeper=optuna"),  # it would prune nothing
         ("train.seed=1 cluster.nodes=0", 78, "nothing varies, so this is a sweep of one run"),
+        ("train.seed=1,2 sweep.pack=2 requeue.mode=resubmit", 78, "sweep.pack=2 with requeue.mode=resubmit"),
+        ("train.seed=1,2 sweep.pack=1,2", 78, "must have the same sweep.pack, but these differ: 1, 2"),
     ],
 )
 def test_what_a_point_cannot_be_is_said_before_any_is_queued(

@@ -1,0 +1,66 @@
+"""Scripts of a user's own, as `python SCRIPT` or torchrun would start them, without the seconds of their imports."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.support.gloo import Ranks
+from tests.support.local_runs import clean_environment
+
+LOG = "output.txt"
+
+
+class Script:
+    """A script with its options, started in `folder`, where its output is in `log`: forks of the fork server of `gloo`.
+
+    With several `ranks`, they find each other at `port` by the variables of torchrun.
+    """
+
+    def __init__(self, folder: Path, *words: str, ranks: int = 1, port: int = 0):
+        self.log = folder / LOG
+        self.log.write_text("")
+        together = (
+            {} if ranks == 1 else {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+        )
+        self._ranks = Ranks(folder, ranks, _run, (words, clean_environment(), together), list(range(ranks)))
+
+    def has_ended(self) -> bool:
+        return self._ranks.has_ended(0)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._ranks.pid(0), number)
+
+    def wait(self) -> int:
+        """The largest of its exit codes."""
+        try:
+            return max(ending.exit_code or 0 for ending in self._ranks.endings())
+        finally:
+            self._ranks.reap()
+
+
+def _run(directory: Path, words: tuple[str, ...], variables: Mapping[str, str], together: Mapping[str, str]) -> None:
+    if together:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        together = {**together, **{name: os.environ[name] for name in names}}
+    os.environ.clear()
+    os.environ.update({**variables, **together})
+    os.chdir(directory)
+    output = os.open(LOG, os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    sys.argv, sys.path[:0] = list(words), [str(Path(words[0]).parent)]
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # as in a new process
+    code: object = 0
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ending:
+        code = ending.code or 0
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code if isinstance(code, int) else 1)
