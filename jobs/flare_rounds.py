@@ -104,6 +104,9 @@ def main() -> None:
     folder = options.folder.absolute()
     if options.site:
         return site(folder, options.steps, overrides)
+    if ModelPersistor is object:
+        print("this needs NVIDIA FLARE\n  hint: pip install 'slurmtrain[flare]'", file=sys.stderr)
+        raise SystemExit(78)
     from nvflare.app_common.workflows.fedavg import FedAvg
     from nvflare.job_config.api import FedJob
     from nvflare.job_config.script_runner import FrameworkType, ScriptRunner

@@ -9,17 +9,23 @@ to this program, as from `ray job stop`, stops all workers after the same step; 
 
 import argparse
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import ray
-import ray.train
 import torch
-from ray.train.torch import TorchTrainer
 from torch import nn
 
 import slurmtrain
+
+try:
+    import ray
+    import ray.train
+    from ray.train.torch import TorchTrainer
+except ImportError as error:
+    print(f"this needs Ray, which cannot be imported: {error}\n  hint: pip install 'slurmtrain[ray]'", file=sys.stderr)
+    raise SystemExit(78) from None
 
 
 def train(options: dict[str, Any]) -> None:

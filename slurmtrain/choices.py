@@ -94,8 +94,8 @@ PreflightMode = StrEnum("PreflightMode", "OFF QUICK FULL")
 # What the checks before training may find; each has a paragraph on the manual's page `preflight`
 FindingKind = StrEnum(
     "FindingKind",
-    "RANKS GPU_MISSING GPU_DRIVER GPU_BROKEN GPU_SLOWED GPU_BUSY VERSIONS PACKAGES CODE CONFIG DATA_MISSING DATA_DIFFERS "
-    "SHARED_FOLDER DISK_FULL CPUS CLOCK VARIABLES SLOW_NODE SLOW_LINK BELOW_STATED",
+    "GPU_MISSING GPU_DRIVER GPU_BROKEN GPU_SLOWED GPU_BUSY VERSIONS CODE DATA SHARED_FOLDER DISK_FULL CPUS CLOCK VARIABLES "
+    "SLOW_NODE SLOW_LINK BELOW_STATED",
 )
 
 for _kind in list(globals().values()):

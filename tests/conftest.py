@@ -17,6 +17,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite(
+    "tests.support"
+)  # before it is imported: its asserts show what they compare, as a test's do
+
 from slurmtrain.config.compose import Composer
 from slurmtrain.config.folders import PACKAGE
 from slurmtrain.slurm.command_environment import belongs_to_a_job

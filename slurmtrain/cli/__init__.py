@@ -45,11 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if any(word.partition("=")[0] in ("--host", "--host-python") for word in arguments.split_program(words)[0]):
-        from slurmtrain.cli import remote
-
-        signals.raise_again()
-        return remote.main(words)
     found = arguments.parse(words)
     verb = VERBS.get(found.verb or "")
     if verb is None and found.help:

@@ -247,10 +247,10 @@ def _check_program(found: argparse.Namespace, program: Sequence[str]) -> None:
 
             hint = f"{found.verb} RUN {shlex.quote(literal_override('job.command', shlex.join(program)))}"
         raise UsageError(f"a program after -- works with {able}, not with {found.verb or 'no verb at all'}", hint=hint)
-    if getattr(found, "bundle", None) is not None:
+    if getattr(found, "origin", None) is not None:
         raise UsageError(
-            "a bundle has its own program, so --from takes none after --",
-            hint="leave out -- and what follows; job.command='python other.py' runs another program of the bundle",
+            "--from takes the program of the run, so there can be none after --",
+            hint="leave out -- and what follows; job.command='python other.py' runs another program of its code",
         )
     if not program:
         raise UsageError("there is no program after --", hint="submit -- python my_train.py --lr 1e-3")

@@ -1,25 +1,18 @@
-"""Tables of runs and of points, sentences as wide as the terminal, and --watch, which draws a table again and again."""
+"""Tables of runs and of points, and sentences, as wide as the terminal."""
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import textwrap
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from slurmtrain.cli.json_output import print_json
-from slurmtrain.errors import UsageError
 from slurmtrain.system.durations import roughly
 from slurmtrain.system.records import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from slurmtrain.report.status.state import RunState
 
 
@@ -59,11 +52,6 @@ def remark(now: RunState) -> str:
     """Return what there is to say of a run in a row, beyond the word for its state: whole on a terminal, which wraps it."""
     text = "" if now.explanation == now.status else now.explanation
     return text if terminal_width() is not None else textwrap.shorten(text, LONGEST_REMARK, placeholder=" ...")
-
-
-def urgency(now: RunState) -> int:
-    """Return the sort key by which runs that run come first, then those that wait, then those that have ended."""
-    return 2 if not now.alive else int(now.waits)
 
 
 def counts(found: Iterable[RunState]) -> dict[str, int]:
@@ -137,96 +125,8 @@ def one_line(cell: str) -> str:
     return (cell if cell.isprintable() else "".join(each if each.isprintable() else " " for each in cell)).rstrip()
 
 
-SHARE = 0.1  # greatest share of time spent on asking: after an answer that took a second, ten seconds pass
-SILENT_AT_MOST_S = 300.0  # between two questions to a controller that does not answer
-
-
-@dataclass(frozen=True)
-class View:
-    """The result of one look.
-
-    Attributes:
-        lines: lines to show, the most important first; those below the terminal's end are not shown by --watch.
-        doubts: reasons why SLURM could not be asked.
-        over: whether nothing will change any more.
-    """
-
-    lines: list[str]
-    doubts: list[str]
-    over: bool = True
-
-
-def show(options: argparse.Namespace, look: Callable[[], View], value: Callable[[], Any]) -> int:
-    """Print `value` with --json, or else what `look` returns, with --watch again and again until it is over.
-
-    Raises:
-        UsageError: --watch is not possible.
-    """
-    if options.watch and options.json:
-        raise UsageError("--watch and --json exclude each other", hint="a program can call status repeatedly")
-    if options.watch and not sys.stdout.isatty():
-        raise UsageError("--watch needs a terminal", hint="leave it out, or use --json")
-    if options.watch:
-        return watch(look, options.every)
-    if options.json:
-        print_json(value())
-        return 0
-    view = look()
-    print("\n".join(view.lines))
-    print_doubts(view.doubts)
-    return 0
-
-
-def doubts(found: Iterable[RunState]) -> list[str]:
-    """Return the reasons why SLURM could not be asked, each once."""
-    return list(dict.fromkeys(now.slurm_error for now in found if now.slurm_error))
-
-
-def print_doubts(reasons: Iterable[str]) -> None:
-    """Print the reasons why SLURM could not be asked."""
-    for reason in reasons:
+def print_doubts(found: Iterable[RunState]) -> None:
+    """Print the reasons why SLURM could not be asked, each once."""
+    for reason in dict.fromkeys(now.slurm_error for now in found if now.slurm_error):
         print()
         print_sentence(f"SLURM cannot be asked: {printable(reason)}", 2)
-
-
-def watch(
-    look: Callable[[], View],
-    every_s: float,
-    *,
-    console: Console | None = None,
-    clock: Callable[[], float] = time.time,
-    sleep: Callable[[float], None] = time.sleep,
-) -> int:
-    """Show what `look` returns until it is over. Ctrl-C is passed on, with the terminal as it was.
-
-    While SLURM does not answer, the last view stays, with its age.
-
-    Args:
-        every_s: seconds between two looks, if they are quick.
-    """
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    console = console or Console(highlight=False)
-    shown, seen, failures = View([], []), 0.0, 0
-    with Live(Text("asking SLURM ..."), console=console, auto_refresh=False) as live:
-        while True:
-            began = clock()
-            view = look()
-            took_s = clock() - began
-            failures = failures + 1 if view.doubts else 0
-            if not view.doubts or not shown.lines:
-                shown, seen = view, began
-            age = roughly(max(0.0, clock() - seen))
-            note = f"SLURM cannot be asked: {'; '.join(view.doubts)}" if view.doubts else "Ctrl-C leaves"
-            end = ["", f"as of {time.strftime('%H:%M:%S', time.localtime(seen))}, {age} ago; {note}"]
-            end = [] if view.over else end
-            lines, room = shown.lines, console.height - 1 - len(end)
-            if len(lines) > room:
-                lines = [*lines[: room - 1], f"... {len(lines) - room + 1} more"]
-            live.update(Text("\n".join([*lines, *end]), no_wrap=True, overflow="ellipsis"), refresh=True)
-            if view.over:
-                return 0
-            patience_s = min(every_s * 2.0 ** min(failures, 10), max(every_s, SILENT_AT_MOST_S))
-            sleep(max(patience_s, took_s * (1 / SHARE - 1)))

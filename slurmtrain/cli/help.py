@@ -108,5 +108,4 @@ Examples
   {PROGRAM} sandbox up && {PROGRAM} +cluster=sandbox submit --follow
   {PROGRAM} +cluster=a100x4 cluster.nodes=4 train.steps=100000 submit
   {PROGRAM} +cluster=a100x4 submit -- python my_train.py --layers 1,2 --lr 1e-3
-  {PROGRAM} --host user@login +cluster=a100x4 submit    from your laptop, over ssh
 """

@@ -74,7 +74,7 @@ def complete(arguments: argparse.Namespace) -> int:
     last = before.pop() if before else ""
     name = find_verb(before)
     verb = VERBS[name] if name is not None else NO_VERB
-    words = [*visible_verbs(), "--host", "--host-python"] if name is None else [*verb.actions, "--help"]
+    words = visible_verbs() if name is None else [*verb.actions, "--help"]
     for action in verb.actions:
         if action in before[before.index(name or "") + 1 :]:
             verb, words = verb.with_action(action), ["--help"]
@@ -115,7 +115,7 @@ def _values(argument: Argument) -> list[str]:
         root = runs_root()
         found = [each.id for each in lookup.all_runs(root)] if "RUN" in metavar else []
         sweeps = [each.id for each in lookup.all_sweeps(root)] if "SWEEP" in metavar else []
-        # `submit` makes no name that begins with a dash, and a person may: --host=elsewhere
+        # `submit` makes no name that begins with a dash, and a person may: --state=failed
         words += ["last", *(name for name in [*found[-NEWEST:], *sweeps[-NEWEST:]] if name[0].isalnum())]
     return words
 

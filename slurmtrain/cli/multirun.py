@@ -5,25 +5,25 @@ from __future__ import annotations
 import argparse
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.choices import Backend, EvalMode, Pruner
 from slurmtrain.cli.columns import counts, summary
 from slurmtrain.cli.json_output import print_json
-from slurmtrain.cli.submit import next_steps, submitting_points
+from slurmtrain.cli.submit import next_steps
 from slurmtrain.config.compose import BASIC_SWEEPER, Composer
 from slurmtrain.config.folders import search_folders
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.control.checks import check, warn_of_memory
 from slurmtrain.errors import EXIT_REQUEUE, RunFailedError, UsageError
+from slurmtrain.launch.checks import check, warn_of_memory
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.planner.fit import share_of_gpu
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.sweep.plan import Choices, Grid, SweepPlan, choices_of, naming_point, plan_sweep, preview, validated
+from slurmtrain.sweep.plan import Choices, Grid, SweepPlan, choices_of, naming_point, preview, validated
 from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
@@ -35,10 +35,8 @@ log = logging.getLogger(__name__)
 def submit(arguments: argparse.Namespace) -> int:
     """Expand, compose and validate all points, then submit those that are missing, or run them here with cluster=local."""
     name = arguments.config_name
-    if arguments.bundle is not None:
-        raise UsageError(
-            "--from submits one run, but -m makes a sweep", hint="submit --from BUNDLE once for each value"
-        )
+    if arguments.origin is not None:
+        raise UsageError("--from submits one run, but -m makes a sweep", hint="submit --from RUN once for each value")
     if arguments.follow:
         raise UsageError("--follow does not work with -m", hint="sweep status last shows the state of the points")
     composer = Composer(search_folders(name, arguments.config_dir), name)
@@ -73,20 +71,19 @@ def _preview(composer: Composer, grid: Grid, first: Config, arguments: argparse.
 def _planned(composer: Composer, grid: Grid, arguments: argparse.Namespace) -> SweepPlan:
     """Compose and check all points, and raise if one is too large. Only the largest is built, since each would take seconds."""
     largest: tuple[float, int, Config, ParallelDims] | None = None
-    said = set[str]()
-
-    def checked() -> Iterator[Config]:
-        nonlocal largest
-        for number, (config, dims) in enumerate(validated(composer, grid)):
-            with naming_point(grid, number):
-                later, look = arguments.after is not None, not arguments.dry_run
-                check(config, dims, current_folder(), later=later, look_at_files=look, said=said)
-            share = share_of_gpu(config, dims) or 0.0
-            if largest is None or share > largest[0]:
-                largest = share, number, config, dims
-            yield config
-
-    plan = plan_sweep(checked(), current_folder())
+    plan: SweepPlan | None = None
+    said, cwd = set[str](), current_folder()
+    for number, (config, dims) in enumerate(validated(composer, grid)):
+        with naming_point(grid, number):
+            later, look = arguments.after is not None, not arguments.dry_run
+            check(config, dims, cwd, later=later, look_at_files=look, said=said)
+        share = share_of_gpu(config, dims) or 0.0
+        if largest is None or share > largest[0]:
+            largest = share, number, config, dims
+        config = with_absolute_paths(config, cwd)
+        plan = plan or SweepPlan(config)
+        plan.add(config)
+    assert plan is not None
     assert largest is not None
     _, number, config, dims = largest
     with naming_point(grid, number):
@@ -123,8 +120,11 @@ def _submit(composer: Composer, grid: Grid, first: Config, arguments: argparse.N
     limit = sweep.info()["parallelism"]
     if parallelism not in (None, limit):
         log.info("sweep %s was submitted with --array-parallelism %s, which stays", sweep.id, limit or "not given")
-    with submitting_points(sweep):
+    try:
         submission = submit_arrays(sweep, client)
+    except KeyboardInterrupt:
+        log.info("sweep %s: the same command submits the rest; sweep cancel %s ends it", sweep.id, sweep.id)
+        raise
     if arguments.json:
         print_json(_facts_of(sweep))
     else:
@@ -163,7 +163,7 @@ def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
     """Run the points on this machine; return 0 when all have finished, 75 when a person stopped it, else 1."""
     from slurmtrain.report.status.state import RunStatus
     from slurmtrain.sweep.jobs import states_of
-    from slurmtrain.sweep.local import alone, run_here
+    from slurmtrain.sweep.local import LocalRuns, alone
 
     done_with = {RunStatus.FINISHED, RunStatus.REMOVED}  # states of runs that nobody has to start again
     if not as_json:
@@ -172,7 +172,15 @@ def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
         unfinished = [
             run_id for run_id, now in states_of(sweep).items() if now.status not in done_with and not now.alive
         ]
-        to_the_end = run_here(sweep, unfinished, at_once, show=at_once == 1 and not as_json)
+        to_the_end = True
+        with LocalRuns(sweep, show=at_once == 1 and not as_json, at_once=at_once) as runs:
+            try:
+                for run_id in unfinished:
+                    runs.start(sweep.run_dir(run_id))
+                for _ in unfinished:
+                    runs.ended()
+            except KeyboardInterrupt:
+                to_the_end = False
     states = counts(states_of(sweep).values())
     finished = set(states) <= done_with
     if as_json:
@@ -187,8 +195,7 @@ def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
 def _search(composer: Composer, choices: Choices, arguments: argparse.Namespace) -> int:
     """Submit a sweep whose points Optuna chooses by the results of earlier ones, and wait until it is done."""
     from slurmtrain.control.submitting import PointLook, may_change_request
-    from slurmtrain.sweep.adaptive import open_sweep
-    from slurmtrain.sweep.search import Search
+    from slurmtrain.sweep.search import Search, open_sweep
     from slurmtrain.sweep.study import TARGET, Study, TrialState
 
     overrides = arguments.overrides
@@ -213,8 +220,9 @@ def _search(composer: Composer, choices: Choices, arguments: argparse.Namespace)
         )
     study = Study(choices.sweeper, choices.space, base)
     after = _awaited_runs(base, arguments.after)
-    varies = any(may_change_request(key) for key in choices.space)
-    asks = PointLook(base, varies=varies) if base.cluster.backend != Backend.LOCAL else None
+    asks = PointLook(base) if base.cluster.backend != Backend.LOCAL else None
+    if asks is not None and not any(map(may_change_request, choices.space)):
+        asks(base)
 
     def look(config: Config) -> None:
         dims = validate(config)
@@ -229,7 +237,7 @@ def _search(composer: Composer, choices: Choices, arguments: argparse.Namespace)
         asks.client if asks is not None else None,
         parallelism=arguments.array_parallelism,
         after=after,
-        again=lambda found: arguments.again,
+        again=arguments.again,
         look=look,
     )
     name = opened.sweep.id

@@ -1,20 +1,17 @@
-"""plan and layout: memory, time, communication, checkpoints, cost and the place of each rank, before anything is submitted."""
+"""plan: memory, time, communication, checkpoints and cost of a run, before anything is submitted."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import math
-from typing import Any
 
-from slurmtrain.choices import JobKind
 from slurmtrain.cli.columns import print_sentence, print_table
 from slurmtrain.cli.json_output import fields_of, print_json
 from slurmtrain.cli.submit import compose_and_validate
 from slurmtrain.config.parallel_dims import (
     AXES,
     at_most,
-    at_size,
     extreme_sizes,
     parallel_dims_of,
     sequence_lengths,
@@ -23,7 +20,7 @@ from slurmtrain.config.parallel_dims import (
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.planner.calibration import calibrated
-from slurmtrain.planner.fit import check_fits, in_gb, memory_of, most_bytes
+from slurmtrain.planner.fit import in_gb, most_bytes
 from slurmtrain.planner.hardware import Hardware, hardware_of
 from slurmtrain.planner.plan import Candidate, Plan, check_plannable, plan_of, search
 from slurmtrain.planner.saving import PARAMETER_BYTES
@@ -138,11 +135,12 @@ def _notes(plan: Plan, asked: Config, measured: Measured | None) -> list[str]:
             0,
             f"{plan.hardware.efficiency:.0%} of the peak assumed for computation; --from RUN takes what a run has measured",
         )
-    if len(usable_sizes(asked)) > 1:  # on the fewest nodes, ranks hold most of a sharded model
+    if len(sizes := usable_sizes(asked)) > 1:  # on the fewest nodes, ranks hold most of a sharded model
         fewest = next(extreme_sizes(asked))
         memory = most_bytes(fewest, parallel_dims_of(fewest))
         fits = ", and it does not fit" if plan.memory_limit is not None and memory > plan.memory_limit else ""
         notes.append(
+            f"of cluster.nodes={asked.cluster.nodes}, the job can use {', '.join(map(str, sizes))}; "
             f"the plan is for {plural(plan.nodes, 'node')}; on {fewest.cluster.node_range.most}, the fewest that SLURM "
             f"may give, a rank has {in_gb(memory)} GB{fits}"
         )
@@ -292,69 +290,3 @@ def _print_search(found: list[Candidate]) -> None:
     print_table(["step", "tokens/s", "mfu", "GB", "bubble", "communication", "overrides"], rows)
     shown = f"{min(SHOWN, len(found))} of {len(found)}; --json has all"
     print_sentence(f"{shown}. What is within a few percent is worth measuring, for a few steps each", 0)
-
-
-PARTS = {
-    **{name: name for name in ("parameters", "gradients")},
-    "optimizer": "optimiser",
-    "gathered": "gathered*",
-    "activations": "activations*",
-    "total": "total",
-}
-
-
-def layout(arguments: argparse.Namespace) -> int:
-    """Show the coordinates of each rank and the memory that it needs."""
-    asked, dims = compose_and_validate(arguments)
-    config = at_most(asked)
-    if not arguments.memory:
-        stages = memory_of(config, dims)
-    elif config.job.kind != JobKind.TRAIN:
-        raise UsageError(f"--memory is of the trainer's model, and job.kind is {config.job.kind!r}", hint="job=train")
-    else:
-        from slurmtrain.launch.memory_check import memory_by_dry_run
-
-        stages = memory_by_dry_run(config)
-    sizes = {nodes: str(parallel_dims_of(at_size(asked, nodes))) for nodes in usable_sizes(asked)}
-    ranks: list[dict[str, Any]] = []
-    for rank in range(dims.world_size):
-        node, local_rank = divmod(rank, config.cluster.tasks_per_node)
-        groups = {axis: dims.group(rank, axis) for axis in AXES}
-        its = {"rank": rank, "node": node, "local_rank": local_rank}
-        ranks.append(its | {"coordinates": dims.coordinates(rank), "groups": groups})
-    if arguments.json:
-        axes = dict(zip(AXES, dims.shape, strict=True))
-        print_json({"layout": str(dims), "axes": axes, "sizes": sizes, "memory": stages, "ranks": ranks})
-        return 0
-    print(dims)
-    if len(sizes) > 1:
-        print_table(["nodes used", "layout"], [[str(nodes), each] for nodes, each in sizes.items()])
-        print(f"below: the layout on {config.cluster.node_range.most} nodes")
-    if arguments.memory and stages is not None:
-        rows = []
-        for stage in stages:
-            values = [getattr(stage, part) for part in PARTS]
-            rows.append([str(stage.stage), str(stage.rank), *("?" if x is None else in_gb(x) for x in values)])
-        print_table(["stage", "first rank", *PARTS.values()], rows)
-        print("GB of 2^30 bytes. * estimated; ? is not known of this model")
-        check_fits(config, dims, stages)
-        if config.cluster.gpu_memory_gb is not None:
-            print(f"fits into cluster.gpu_memory_gb={config.cluster.gpu_memory_gb:g}")
-        return 0
-    for stage in stages or []:
-        print(f"a rank{f' of stage {stage.stage}' if dims.pp > 1 else ''} needs about {stage}")
-    used = [axis for axis, size in zip(AXES, dims.shape, strict=True) if size > 1]
-    rows = []  # its index on every axis in use, and the ranks that it shares the axis with
-    for each in ranks:
-        cells = [f"{each['coordinates'][axis]} of {ranks_text(each['groups'][axis])}" for axis in used]
-        rows.append([str(each["rank"]), str(each["node"]), *cells])
-    print_table(["rank", "node", *used], rows)
-    return 0
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """Format evenly spaced ranks as SLURM writes them: 0-7, or 0-28:4."""
-    if len(ranks) <= 2:
-        return ",".join(map(str, ranks))
-    step = ranks[1] - ranks[0]
-    return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")

@@ -16,9 +16,9 @@ from slurmtrain.cli.submit import compose_and_validate, next_steps, say_submitte
 from slurmtrain.cli.units import with_unit
 from slurmtrain.config.evaluation import preflight_config
 from slurmtrain.config.parallel_dims import parallel_dims_of
-from slurmtrain.control.checks import check
 from slurmtrain.control.submitting import submit_run
 from slurmtrain.errors import EXIT_CONFIG, UsageError
+from slurmtrain.launch.checks import check
 from slurmtrain.launch.submit import preparing
 from slurmtrain.report.page.units import plural
 from slurmtrain.report.preflight import PreflightRecord, read_preflight
@@ -89,10 +89,9 @@ def print_record(found: PreflightRecord) -> None:
     rates: dict[str, list[Any]] = {"all-reduce {} GB/s": [measured.get("all_reduce")]}
     by_rank = measured.get("tflops")
     rates["{} TFLOP/s on a rank"] = list(by_rank.values()) if isinstance(by_rank, Mapping) else []
-    for name, key in (("between", "links"), ("within", "pairs")):
-        links = measured.get(key)
-        pairs = [each for each in links if isinstance(each, list) and each] if isinstance(links, list) else []
-        rates[f"{{}} GB/s in a pair of ranks {name} nodes"] = [each[-1] for each in pairs]
+    links = measured.get("links")
+    pairs = [each for each in links if isinstance(each, list) and each] if isinstance(links, list) else []
+    rates["{} GB/s between two nodes"] = [each[-1] for each in pairs]
     for text, values in rates.items():
         if known := [value for value in values if isinstance(value, int | float)]:
             low, high = with_unit(min(known)), with_unit(max(known))

@@ -1,4 +1,4 @@
-"""runs: compare two runs, pack one, and remove those that have ended. Imports no torch."""
+"""runs: compare two runs, and remove those that have ended. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from slurmtrain.cli.checkpoints import remove_all
-from slurmtrain.cli.columns import doubts, one_line, print_doubts, print_table
-from slurmtrain.cli.json_output import emit, fields_of, print_json
+from slurmtrain.cli.columns import one_line, print_doubts, print_table
+from slurmtrain.cli.json_output import fields_of, print_json
 from slurmtrain.cli.status import say_unreadable
-from slurmtrain.cli.units import format_size
 from slurmtrain.errors import UsageError
 from slurmtrain.observe.metrics import is_detail, is_measured
 from slurmtrain.report import prune
@@ -32,26 +30,7 @@ LONGEST_FACT = 60  # characters
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    return {"compare": _compare, "bundle": _bundle, "prune": _prune}[arguments.action](arguments)
-
-
-def _bundle(arguments: argparse.Namespace) -> int:
-    from slurmtrain.launch.bundle import write_bundle
-
-    name = arguments.file
-    if name is not None and not name.endswith((".tar.gz", ".tgz", ".tar")):
-        raise UsageError(f"a bundle is a file whose name ends in .tar.gz or .tar, not {name}", hint="my-run.tar.gz")
-    run_dir = lookup.find(arguments.run, runs_root())
-    target = Path(name or f"{run_dir.path.parent.name}-{run_dir.id}.tar.gz")
-    digest = write_bundle(run_dir, target)
-    size = target.stat().st_size
-    emit(
-        {"run": run_dir.id, "file": str(target.resolve()), "sha256": digest, "size": size},
-        f"wrote {target} ({format_size(size)})\n  sha256 {digest}\n"
-        f"  run it again, here or elsewhere: submit --from {target}",
-        as_json=arguments.json,
-    )
-    return 0
+    return _compare(arguments) if arguments.action == "compare" else _prune(arguments)
 
 
 def _prune(arguments: argparse.Namespace) -> int:
@@ -78,7 +57,7 @@ def _prune(arguments: argparse.Namespace) -> int:
         size_of=lambda path: removals[path].size,
         dry_run=arguments.dry_run,
     )
-    print_doubts(doubts(decided.states.values()))
+    print_doubts(decided.states.values())
     return code
 
 

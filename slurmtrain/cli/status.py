@@ -13,11 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slurmtrain.cli import columns
-from slurmtrain.cli.columns import PROGRESS, View, one_line, table_lines, terminal_width
-from slurmtrain.cli.json_output import evaluation_object, goodput_object, run_object
+from slurmtrain.cli.columns import PROGRESS, one_line, print_table, terminal_width
+from slurmtrain.cli.json_output import evaluation_object, goodput_object, print_json, run_object
 from slurmtrain.errors import UnreadableRecordError, UsageError
 from slurmtrain.report.progress import lowest
 from slurmtrain.report.status.look import states, states_by_path
@@ -43,18 +43,14 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
     root = runs_root()
     if arguments.run is None:
-        runs = runs_or_refuse(root)
-        return columns.show(
-            arguments,
-            lambda: _all(lookup.all_runs(root) if arguments.watch else runs, arguments),
-            lambda: _all_objects(runs, arguments),
-        )
-    found = run_or_sweep(arguments.run, root)
-    if isinstance(found, RunDir):
-        return columns.show(arguments, lambda: _one(found), lambda: _object(found))
-    from slurmtrain.cli import sweep
+        _show_all(runs_or_refuse(root), arguments)
+    elif isinstance(found := run_or_sweep(arguments.run, root), RunDir):
+        _show_one(found, as_json=arguments.json)
+    else:
+        from slurmtrain.cli.sweep import show_status
 
-    return sweep.main(argparse.Namespace(**{**vars(arguments), "action": "status", "sweep": str(found.path)}))
+        show_status(found, as_json=arguments.json)
+    return 0
 
 
 def run_or_sweep(reference: str, root: Path) -> RunDir | Sweep:
@@ -136,9 +132,7 @@ def _chosen(runs: list[RunDir], arguments: argparse.Namespace) -> tuple[list[Row
     if arguments.since is not None:
         runs = [run for run in runs if lookup.submitted_at(run)[0] >= arguments.since]
     rows, limit = _rows_of(runs), arguments.limit
-    if arguments.watch:
-        limit = None  # --watch puts those that run first
-    elif limit is None and sys.stdout.isatty() and not arguments.json:
+    if limit is None and sys.stdout.isatty() and not arguments.json:
         limit = max(LEAST_ROWS, shutil.get_terminal_size().lines - AROUND_ROWS)
     if arguments.state is None:
         found = states_by_path(run for row in rows[:limit] for run in row.runs)
@@ -148,61 +142,50 @@ def _chosen(runs: list[RunDir], arguments: argparse.Namespace) -> tuple[list[Row
     return rows[:limit], found, len(rows)
 
 
-def _all_objects(runs: list[RunDir], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    rows, found, _ = _chosen(runs, arguments)
-    chosen = {run.path for row in rows for run in row.runs if arguments.state in (None, found[run.path].status)}
-    return [run_object(run, found[run.path]) for run in runs if run.path in chosen]
-
-
-def _all(runs: list[RunDir], arguments: argparse.Namespace) -> View:
-    """Return all runs, the newest first; with --watch those that run before those that wait and those that have ended."""
+def _show_all(runs: list[RunDir], arguments: argparse.Namespace) -> None:
+    """Print all runs, the newest first."""
     rows, found, count = _chosen(runs, arguments)
-    if arguments.watch:
-        rows.sort(key=lambda row: min(columns.urgency(found[run.path]) for run in row.runs))
-    lines = table_lines(HEADER, [row.cells(found) for row in rows], terminal_width())
-    if arguments.watch:
-        lines = [columns.summary(columns.counts(found.values())), "", *lines]
+    if arguments.json:
+        chosen = {run.path for row in rows for run in row.runs if arguments.state in (None, found[run.path].status)}
+        print_json([run_object(run, found[run.path]) for run in runs if run.path in chosen])
+        return
+    print_table(HEADER, [row.cells(found) for row in rows])
     if len(rows) < count:
-        lines += ["", f"{count - len(rows)} more: --limit {count} shows all; --name, --state and --since choose"]
-    return View(lines, columns.doubts(found.values()), over=not any(now.alive for now in found.values()))
+        print(f"\n{count - len(rows)} more: --limit {count} shows all; --name, --state and --since choose")
+    columns.print_doubts(found.values())
 
 
 # One run.
 
 
-def _look(run_dir: RunDir) -> tuple[RunState, dict[RunDir, RunState]]:
-    """Return the state of a run, and those of its evaluations."""
-    evaluations = run_dir.all_evaluations()
-    found = states([run_dir, *evaluations])
-    if found[run_dir.id].status == RunStatus.UNREADABLE:
-        raise UnreadableRecordError(found[run_dir.id].explanation)
-    return found[run_dir.id], {each: found[each.id] for each in evaluations}
-
-
-def _object(run_dir: RunDir) -> dict[str, Any]:
+def _show_one(run_dir: RunDir, *, as_json: bool) -> None:
     from slurmtrain.report.goodput.run import goodput_of
     from slurmtrain.report.trouble import slow_ranks
     from slurmtrain.runs.node_blame import left_out_of
 
-    now, evaluations = _look(run_dir)
-    return {
-        **run_object(run_dir, now),
-        "evaluations": [evaluation_object(*each) for each in evaluations.items()],
-        "left_out": left_out_of(run_dir, now.job_id),
-        "slow_ranks": slow_ranks(run_dir.events()),
-        "goodput": goodput_object(goodput_of(run_dir, alive=_alive(now))),
-    }
-
-
-def _one(run_dir: RunDir) -> View:
-    now, evaluations = _look(run_dir)
-    lines = _lines(run_dir, now)
+    evaluations = run_dir.all_evaluations()
+    found = states([run_dir, *evaluations])
+    now = found[run_dir.id]
+    if now.status == RunStatus.UNREADABLE:
+        raise UnreadableRecordError(now.explanation)
+    if as_json:
+        about = {
+            "evaluations": [evaluation_object(each, found[each.id]) for each in evaluations],
+            "left_out": left_out_of(run_dir, now.job_id),
+            "slow_ranks": slow_ranks(run_dir.events()),
+            "goodput": goodput_object(goodput_of(run_dir, alive=_alive(now))),
+        }
+        print_json(run_object(run_dir, now) | about)
+        return
+    print("\n".join(_lines(run_dir, now)))
     for header, rows in (
         (ATTEMPTS_HEADER, [_attempt_row(attempt, now) for attempt in now.attempts]),
-        (EVALUATIONS_HEADER, [_evaluation_row(*each) for each in evaluations.items()]),
+        (EVALUATIONS_HEADER, [_evaluation_row(each, found[each.id]) for each in evaluations]),
     ):
-        lines += ["", *table_lines(header, rows, terminal_width())] if rows else []
-    return View(lines, columns.doubts([now]), over=not any(each.alive for each in (now, *evaluations.values())))
+        if rows:
+            print()
+            print_table(header, rows)
+    columns.print_doubts([now])
 
 
 def _lines(run_dir: RunDir, now: RunState) -> list[str]:

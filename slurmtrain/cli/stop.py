@@ -143,10 +143,12 @@ def _check_ended(run_dir: RunDir, now: RunState, overrides: Sequence[str]) -> No
         if overrides:
             hint = f"cancel {run_dir.id}, then repeat this command"
         if now.status == RunStatus.STOPPING:  # after `cancel`, for instance, when `requeue` would be refused
-            hint = f"try again when it has ended; `status {run_dir.id} --watch` waits for that"
+            hint = f"try again when it has ended; `status {run_dir.id}` says so"
         elif now.status == RunStatus.UNKNOWN:
             hint = "try again when SLURM answers"
-            if has_no_job(run_dir, now):
+            if run_dir.info()["backend"] == Backend.KUBERNETES:
+                hint = "try again when kubectl answers"
+            elif has_no_job(run_dir, now):
                 last = now.attempts[-1]  # its host may have been a container that no longer exists
                 record = run_dir.attempt(last.number).record_file
                 hint = f"type `resume {run_dir.id}` there; if {last.host} is gone for good, remove {record} a minute before"
@@ -167,8 +169,7 @@ def _check_lengthened(run_dir: RunDir, now: RunState, overrides: Sequence[str]) 
         UsageError: it is not, or the run is one of a sweep, whose results are in already.
     """
     from slurmtrain.config.frozen import load_frozen
-    from slurmtrain.launch.change_rules import with_steps
-    from slurmtrain.launch.changes import changed
+    from slurmtrain.launch.changes import changed, with_steps
 
     config = load_frozen(run_dir.config_file, with_secrets=False)
     words = with_steps(overrides, config)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmtrain.choices import Backend, JobKind
@@ -16,15 +13,14 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
-from slurmtrain.control.checks import check, warn_of_memory
 from slurmtrain.errors import UsageError
+from slurmtrain.launch.checks import check, warn_of_memory
 from slurmtrain.report.page.units import plural
-from slurmtrain.system.paths import current_folder
+from slurmtrain.system.paths import current_folder, runs_root
 
 if TYPE_CHECKING:
     from slurmtrain.launch.code_source import CodeSource
     from slurmtrain.runs.run_dir import RunDir
-    from slurmtrain.runs.sweep_dir import Sweep
 
 log = logging.getLogger(__name__)
 
@@ -39,46 +35,46 @@ def main(arguments: argparse.Namespace) -> int:
         if given:
             raise UsageError(f"{option} is for sweeps", hint="add -m, and choices: -m key=1,2 submit")
     cwd, after, overrides = current_folder(), arguments.after, arguments.overrides
-    with contextlib.ExitStack() as unpacked:  # ends before a wait for the end of the run
-        source: CodeSource | None = None
-        folder = cwd
-        if arguments.bundle is None:
-            config, dims = compose_and_validate(arguments)
-        else:
-            from slurmtrain.launch import bundle as bundles
+    source: CodeSource | None = None
+    folder = cwd
+    if arguments.origin is None:
+        config, dims = compose_and_validate(arguments)
+    else:
+        from slurmtrain.launch.changes import config_from
+        from slurmtrain.launch.snapshot import source_of_run
+        from slurmtrain.runs import lookup
 
-            if arguments.config_name != "config":
-                raise UsageError("--from contains a whole config, so there is nothing to compose from --config-name")
-            bundle, source = unpacked.enter_context(bundles.opened(Path(arguments.bundle).expanduser()))
-            config, dims = bundles.config_of(bundle, overrides, cwd, config_dir=arguments.config_dir)
-            folder = cwd if source is None else bundle.workdir
-            overrides = [*bundle.info()["overrides"], *overrides]
-        # A dry run queues nothing, and may be used on another machine.
-        check(config, dims, folder, later=after is not None, look_at_files=not arguments.dry_run)
-        local = config.cluster.backend == Backend.LOCAL
-        if after is not None and (local or arguments.dry_run):
-            from slurmtrain.launch.dependencies import starting_after
+        if arguments.config_name != "config":
+            raise UsageError("--from takes a whole config, so there is nothing to compose from --config-name")
+        origin = lookup.find(arguments.origin, runs_root())
+        config, dims = config_from(origin, overrides, cwd, config_dir=arguments.config_dir)
+        if (found := source_of_run(origin)).root is not None:
+            source, folder = found, origin.workdir
+        overrides = [*origin.info()["overrides"], *overrides]
+    # A dry run queues nothing, and may be used on another machine.
+    check(config, dims, folder, later=after is not None, look_at_files=not arguments.dry_run)
+    local = config.cluster.backend == Backend.LOCAL
+    if after is not None:
+        from slurmtrain.launch.dependencies import starting_after
 
-            config = starting_after(config, after)
-        if arguments.dry_run:
-            from slurmtrain.launch.script import dry_manifest, dry_run
+        config = starting_after(config, after)
+    if arguments.dry_run:
+        from slurmtrain.launch.script import dry_manifest, dry_run
 
-            pods = config.cluster.backend == Backend.KUBERNETES
-            print(dry_manifest(config, cwd) if pods else dry_run(config, cwd, source), end="")
-            log.info("this job has %s", size_of(config))
-            return 0
-        if local:
-            from slurmtrain.launch.submit import preparing
-
-            warn_of_memory(config, dims)
-            with preparing(config, overrides, cwd, source) as run_dir:
-                pass
-        else:
-            from slurmtrain.control.submitting import submit_run
-
-            run_dir, job_id = submit_run(config, dims, overrides, cwd, after=after, source=source)
+        pods = config.cluster.backend == Backend.KUBERNETES
+        print(dry_manifest(config, cwd) if pods else dry_run(config, cwd, source), end="")
+        log.info("this job has %s", size_of(config))
+        return 0
     if local:
+        from slurmtrain.launch.submit import preparing
+
+        warn_of_memory(config, dims)
+        with preparing(config, overrides, cwd, source) as run_dir:
+            pass
         return _run_here(run_dir, config)
+    from slurmtrain.control.submitting import submit_run
+
+    run_dir, job_id = submit_run(config, dims, overrides, cwd, source)
     say_submitted(run_dir, job_id, config, as_json=arguments.json)
     if arguments.json or not arguments.follow:
         return 0
@@ -131,13 +127,3 @@ def say_submitted(run_dir: RunDir, jobs: str, config: Config, *, as_json: bool) 
 def next_steps(*commands: str) -> str:
     """Return commands as lines that a person can paste."""
     return "\n".join(f"  {PROGRAM} {command}" for command in commands)
-
-
-@contextlib.contextmanager
-def submitting_points(sweep: Sweep) -> Iterator[None]:
-    """Say how it goes on if somebody interrupts the submission."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        log.info("sweep %s: the same command submits the rest; sweep cancel %s ends it", sweep.id, sweep.id)
-        raise

@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from slurmtrain.choices import Backend
 from slurmtrain.cli import columns
@@ -24,7 +23,6 @@ from slurmtrain.runs.sweep_dir import Point, Sweep
 from slurmtrain.sweep import jobs
 from slurmtrain.sweep.jobs import states_of
 from slurmtrain.system.durations import roughly
-from slurmtrain.system.file_claims import is_claimed
 from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
 
@@ -35,7 +33,8 @@ def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
     sweep = lookup.find_sweep(options.sweep, runs_root())
     if options.action == "status":
-        return _status(sweep, options)
+        show_status(sweep, as_json=options.json)
+        return 0
     if options.action == "collect":
         return _collect(sweep, options)
     jobs.require_own(sweep)
@@ -43,42 +42,22 @@ def main(options: argparse.Namespace) -> int:
     return {"retry": _retry, "cancel": _cancel}[options.action](sweep, as_json=options.json)
 
 
-def _status(sweep: Sweep, options: argparse.Namespace) -> int:
-    def value() -> dict[str, Any]:
-        now = states_of(sweep)
-        rows = [point_object(point, now[point.run_id]) for point in sweep.points()]
-        return {"sweep": sweep.id, "states": columns.counts(now.values()), "points": rows}
-
-    return columns.show(options, lambda: _view(sweep, running_first=options.watch), value)
-
-
-def _view(sweep: Sweep, *, running_first: bool) -> columns.View:
-    """Return all points; with --watch those that run before those that wait and those that have ended."""
+def show_status(sweep: Sweep, *, as_json: bool) -> None:
+    """Print all points."""
     points, now = sweep.points(), states_of(sweep)
-    headline = _headline(sweep, points, now)
-    if running_first:
-        points.sort(key=lambda point: columns.urgency(now[point.run_id]))
-    # A process that waits for its points may be about to begin the next ones.
-    over = not any(state.alive for state in now.values()) and not is_claimed(sweep.path)
-    table = columns.table_lines(*_table(points, now), columns.terminal_width())
-    return columns.View([headline, "", *table], columns.doubts(now.values()), over)
-
-
-def _table(points: Sequence[Point], now: Mapping[str, RunState]) -> tuple[list[str], list[list[str]]]:
-    rows = []
+    if as_json:
+        rows = [point_object(point, now[point.run_id]) for point in points]
+        print_json({"sweep": sweep.id, "states": columns.counts(now.values()), "points": rows})
+        return
+    print(f"{_headline(sweep, points, now)}\n")
+    header = ["point", *(points[0].varied if points else ()), "state", *columns.PROGRESS, "attempts", "run", ""]
+    lines = []
     for point in points:
         its = now[point.run_id]
-        attempts = str(len(its.attempts))
-        cells = [
-            *point.varied.values(),
-            its.status,
-            *columns.progress_cells(its),
-            attempts,
-            point.run_id,
-            columns.remark(its),
-        ]
-        rows.append([str(point.number), *cells])
-    return ["point", *(points[0].varied if points else ()), "state", *columns.PROGRESS, "attempts", "run", ""], rows
+        about = [*point.varied.values(), its.status, *columns.progress_cells(its)]
+        lines.append([str(point.number), *about, str(len(its.attempts)), point.run_id, columns.remark(its)])
+    columns.print_table(header, lines)
+    columns.print_doubts(now.values())
 
 
 def _headline(sweep: Sweep, points: Sequence[Point], now: Mapping[str, RunState]) -> str:

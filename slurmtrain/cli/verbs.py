@@ -1,6 +1,6 @@
 """The verbs: what each does, its options, and the function that runs it.
 
-`arguments` makes the parsers from this table; help, tab completion and --host read it, too. To give a verb an option,
+`arguments` makes the parsers from this table; help and tab completion read it, too. To give a verb an option,
 declare it here; its function finds the value in the namespace that it gets. Nothing heavy is imported, since every command
 line, and every press of the Tab key, reads the table.
 """
@@ -112,7 +112,6 @@ STEP = option("--step N", "the step of the checkpoint (default: the newest)", in
 CLUSTER = option("--cluster NAME", "SLURM's name of the cluster; default: the one of this shell")
 MODE = option("--mode min|max", "whether lower or higher values are better (default: min for a loss)")
 EVERY = option("--every SECONDS", "seconds between updates", number(1), default=5.0)
-WATCH = (option("-w, --watch", "redraw the table in place until everything has ended; Ctrl-C stops"), EVERY)
 SANDBOX = option("--name NAME", "name, to run several at the same time", default="default")
 # Options of every verb that composes a config, and of a command line without a verb. Hydra handles those that are hidden
 # from the help, and those that print something.
@@ -140,7 +139,7 @@ VERBS: dict[str, Verb] = {
             option("--dry-run", "print exactly what sbatch would get, and submit nothing"),
             option("--follow", "show rank 0 until the run has ended; exit code 0, or 75: stopped, 78: config, 1: else"),
             option("--after RUN[,RUN]", "start when these runs have finished"),
-            option("--from BUNDLE", "run a file of `runs bundle`; key=value changes its config", dest="bundle"),
+            option("--from RUN", "take the config and code of this run; key=value changes its config", dest="origin"),
             option("--array-parallelism N", "with -m: train at most N points at a time", whole(1)),
             option("--again", "with -m: submit another sweep of the same points"),
             JSON,
@@ -150,12 +149,10 @@ VERBS: dict[str, Verb] = {
         runs_program=True,
     ),
     "render": Verb(
-        "Print the sbatch script, to read, edit and submit by hand; --explain explains each line. With -o, also "
+        "Print the sbatch script, to read, edit and submit by hand. With -o, also "
         "prepare a run directory and write the script to FILE: edit it and give it to sbatch yourself. With --target, it is "
         "the manifest of another engine instead.",
         (
-            option("--explain", "explain each line: the config field or SLURM requirement that it comes from"),
-            option("--json", "with --explain: print a list of {line, why}, for a program"),
             option("-o, --output FILE", "write the script to FILE and prepare a run for it"),
             option(
                 f"--target {'|'.join(Target)}",
@@ -185,7 +182,6 @@ VERBS: dict[str, Verb] = {
             option("--name NAME", "only runs and sweeps of this name; it may hold a *"),
             option("--state STATE", "only runs in this state, and sweeps with one", choices=STATES),
             SINCE,
-            *WATCH,
             JSON,
         ),
         "runs",
@@ -257,7 +253,7 @@ VERBS: dict[str, Verb] = {
         function="stop.resume",
     ),
     "runs": Verb(
-        "Compare two runs, pack one to run elsewhere, remove ended ones; status lists them.",
+        "Compare two runs, remove ended ones; status lists them.",
         topic="runs",
         actions={
             "compare": Verb(
@@ -269,11 +265,6 @@ VERBS: dict[str, Verb] = {
                     option("--weights", "also read the checkpoints of large models (over 2 GB)"),
                     JSON,
                 ),
-            ),
-            "bundle": Verb(
-                "Pack a run into one file to run it elsewhere. Config, code, revision and list of packages, for "
-                "`submit --from FILE`, without checkpoints, logs and data. Read it before you publish it.",
-                (RUN, option("[FILE]", "default: NAME-RUN.tar.gz here; one with .tar is plain"), JSON),
             ),
             "prune": Verb(
                 "Remove runs that have ended. With their checkpoints. A run always stays if it is alive, waits, cannot "
@@ -306,7 +297,7 @@ VERBS: dict[str, Verb] = {
         "Show the points of a sweep, collect their metrics, retry or cancel them.",
         topic="sweeps",
         actions={
-            "status": Verb("Show every point: what varies, its state, step and loss.", arguments=(SWEEP, *WATCH, JSON)),
+            "status": Verb("Show every point: what varies, its state, step and loss.", arguments=(SWEEP, JSON)),
             "collect": Verb(
                 "Print a table of all points with their metrics.",
                 arguments=(
@@ -385,13 +376,6 @@ VERBS: dict[str, Verb] = {
         ),
         "evaluation",
         changes="change a field of eval, cluster or parallel",
-    ),
-    "layout": Verb(
-        "Show the position of every rank under parallel=..., and how much memory it needs.",
-        (option("--memory", "count the bytes on each rank: builds the sharded model, without GPUs"), JSON),
-        "parallelism",
-        composes=True,
-        function="plan.layout",
     ),
     "plan": Verb(
         "Compute memory, time, checkpoints and cost of a run; say whether more nodes help. By arithmetic, without GPUs.",

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slurmtrain.choices import CpMethod, JobKind, PpSchedule, ReduceDtype
-from slurmtrain.config.ranges import NodeRange
+from slurmtrain.config.fields import NodeRange
 from slurmtrain.config.schema import Config, ParallelConfig, TrainConfig
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 

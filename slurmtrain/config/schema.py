@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from slurmtrain import choices
-from slurmtrain.config.fields import LINES, hints
-from slurmtrain.config.ranges import NodeRange, Pattern, Range, Share, ports_of, profiled_steps, share_in
+from slurmtrain.config.fields import LINES, NodeRange, Pattern, Range, Share, hints, ports_of, profiled_steps, share_in
 from slurmtrain.system.paths import runs_root
 
 VARIABLE = Pattern("[A-Za-z_][A-Za-z0-9_]*", "a valid name of an environment variable", "e.g. NCCL_DEBUG")
@@ -48,9 +47,19 @@ PROJECT = Pattern(
     "the user or team before the / is observe.wandb.entity; null takes job.name",
 )
 KUBERNETES_NAME = Pattern(
-    "[a-z0-9]([a-z0-9.-]*[a-z0-9])?",
-    "a name as Kubernetes has them",
-    "small letters, digits and dashes, with a letter or digit at both ends",
+    r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*",
+    "a name as Kubernetes has them (RFC 1123)",
+    "small letters, digits, dashes and dots, with a letter or digit before and after each dot and at both ends",
+)
+KUBERNETES_LABEL = Pattern(
+    "([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?",
+    "a value of a label as Kubernetes has them",
+    "at most 63 letters, digits, dashes, dots and underscores, with a letter or digit at both ends",
+)
+QUANTITY = Pattern(
+    r"(?=.*[1-9])(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?",
+    "a quantity as Kubernetes has them",
+    "a number above 0, with a unit if it needs one: 8, 500m, 0.5, 2Gi",
 )
 SECRET_KEY = Pattern(
     "[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9._-]+",
@@ -120,12 +129,15 @@ class PodsConfig:
     # Kueue's LocalQueue, which starts all pods together, or none; null: pods start one by one, as nodes get free
     queue: Annotated[str, KUBERNETES_NAME] | None = None
     gpu_resource: Text = "nvidia.com/gpu"  # the resource that cluster.gpus_per_node counts
-    resources: dict[str, Positive] = field(default_factory=dict)  # more resources of each pod, such as rdma/hca: 1
+    # More resources of each pod, as request and limit: {rdma/hca: 1, ephemeral-storage: 200Gi}. `cpu` and `memory` take the
+    # place of what follows from cpus_per_task and mem_*_gb.
+    resources: dict[str, Annotated[str, QUANTITY]] = field(default_factory=dict)
     shm_gb: Natural = 16  # size of /dev/shm, which counts as memory of the pod: data workers and NCCL use it; 0: 64 MB
     host_network: bool = False  # use the network of the node, which some set-ups of RDMA need
-    node_selector: dict[str, str] = field(default_factory=dict)
+    node_selector: dict[str, Annotated[str, KUBERNETES_LABEL]] = field(default_factory=dict)
     tolerations: list[dict[str, Any]] = field(default_factory=list)
-    labels: dict[str, str] = field(default_factory=dict)  # more labels of all objects and pods
+    # more labels of all objects and pods
+    labels: dict[str, Annotated[str, KUBERNETES_LABEL]] = field(default_factory=dict)
     annotations: dict[str, str] = field(default_factory=dict)  # annotations of all objects and pods
     # Environment variables from Secrets: NAME -> SECRET/KEY
     secrets: dict[Annotated[str, VARIABLE], Annotated[str, SECRET_KEY]] = field(default_factory=dict)
@@ -139,6 +151,8 @@ class PodsConfig:
     ttl_s: Natural | None = None  # delete the object and its pods this long after the end; null: they stay
     # Anything else in the spec of a pod, merged over what is there: {priorityClassName: high, serviceAccountName: train}
     spec: dict[str, Any] = field(default_factory=dict)
+    # The same for its container: {envFrom: [...], securityContext: {...}}
+    container: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -12,14 +12,22 @@ from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any
 
-from slurmtrain.choices import Backend, EvalMode, GradientCompression, JobKind, PpSchedule, PreflightMode, SnapshotMode
+from slurmtrain.choices import (
+    Backend,
+    EvalMode,
+    GradientCompression,
+    JobKind,
+    PpSchedule,
+    PreflightMode,
+    RequeueMode,
+    SnapshotMode,
+)
 from slurmtrain.config.evaluation import evaluation_config
-from slurmtrain.config.fields import CONTROL, raise_all, words_of, written
+from slurmtrain.config.fields import CONTROL, profiled_steps, raise_all, words_of, written
 from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.known_models import HUGGING_FACE, LINEAR_LAYERS, OUTPUTS, check_sizes, is_our_decoder
 from slurmtrain.config.launched_program import check_launched, has_launcher
 from slurmtrain.config.parallel_dims import ParallelDims, at_most, parallel_dims_of, sequence_lengths
-from slurmtrain.config.ranges import profiled_steps
 from slurmtrain.config.schema import SHARES, Config
 from slurmtrain.config.secrets import scalars
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, SlurmtrainError, nearest
@@ -128,6 +136,11 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         lambda c: c.cluster.backend != Backend.KUBERNETES,
         "SLURM: the container of a pod is cluster.pods.image, which brings its own programs",
     ),
+    (
+        "requeue.mode",
+        lambda c: c.requeue.mode in (RequeueMode.REQUEUE, RequeueMode.OFF) or c.cluster.backend != Backend.KUBERNETES,
+        "SLURM: Kubernetes starts the same pods again (requeue=requeue), or does not (requeue=off)",
+    ),
     (f"cluster.stage.wanted {IN_PLACE}", lambda c: c.sweep.pack == 1, "sweep.pack=1"),
     (IN_PLACE, lambda c: c.requeue.starts_in_place, "requeue.in_place=true"),
     (
@@ -157,7 +170,7 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     (
         "cluster.time_limit_min cluster.signal_lead_s",
         lambda c: (
-            c.cluster.backend == Backend.LOCAL
+            c.cluster.backend != Backend.SLURM
             or c.cluster.time_limit_min * 60 > c.cluster.signal_lead_s + SLURM_EARLY_S
         ),
         f"more time between the start and the warning, which SLURM may send {SLURM_EARLY_S} s early",
@@ -183,6 +196,7 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         "another parallel.pp_schedule, such as interleaved_1f1b: zero_bubble splits backward passes in two",
     ),
     ("preflight.exclude_slow", lambda c: c.preflight.mode == PreflightMode.FULL, "preflight.mode=full, which measures"),
+    ("preflight.exclude_slow", lambda c: c.cluster.backend != Backend.KUBERNETES, "SLURM, which can leave nodes out"),
     ("observe.blame_stragglers", lambda c: c.observe.phases, "observe.phases=true"),
     ("observe.blame_stragglers", lambda c: c.observe.straggler_every, "observe.straggler_every above 0"),
     ("prepare.part", lambda c: c.prepare.part < c.prepare.parts, "more prepare.parts, which are counted from 0"),
@@ -228,7 +242,7 @@ def _at(config: Config, key: str) -> Any:
     return inside
 
 
-def _given(config: Config, keys: str) -> list[str]:
+def given_fields(config: Config, keys: str) -> list[str]:
     """Return those of some fields that have another value than their default, as a person would type them."""
     values = {key: _at(config, key) for key in keys.split() if _at(config, key) not in (_at(DEFAULTS, key), None, "")}
     return [f"{key}={written(value)}".replace(".wanted=true", "") for key, value in values.items()]
@@ -240,11 +254,11 @@ def _together(config: Config) -> Iterator[ConfigError]:
         if not str(_at(config, key) or "").strip():
             yield ConfigError(f"{key} is not set", hint=hint)
     for keys in EXCLUSIVE:
-        if len(given := _given(config, keys)) > 1:
+        if len(given := given_fields(config, keys)) > 1:
             yield ConfigError(f"{' and '.join(given)} exclude each other", hint="keep one and set the others to null")
     told = set[str]()  # of a field that lacks several things, the first is said
     for keys, is_there, what in NEEDS:
-        if not is_there(config) and (given := [each for each in _given(config, keys) if each not in told]):
+        if not is_there(config) and (given := [each for each in given_fields(config, keys) if each not in told]):
             told.update(given)
             needs, key = "need" if given[1:] else "needs", given[0].partition("=")[0]
             yield ConfigError(f"{' and '.join(given)} {needs} {what}", hint=f"change that, or leave {key} out")

@@ -228,23 +228,51 @@ def map(
         ConfigError, ClusterError: as for `submit`.
     """
     cwd, calls = folder_of(project), _calls_of(function, iterables)
+    if isinstance(overrides, str):
+        raise UsageError(f"overrides={overrides!r} is a string; expected a list", hint=f"[{overrides!r}]")
+    first = [] if cluster is None else [f"cluster={cluster}"]
+    words = [*first, "cluster.nodes=1", "cluster.tasks_per_node=1", *overrides]
+    return map_calls(
+        function,
+        calls,
+        words,
+        cwd,
+        name=name,
+        varied=lambda number: {"item": _shown(calls[number])},
+        max_parallel=max_parallel,
+        config_dir=config_dir,
+    )
+
+
+def map_calls(
+    function: Callable[..., Any],
+    calls: Sequence[tuple[Any, ...]],
+    overrides: Sequence[str],
+    cwd: Path,
+    *,
+    name: str,
+    varied: Callable[[int], dict[str, str]],
+    max_parallel: int | None,
+    config_dir: str | os.PathLike[str] | None,
+) -> MapRun:
+    """Submit the calls of a map; the arguments and errors are those of `map`.
+
+    Args:
+        calls: the arguments of each call.
+        cwd: the folder to which paths are relative.
+        varied: returns what tables show of a call, by its number.
+    """
     if max_parallel is not None and max_parallel < 1:
         raise UsageError(f"max_parallel={max_parallel}: expected a number of calls, at least 1")
     with submitting:
-        config = _config_of_calls(cwd, cluster, overrides, name, config_dir)
+        config = _config_of_calls(cwd, overrides, name, config_dir)
         pickled, arguments = _pickled_calls(function, calls, cwd, config)
         for warning in check_named_paths(config, cwd):
             log.warning(warning)
         client = client_of(config) if config.cluster.backend != Backend.LOCAL else None
         plan = SweepPlan(config, search=random_words.token_hex(16))
         plan.add_copies(config, len(calls))
-        sweep = create_sweep(
-            plan,
-            lambda number: {"item": _shown(calls[number])},
-            overrides,
-            cwd,
-            parallelism=max_parallel,
-        )
+        sweep = create_sweep(plan, varied, overrides, cwd, parallelism=max_parallel)
         sweep.tasks.mkdir(mode=folder_mode(sweep.path))
         for number, each in enumerate(arguments):
             replace_file(arguments_file(sweep, number), each, durable=False)
@@ -303,17 +331,10 @@ def _shown(call: tuple[Any, ...]) -> str:
 
 
 def _config_of_calls(
-    cwd: Path,
-    cluster: str | None,
-    overrides: Sequence[str],
-    name: str,
-    config_dir: str | os.PathLike[str] | None,
+    cwd: Path, overrides: Sequence[str], name: str, config_dir: str | os.PathLike[str] | None
 ) -> Config:
-    if isinstance(overrides, str):
-        raise UsageError(f"overrides={overrides!r} is a string; expected a list", hint=f"[{overrides!r}]")
-    first = [] if cluster is None else [f"cluster={cluster}"]
-    own = [f"job.name={name}", "cluster.nodes=1", "cluster.tasks_per_node=1", f"job.finished_when={RESULT}"]
-    config, _, _ = config_of([*first, *own, *overrides], cwd, command=["python", "-m", PROGRAM], config_dir=config_dir)
+    own = [f"job.name={name}", f"job.finished_when={RESULT}"]
+    config, _, _ = config_of([*own, *overrides], cwd, command=["python", "-m", PROGRAM], config_dir=config_dir)
     its = config.cluster
     of_ranks = "python" if its.container.kind or its.venv or its.conda_env else sys.executable
     command = shlex.join([its.python or of_ranks, "-m", PROGRAM])  # known when all else is composed

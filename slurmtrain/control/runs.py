@@ -24,7 +24,6 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.control import stop
-from slurmtrain.control.checks import check, warn_of_memory
 from slurmtrain.control.submitting import submit_run
 from slurmtrain.errors import (
     ClusterError,
@@ -34,6 +33,7 @@ from slurmtrain.errors import (
     UnreadableRecordError,
     UsageError,
 )
+from slurmtrain.launch.checks import check, warn_of_memory
 from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.submit import preparing
@@ -259,7 +259,7 @@ def start(
     The arguments and errors are those of `submit_run`.
     """
     if config.cluster.backend != Backend.LOCAL:
-        return submit_run(config, dims, overrides, cwd, source=source)[0], None
+        return submit_run(config, dims, overrides, cwd, source)[0], None
     warn_of_memory(config, dims)
     with preparing(config, overrides, cwd, source) as run_dir:
         pass

@@ -1,5 +1,7 @@
 """`resume RUN KEY=VALUE` and `resume RUN --code`: continue a run with another config, or with today's code.
 
+And `submit --from RUN KEY=VALUE`: another run with the config of this one.
+
 A change is made when no rank is at work. All that it replaces is first written into a folder of the run directory; the
 description of the change, which is written last, decides that it is made. Whoever finds such a folder later completes the
 change (`finish_change`). The former files stay beside the new ones: config.0001.yaml, job.0001.sbatch, code.0001.
@@ -9,30 +11,32 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slurmtrain.choices import Allow, JobKind
 from slurmtrain.config.frozen import freeze, load_frozen, to_config, to_values
+from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.config.overrides import fields_instead, unknown_field
 from slurmtrain.config.parallel_dims import ParallelDims
-from slurmtrain.config.schema import Config
+from slurmtrain.config.schema import Config, JobConfig
 from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch import submit_once
-from slurmtrain.launch.change_rules import check_meaning, describe, differences, with_steps
 from slurmtrain.launch.code_source import CodeSource, find_source
-from slurmtrain.launch.directives import without_past
-from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
-from slurmtrain.launch.program_check import check_in_snapshot
-from slurmtrain.launch.script import render_script
+from slurmtrain.launch.named_paths import check_in_snapshot, check_named_paths, with_absolute_paths
+from slurmtrain.launch.script import render_script, without_past
 from slurmtrain.launch.snapshot import take_snapshot
 from slurmtrain.launch.submit import facts_of_config, job_paths
 from slurmtrain.planner.fit import check_fits
+from slurmtrain.planner.schedule import learning_rate
 from slurmtrain.runs import lookup, reached_step
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -44,6 +48,7 @@ from slurmtrain.system.modes import folder_mode
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
+
 log = logging.getLogger(__name__)
 
 # The place of a run and who runs it are decided when it is submitted.
@@ -51,6 +56,7 @@ FIXED = ("job.name", "job.runs_dir", "job.kind", "cluster.backend", "cluster.slu
 # For a run of a sweep, also all groups that its array's script is made of, and the varied keys.
 OF_THE_SWEEP = ("cluster", "requeue", "hooks", "secrets", "job", "sweep")
 STAGED, DECISION = ".change", "decision.json"
+MAP_TASK = "slurmtrain.runtime.jobs.map_task"  # in job.command
 
 
 def change(
@@ -225,6 +231,34 @@ def changed(
     return with_absolute_paths(found, cwd), dims
 
 
+def config_from(
+    run_dir: RunDir, overrides: Sequence[str], cwd: Path, *, config_dir: str | None = None
+) -> tuple[Config, ParallelDims]:
+    """Return the config of a run with overrides, for another run, after all checks of its fields.
+
+    With `+cluster=NAME` all of the group `cluster` is that of the other cluster. The folder of runs is this shell's.
+
+    Raises:
+        UsageError: an override that cannot be read, or chooses another group; or the run is a call of `slurmtrain.map`.
+        ConfigError: a value that cannot work.
+    """
+    config = load_frozen(run_dir.config_file, with_secrets=False)
+    if MAP_TASK in str(config.job.command):
+        raise UsageError(
+            f"run {run_dir.id} calls a function of slurmtrain.map, which lies in its sweep", hint="call map again"
+        )
+    config = replace(config, job=replace(config.job, runs_dir=JobConfig().runs_dir))
+    chosen = [word for word in overrides if re.match(r"\+{0,2}cluster=", word)]
+    others = [word for word in overrides if word not in chosen]
+    if chosen:
+        from slurmtrain.config.compose import compose
+
+        of_cluster = [word for word in others if re.match(r"[+~]{0,2}cluster\.", word)]
+        others = [word for word in others if word not in of_cluster]
+        config = replace(config, cluster=compose([*chosen, *of_cluster], config_dir=config_dir).cluster)
+    return changed(config, others, cwd, fixed=())
+
+
 def parse_override(word: str) -> Override:
     """Return an override that sets one field.
 
@@ -264,3 +298,131 @@ def check_of_one_run(overrides: Sequence[str], varied: Iterable[str]) -> None:
         else:
             continue
         raise UsageError(f"{word}: this is a run of a sweep, and {why}", hint="submit it as a separate run")
+
+
+# The fields that a run may change while it keeps its checkpoints, and what a change means. Pure decisions.
+#
+# What a checkpoint holds was computed with a model, on samples in an order, in steps of a global batch. Another value of such a
+# field would leave the numbers as they are and change what they stand for, so it is refused, with the reason. All else may
+# change: resources, the length of training, learning rates, what is saved, logged and evaluated.
+
+Values = tuple[Any, Any]  # a field's value before and after
+
+# Of our own decoder and of adapters, fields that change what is computed from now on, not what the weights stand for.
+DROPOUT = ("model.dropout", "lora.dropout")
+# Of prepared data, fields that change nothing about the samples of training.
+OF_ANY_DATA = ("valid_split", "evals", "verify", "valid_each", "tokenizer_sha256")
+# Fields, and groups of them, that a checkpoint's numbers are numbers of -> why they cannot change.
+_ORDER = "its place among the samples is a number in the order that `data`, train.seed and train.shuffle give"
+_WEIGHTS = "its weights and the state of its optimiser are those of the model as it was"
+_BASE = "its adapters were trained beside the weights of that folder, which every start reads from there"
+_STEPS = "its steps, its schedule and its place among the samples are counted in global batches"
+_OWN = "it goes on from its own checkpoints, so this would have no effect"
+MEANING = {
+    "model": _WEIGHTS,
+    "lora": _WEIGHTS,
+    "data": _ORDER,
+    "train.seed": _ORDER,
+    "train.shuffle": _ORDER,
+    "train.length_sorted_steps": _ORDER,
+    "train.global_batch_size": _STEPS,
+    "checkpoint.restore_from": _OWN,
+    "checkpoint.restore_only": _OWN,
+}
+RELATIVE = re.compile(r"(\+{0,2}train\.steps)=\+(\d+)")
+OF_SCHEDULE = ("train.steps", "optim.lr", "optim.warmup_steps", "optim.min_lr_ratio")
+ABSENT = "(not there)"
+
+
+def differences(before: Config, after: Config) -> dict[str, Values]:
+    """Return the fields with other values, by dotted key.
+
+    A list is one value. A field that only one config has is ABSENT in the other.
+    """
+    old, new = dict(_leaves(to_values(before))), dict(_leaves(to_values(after)))
+    return {
+        key: (old.get(key, ABSENT), new.get(key, ABSENT))
+        for key in {**old, **new}
+        if key not in old or key not in new or old[key] != new[key]
+    }
+
+
+def check_meaning(before: Config, after: Config, step: int | None) -> None:
+    """Check that a change leaves what the run's checkpoints hold as it is.
+
+    Args:
+        step: the step of the newest checkpoint; None: there is none, and all may change.
+
+    Raises:
+        UsageError: it does not; the message gives the field, its values and the reason.
+    """
+    if step is None or after.job.kind != JobKind.TRAIN:
+        return
+    changes = differences(before, after)
+    for key, values in changes.items():
+        reason = _reason(key, before)
+        if reason is None or (Allow.CONFIG in after.checkpoint.allow and reason != _OWN):
+            continue
+        hint = "submit it as a separate run"
+        if reason != _OWN:
+            hint += (
+                ", with these weights if you like (checkpoint.restore_from=CHECKPOINT checkpoint.restore_only=model); "
+                "checkpoint.allow=[config,data] in the same command goes on at this step all the same"
+            )
+        raise UsageError(f"{key}: {told(values)} cannot change after step {step} of the run: {reason}", hint=hint)
+    if after.train.steps < step:
+        raise UsageError(
+            f"train.steps={after.train.steps} is less than {step}, the steps that the run has done",
+            hint=f"train.steps={step} ends it here, train.steps=+100 goes on",
+        )
+
+
+def _reason(key: str, before: Config) -> str | None:
+    """Return why a field cannot change; None if it can."""
+    group = key.partition(".")[0]
+    if key in DROPOUT or (group == "data" and key.rpartition(".")[2] in OF_ANY_DATA):
+        return None
+    if key == "model.path" and before.lora.r:
+        return _BASE
+    if group == "model" and not is_our_decoder(before.model) and key != "model._target_":
+        return None  # we cannot know what it means; names and shapes of the tensors are compared at the restore
+    return MEANING.get(key) or MEANING.get(group)
+
+
+def with_steps(overrides: Sequence[str], config: Config) -> list[str]:
+    """Return the overrides with train.steps=+N replaced by that many steps more than the config has."""
+    found = []
+    for word in overrides:
+        match = RELATIVE.fullmatch(word)
+        found.append(f"{match.group(1)}={config.train.steps + int(match.group(2))}" if match else word)
+    return found
+
+
+def describe(before: Config, after: Config, step: int | None) -> list[str]:
+    """Return a line for each changed field, and what becomes of the learning rate.
+
+    Args:
+        step: steps that the run has done; None: none yet.
+    """
+    changes = differences(before, after)
+    lines = [f"{key}: {told(values)}" for key, values in changes.items()]
+    if step and after.job.kind == JobKind.TRAIN and any(key in changes for key in OF_SCHEDULE):
+        rates = [learning_rate(step, total_steps=config.train.steps, config=config.optim) for config in (before, after)]
+        lines.append(
+            f"learning rate of step {step + 1}: {rates[0]:.3g} -> {rates[1]:.3g}, on the schedule of "
+            f"train.steps={after.train.steps} and optim.lr={after.optim.lr:g} from here on"
+        )
+    return lines
+
+
+def told(values: Values) -> str:
+    """Return a change as a person reads it: "200 -> 300"."""
+    return " -> ".join("null" if value is None else str(value) for value in values)
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -14,10 +14,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from slurmtrain.choices import SnapshotMode
 from slurmtrain.config.schema import ClusterConfig, JobConfig
@@ -66,7 +66,6 @@ class CodeSource:
         roots: folders of the copy that the ranks import from, besides the working directory, relative to the copy.
         git: the files are those that git knows, or would.
         record: what is known of code that was a snapshot before, and which files it has; None: git is asked.
-        bundle: what run.json says of the bundle that it comes from.
     """
 
     root: Path | None
@@ -74,7 +73,6 @@ class CodeSource:
     git: bool = False
     roots: tuple[str, ...] = ()
     record: CodeRecord | None = None
-    bundle: Mapping[str, Any] | None = None
 
 
 def find_source(job: JobConfig, cwd: Path, cluster: ClusterConfig | None = None) -> CodeSource:

@@ -11,7 +11,7 @@ from slurmtrain.choices import Backend
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch.submit import slurm_conf_of
-from slurmtrain.report.status.look import is_over, state, states
+from slurmtrain.report.status.look import states
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import Attempt, was_preempted
@@ -64,24 +64,6 @@ def waiting_for_runs(config: Config, run_dirs: Sequence[RunDir], slurm_conf: str
     return with_dependency(config, [condition for condition in conditions if condition])
 
 
-def check_again(references: str, client: SlurmClient) -> None:
-    """Check, when sbatch has accepted the job, that all these runs can still finish.
-
-    A job that waits for one that has failed in between never starts; or it starts at once, if SLURM has forgotten that
-    one.
-
-    Raises:
-        UsageError: a run has ended without having finished.
-    """
-    for run_dir in find_runs(references):
-        if is_over(run_dir):
-            now = state(run_dir)
-            if now.status != RunStatus.FINISHED:
-                raise _will_not_finish(run_dir, now)
-            # its supervisor has freed the jobs that waited then; this job may have come too late for that.
-            free_dependents(run_dir, now.attempts[-1], client)
-
-
 def with_dependency(config: Config, conditions: Sequence[str]) -> Config:
     """Return the config with these dependencies added to its own. All have to be met.
 
@@ -107,7 +89,10 @@ def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
     if now.status == RunStatus.FINISHED:
         return None
     if not now.alive:
-        raise _will_not_finish(run_dir, now)
+        what = "has not been submitted yet" if now.status == RunStatus.PREPARED else f"will not finish: {now.status}"
+        raise UsageError(
+            f"run {run_dir.id} {what}, {now.explanation}", hint=f"resume {run_dir.id}, then submit --after it again"
+        )
     info = run_dir.info()
     if now.job_id is None or not now.own_job or now.packed:
         raise UsageError(
@@ -122,13 +107,6 @@ def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:
     # The job of a chain in which the run finishes is the only one that ends with 0. A run that is resubmitted passes its
     # dependents on to the next job.
     return "?".join(f"afterok:{job_id}" for job_id in (now.job_id, *now.following))
-
-
-def _will_not_finish(run_dir: RunDir, now: RunState) -> UsageError:
-    what = "has not been submitted yet" if now.status == RunStatus.PREPARED else f"will not finish: {now.status}"
-    return UsageError(
-        f"run {run_dir.id} {what}, {now.explanation}", hint=f"resume {run_dir.id}, then submit --after it again"
-    )
 
 
 def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> None:

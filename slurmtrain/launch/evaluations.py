@@ -19,7 +19,7 @@ from typing import Any
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.choices import JobKind
+from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.evaluation import CHANGEABLE, evaluation_config
 from slurmtrain.config.frozen import freeze, load_frozen
 from slurmtrain.config.schema import Config
@@ -70,6 +70,11 @@ def prepare(
         ConfigError: the overrides cannot work.
     """
     config = _config(run_dir, checkpoint, overrides, here=here)
+    if not here and config.cluster.backend != Backend.SLURM:
+        raise UsageError(
+            f"`evaluate --submit` needs SLURM, but cluster.backend={config.cluster.backend}",
+            hint=f"`evaluate {run_dir.path}` measures it at once, on this machine or in a pod that has the run's volume",
+        )
     text = "\n".join(sorted(overrides))
     evaluation = run_dir.evaluation(step_of(checkpoint), hashlib.sha256(text.encode()).hexdigest()[:6] if text else "")
     with _alone(evaluation):

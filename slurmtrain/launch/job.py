@@ -19,8 +19,7 @@ from slurmtrain.choices import RequeueMode
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch import node_exclusion
-from slurmtrain.launch.directives import directive, without_past
-from slurmtrain.launch.script import render_script
+from slurmtrain.launch.script import directive, render_script, without_past
 from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.submit_once import export_option, submit_exactly_once
 from slurmtrain.runs import attempts, ownership

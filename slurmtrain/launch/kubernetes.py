@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import logging
 
-from slurmtrain.choices import Target
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ClusterError, UsageError
+from slurmtrain.errors import ClusterError
 from slurmtrain.launch.job import note
 from slurmtrain.launch.submit_once import NotSubmittedError
 from slurmtrain.launch.targets import manifest
 from slurmtrain.launch.targets.pod import PodRun, labels
 from slurmtrain.runs import ownership
+from slurmtrain.runs.attempts import all_attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files, kubectl
@@ -33,9 +33,10 @@ def submit(run_dir: RunDir) -> str:
     ownership.require_own(run_dir)
     config = load_frozen(run_dir.config_file, with_secrets=False)
     run = pod_run(run_dir)
+    if run.object_name(config) in [attempt.job_id for attempt in all_attempts(run_dir)]:  # it was created by hand
+        note(run_dir, run.object_name(config))
+        run = pod_run(run_dir)
     name = run.object_name(config)
-    if config.cluster.pods.target == Target.SKYPILOT:
-        raise UsageError(f"kubectl does not know SkyPilot's tasks: sky jobs launch {run_dir.manifest}")
     if run.submission:  # the objects before it have ended
         kubectl.delete(run_dir.manifest)
     files.write_text(run_dir.manifest, manifest(config, run))  # the config may have been changed

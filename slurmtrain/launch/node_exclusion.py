@@ -16,8 +16,7 @@ from pathlib import Path
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, EnvironmentMismatchError
-from slurmtrain.launch.directives import directive
-from slurmtrain.launch.script import EXCLUDED_MAX
+from slurmtrain.launch.script import EXCLUDED_MAX, directive
 from slurmtrain.runs import node_blame
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir

@@ -13,7 +13,7 @@ from typing import Any
 
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError, nearest
-from slurmtrain.launch.directives import OF_THE_SHELL
+from slurmtrain.launch.script import OF_THE_SHELL
 from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition, association_of, qos_of, wall_limit
 
 

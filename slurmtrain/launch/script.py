@@ -7,20 +7,22 @@ clusters lie beside it as golden files.
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmtrain import __version__
+from slurmtrain.choices import RequeueMode
+from slurmtrain.config.fields import NodeRange
 from slurmtrain.config.folders import shipped
 from slurmtrain.config.frozen import SECRET_REFERENCE
+from slurmtrain.config.launched_program import as_started
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
 from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.launch.code_source import CodeSource, find_source, pythonpath_folders
-from slurmtrain.launch.directives import JobPaths, Line, explained_directives
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.runs.create import folder_of
 from slurmtrain.slurm.command_environment import OF_LAUNCHERS, OF_QUERIES, OF_RANKS
@@ -28,17 +30,14 @@ from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.system.node_copies import shared_interpreter
 
 if TYPE_CHECKING:
-    import jinja2
+    pass
+
 
 TEMPLATE = "job.sbatch.j2"
 PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
 # How the submitting shell reached SLURM, where a node has a configuration of its own; and what would change how bash works.
 OF_SHELL = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS", "SLURM_JWT", "POSIXLY_CORRECT")
 EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not the nodes' fault
-# A remark of the template, {#! why #}, is the reason of the lines after it. It is left out of the script; to explain the
-# script, it is rendered between these letters, which no line has.
-_REMARK = re.compile(r"\{#!\s*(.*?)\s*#\}", re.DOTALL)
-_BEGIN, _END = "\x01", "\x02"
 
 
 def dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> str:
@@ -48,25 +47,10 @@ def dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> str:
         source: the code; None: that of `cwd`, as job.snapshot says.
     """
     config = with_absolute_paths(config, cwd)
-    return render_script(config, _paths_of_a_dry_run(config, cwd, source))
-
-
-def explained(config: Config, cwd: Path) -> list[Line]:
-    """Return the lines of `dry_run`, each with the reason why it is there."""
-    from slurmtrain.launch.srun import explained_srun
-
-    config = with_absolute_paths(config, cwd)
-    paths = _paths_of_a_dry_run(config, cwd)
-    source = (shipped("jobs") / TEMPLATE).read_text()
-    template = _environment().from_string(_REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", source))
-    run_dir = paths.run_dirs[0]
-    srun = explained_srun(config, run_dir, run_dir / "attempts" / "0001", run_dir / paths.workdir)
-    return [
-        *_with_reasons(render_script(config, paths, template)),
-        Line("", ""),
-        Line("# `supervise` starts the ranks with:", ""),
-        *(each.line for each in srun),
-    ]
+    run_dir = folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID
+    source = source or find_source(config.job, cwd, config.cluster)
+    paths = JobPaths([run_dir], source.workdir, shared_interpreter(), roots=source.roots, submit_dir=cwd)
+    return render_script(config, paths)
 
 
 def dry_manifest(config: Config, cwd: Path, *, placeholders: bool = False) -> str:
@@ -75,37 +59,17 @@ def dry_manifest(config: Config, cwd: Path, *, placeholders: bool = False) -> st
     Args:
         placeholders: let words stand for the image and the volume if the config has none.
     """
-    from slurmtrain.launch.targets import manifest
+    from slurmtrain.launch.targets import manifest, warn_of_settings
     from slurmtrain.launch.targets.pod import PodRun
 
+    warn_of_settings(config)
     config = with_absolute_paths(config, cwd)
     run = PodRun(folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID)
     return manifest(config, run, placeholders=placeholders)
 
 
-def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> JobPaths:
-    run_dir = folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID
-    source = source or find_source(config.job, cwd, config.cluster)
-    return JobPaths([run_dir], source.workdir, shared_interpreter(), roots=source.roots, submit_dir=cwd)
-
-
-def _with_reasons(marked: str) -> list[Line]:
-    """Return the lines of a text in which reasons stand before the lines that they hold for, each until the next one."""
-    lines, why = [], ""
-    for line in marked.splitlines():
-        text = ""
-        for part in re.split(f"({_BEGIN}[^{_END}]*{_END})", line):
-            if part.startswith(_BEGIN):
-                why = part[1:-1]
-            else:
-                text += part
-        if text.strip() or _BEGIN not in line:
-            is_prose = not text.strip() or re.match(r"\s*#(?!SBATCH |!)", text) is not None
-            lines.append(Line(text, "" if is_prose else why))
-    return lines
-
-
-def _environment() -> jinja2.Environment:
+def render_script(config: Config, paths: JobPaths) -> str:
+    """Return the text that is passed to sbatch."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -118,19 +82,17 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
     environment.filters["sh_secret"] = _quote_secret
-    return environment
-
-
-def render_script(config: Config, paths: JobPaths, template: jinja2.Template | None = None) -> str:
-    """Return the text that is passed to sbatch."""
-    folders = [_in_script(folder) for folder in pythonpath_folders(paths.workdir, paths.roots)]
+    folders = [  # of each run, or absolute, as words of the script
+        shlex.quote(folder) if folder.startswith("/") else '"$run_dir"/' + shlex.quote(folder)
+        for folder in pythonpath_folders(paths.workdir, paths.roots)
+    ]
     excluded: Sequence[str] = ()
     if config.cluster.exclude:
         with contextlib.suppress(EnvironmentMismatchError):  # a file of nodes, which only sbatch reads
             excluded = expand_nodelist(config.cluster.exclude)
-    return (template or _environment().get_template(TEMPLATE)).render(
+    return environment.get_template(TEMPLATE).render(
         version=__version__,
-        directives=explained_directives(config, paths),
+        directives=directives(config, paths),
         run_dirs=paths.run_dirs,
         pack=paths.pack,
         tasks=paths.tasks,
@@ -146,11 +108,6 @@ def render_script(config: Config, paths: JobPaths, template: jinja2.Template | N
         restart_delay_s=config.requeue.restart_delay_s,
         excluded_max=EXCLUDED_MAX + len(excluded),
     )
-
-
-def _in_script(folder: str) -> str:
-    """Return a folder of each run, or an absolute one, as a word of the script."""
-    return shlex.quote(folder) if folder.startswith("/") else '"$run_dir"/' + shlex.quote(folder)
 
 
 def _quote_secret(value: str) -> str:
@@ -172,3 +129,146 @@ def setup_lines(cluster: ClusterConfig) -> list[str]:
     if cluster.conda_env:
         lines += ['eval "$(conda shell.bash hook)"', f"conda activate {shlex.quote(cluster.conda_env)}"]
     return lines
+
+
+# The #SBATCH lines: writing them, reading them again, and what may override them.
+
+# What variables of the person's shell decide where the config says nothing: who pays, and where the job runs.
+OF_THE_SHELL = ("account", "partition", "qos", "reservation", "wckey")
+# The person chooses the cluster, and exported variables are only added to (see submit_once.export_option).
+_NO_OPTIONS = ("SBATCH_CLUSTERS", "SBATCH_EXPORT")
+
+
+@dataclass(frozen=True)
+class JobPaths:
+    """The paths that the script needs.
+
+    Attributes:
+        run_dirs: one run directory, or those of all array tasks.
+        workdir: the working directory of the ranks, relative to each run directory ("code", "code/sub"), or absolute.
+        roots: folders of the snapshot that modules are imported from, besides the working directory, relative to the
+            snapshot.
+        python: the interpreter that submits; the supervisor of the job runs with it.
+        parallelism: number of tasks of an array that may run at the same time; None: no limit.
+        pack: number of runs that share a task.
+        submit_dir: the folder of the command, to which paths in set-up lines are relative in every job of the run.
+    """
+
+    run_dirs: Sequence[Path]
+    workdir: str
+    python: str
+    parallelism: int | None = None
+    pack: int = 1
+    roots: Sequence[str] = ()
+    submit_dir: Path | None = None
+
+    @property
+    def tasks(self) -> int:
+        return -(-len(self.run_dirs) // self.pack)
+
+
+def directives(config: Config, paths: JobPaths) -> list[str]:
+    """Return the options of the #SBATCH lines, in the order in which a person reads them."""
+    cluster, mode = as_started(config).cluster, config.requeue.mode
+    nodes, spare = cluster.node_range, cluster.spare_nodes
+    gpus = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
+    limit = f"%{paths.parallelism}" if paths.parallelism and paths.parallelism < paths.tasks else ""
+    # A log in the run directory would say that the job has begun there.
+    logs = paths.run_dirs[0].parent if len(paths.run_dirs) > 1 else paths.run_dirs[0]
+    waits = cluster.sbatch.get("dependency")
+    conditions = [*(waits if isinstance(waits, list) else [waits]), "singleton" if config.job.singleton else None]
+    wait = "" if cluster.switches_wait_min is None else f"@{cluster.switches_wait_min}"
+    options: list[tuple[str, object]] = [
+        ("job-name", config.job.name),
+        ("partition", cluster.partition),
+        ("account", cluster.account),
+        ("qos", cluster.qos),
+        ("nodes", NodeRange(nodes.least + spare, nodes.most + spare)),
+        # A job of a range never has more nodes than tasks, and sbatch counts the tasks of the least nodes (seen on 22.05). So a
+        # node has one task that has all of the CPUs, and srun divides them.
+        ("ntasks-per-node", None if nodes.elastic else cluster.tasks_per_node),
+        ("cpus-per-task", cluster.cpus_per_task * (cluster.tasks_per_node if nodes.elastic else 1)),
+        # Not --gpus-per-task, with which a rank would see only its own GPU, and NCCL could not use the links between GPUs.
+        ("gpus-per-node", gpus or None),
+        ("mem", _gigabytes(cluster.mem_per_node_gb)),
+        ("mem-per-cpu", _gigabytes(cluster.mem_per_cpu_gb)),
+        ("mem-per-gpu", _gigabytes(cluster.mem_per_gpu_gb)),
+        ("time", cluster.time_limit_min),
+        # SLURM warns the ranks with SIGUSR2 so many seconds before the time limit, or up to 60 s earlier; with B: it would warn
+        # only the shell of the script.
+        ("signal", f"USR2@{cluster.signal_lead_s}" if cluster.signal_lead_s else None),
+        ("constraint", cluster.constraint),
+        ("reservation", cluster.reservation),
+        ("exclude", cluster.exclude),
+        ("exclusive", cluster.exclusive),
+        ("switches", f"{cluster.switches}{wait}" if cluster.switches is not None else None),
+        ("segment", cluster.segment),
+        ("array", f"0-{paths.tasks - 1}{limit}" if paths.tasks > 1 else None),
+        ("dependency", ",".join(str(condition) for condition in conditions if condition) or None),
+        # If a node fails, the job keeps its other nodes, which are enough to continue (requeue.in_place).
+        ("no-kill", keeps_nodes(config, paths) or None),
+        # Without --requeue, SLURM cancels a job that is preempted before its first line runs, and ends it if a node fails. With
+        # the other modes, another job continues the run, or none, so SLURM must not start this one again.
+        ("requeue", mode == RequeueMode.REQUEUE),
+        ("no-requeue", mode != RequeueMode.REQUEUE),
+        ("open-mode", "append"),  # or a restarted job would overwrite the log of its earlier attempts
+        ("chdir", paths.submit_dir),  # paths in set-up lines are relative to it
+        # The output of this shell and of the set-up; each rank has its own log. In SLURM's file name patterns, %% means %
+        # (`man sbatch`, filename pattern; seen on 22.05).
+        (
+            "output",
+            f"{str(logs).replace('%', '%%')}/{'slurm-%A_%a.log' if paths.tasks > 1 else 'slurm-%j.log'}",
+        ),
+        *((name, value) for name, value in sorted(cluster.sbatch.items()) if name != "dependency"),
+    ]
+    found = []
+    for name, value in options:
+        if value is None or value is False:
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        found.append(f"--{name}" if value is True else f"--{name}={shlex.quote(text)}")
+    return found
+
+
+def keeps_nodes(config: Config, paths: JobPaths) -> bool:
+    """Return whether a job that has lost a node can go on with its others: there are spare ones, or fewer are enough."""
+    enough = config.cluster.spare_nodes > 0 or config.cluster.node_range.elastic
+    return enough and config.requeue.starts_in_place and paths.pack == 1
+
+
+def _gigabytes(amount: int | None) -> str | None:
+    """Format an amount of memory. `man sbatch`: --mem=0, without a unit, is all the memory of each node."""
+    return None if amount is None else f"{amount}G" if amount else "0"
+
+
+def directive(script: str, name: str) -> str | None:
+    """Return the value of an #SBATCH line of a script, or None when it has none."""
+    for line in script.splitlines():
+        if line.startswith(f"#SBATCH --{name}="):
+            return shlex.split(line)[1].partition("=")[2]
+    return None
+
+
+def set_aside(script: str, variables: Mapping[str, str]) -> list[str]:
+    """Return the variables of sbatch that are ignored: it would prefer them to the options of the script."""
+    found = []
+    for name, value in variables.items():
+        if name.startswith("SBATCH_") and name not in _NO_OPTIONS:
+            option = name.removeprefix("SBATCH_").lower()
+            if option not in OF_THE_SHELL or directive(script, option) not in (None, value):
+                found.append(name)
+    return found
+
+
+def without_past(script: str) -> str:
+    """Return the script of a run that is submitted once more, without what it first waited for.
+
+    SLURM may have forgotten those jobs.
+    """
+    waits = directive(script, "dependency")
+    if waits is None:
+        return script
+    line = "#SBATCH --dependency=singleton\n" if "singleton" in waits.split(",") else ""
+    return "".join(
+        line if each.startswith("#SBATCH --dependency=") else each for each in script.splitlines(keepends=True)
+    )

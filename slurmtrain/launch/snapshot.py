@@ -13,13 +13,12 @@ from pathlib import Path
 from slurmtrain.config.folders import PACKAGE, is_installed_copy, shipped
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.code_source import TIMED_OUT, CodeSource, find_source, git_failed, run_git
+from slurmtrain.launch.code_source import TIMED_OUT, CodeSource, git_failed, run_git
 from slurmtrain.runs import lookup
 from slurmtrain.runs.create import folder_of
 from slurmtrain.runs.run_dir import DRILLS, RunDir
 from slurmtrain.runs.software import CodeRecord, read_code_record, write_code_record
 from slurmtrain.system.modes import folder_mode, forbid_others_to_write, inherit_group
-from slurmtrain.system.paths import absolute, runs_root
 from slurmtrain.system.process_facts import without_user
 
 IN_PLACE_S = 5.0  # seconds for git to say whether a work tree that is not copied has changes
@@ -31,24 +30,6 @@ def source_of_run(run_dir: RunDir) -> CodeSource:
     info, record = run_dir.info(), read_code_record(run_dir.code_record_file)
     workdir, roots = str(info["workdir"]), tuple(info.get("import_roots", ()))
     return CodeSource(None if workdir.startswith("/") else run_dir.code, workdir, roots=roots, record=record)
-
-
-def top_folder(cwd: Path) -> Path:
-    """Return the folder whose code is sent to another machine: the git work tree around `cwd`, else `cwd`."""
-    return find_source(JobConfig(), cwd).root or cwd
-
-
-def files_to_send(cwd: Path, max_mb: int) -> list[Path]:
-    """Return the files of `top_folder(cwd)` that are sent to another machine, relative to it: those of a snapshot.
-
-    Raises:
-        ConfigError: they are larger than that, or git failed.
-    """
-    root = top_folder(cwd)
-    source = dataclasses.replace(find_source(JobConfig(), cwd), root=root)
-    files = _files_of(source, runs=absolute(str(runs_root()), cwd), target=root / "no such folder")
-    _check_size(files, root, max_mb)
-    return files
 
 
 def take_snapshot(job: JobConfig, source: CodeSource, target: Path) -> CodeRecord:
@@ -149,6 +130,8 @@ def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:
     root = source.root.resolve()
     if source.record is not None and source.record.files:
         names = [Path(name) for name in (*source.record.files, *source.record.links)]
+        if outside := [name for name in names if name.is_absolute() or ".." in name.parts]:
+            raise ConfigError(f"{root}: code.json beside it names {outside[0]}, which is not in it")
         return [name for name in names if os.path.lexists(root / name)]
     names = _files_in_git(root) if source.git else _visible_files(root, hidden=source.record is not None)
     runs, target = runs.resolve(), target.resolve()

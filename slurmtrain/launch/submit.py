@@ -18,10 +18,8 @@ from slurmtrain.config.frozen import config_hash, freeze
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
 from slurmtrain.launch.code_source import CodeSource, find_source
-from slurmtrain.launch.directives import JobPaths
-from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.program_check import check_in_snapshot
-from slurmtrain.launch.script import render_script
+from slurmtrain.launch.named_paths import check_in_snapshot, with_absolute_paths
+from slurmtrain.launch.script import JobPaths, render_script
 from slurmtrain.launch.snapshot import take_snapshot
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir, made_at
@@ -57,9 +55,10 @@ def preparing(
         files.write_json(run_dir.info_file, {"id": run_dir.id, **info, "made_at": made_at(run_dir.path)})
         files.write_text(run_dir.config_file, freeze(config))
         if config.cluster.backend == Backend.KUBERNETES:
-            from slurmtrain.launch.targets import manifest
+            from slurmtrain.launch.targets import manifest, warn_of_settings
             from slurmtrain.launch.targets.pod import PodRun
 
+            warn_of_settings(config)
             files.write_text(run_dir.manifest, manifest(config, PodRun(run_dir.path)))
         else:
             files.write_text(run_dir.script, render_script(config, job_paths([run_dir.path], info)))
@@ -132,8 +131,7 @@ def run_info(
         "overrides": list(overrides),
         **facts_of_config(config),
         "backend": config.cluster.backend,
-        "code": {**record.git, "from": str(source.bundle["file"] if source.bundle else source.root or cwd)},
-        **({"bundle": dict(source.bundle)} if source.bundle else {}),
+        "code": {**record.git, "from": str(source.root or cwd)},
         "workdir": source.workdir,
         "import_roots": list(source.roots),
         "user": own_user(),

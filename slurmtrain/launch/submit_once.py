@@ -24,7 +24,7 @@ from slurmtrain.config import secrets
 from slurmtrain.config.frozen import SECRET_REFERENCE, to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
-from slurmtrain.launch.directives import directive, set_aside
+from slurmtrain.launch.script import directive, set_aside
 from slurmtrain.runs.jobs import TOKEN_PREFIX
 from slurmtrain.slurm.answers import NOT_THERE, UNSURE
 from slurmtrain.slurm.client import CONFIG_MISSING, INSTALL_HINT, SlurmClient

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from slurmtrain.config.ranges import PROFILED_MAX
+from slurmtrain.config.fields import PROFILED_MAX
 from slurmtrain.errors import ConfigError
 
 DEFAULT_STEPS = 3

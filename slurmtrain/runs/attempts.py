@@ -17,9 +17,9 @@ from typing import Any
 
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
+from slurmtrain.runs.decide import QUICK_FAILURE_S, AttemptOutcome
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import cancelled_due_to
-from slurmtrain.runs.outcome import QUICK_FAILURE_S, AttemptOutcome
 from slurmtrain.runs.reasons import Reason, Verdict, joined
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.environment import own_job_id

@@ -1,4 +1,4 @@
-"""What `outcome` decides from: all that is known of the end of an attempt, and the part of the config that matters.
+"""What `decide` decides from: all that is known of the end of an attempt, and the part of the config that matters.
 
 Also what follows for nodes: what the end of an attempt says against one, and which ones the next start does without. Pure
 functions; what is on record of earlier attempts is read by `node_blame`.

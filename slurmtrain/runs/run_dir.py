@@ -52,7 +52,6 @@ class RunInfo(TypedDict, total=False):
     code: dict[str, Any] | None
     submitted_with: dict[str, Any] | None
     image: dict[str, Any] | None
-    bundle: dict[str, Any] | None
     workdir: str
     submit_dir: str
     packed: bool | None

@@ -169,7 +169,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
         if session.context is not None:
             from slurmtrain.runtime.preflight.check import run_preflight
 
-            run_preflight(config, session.distributed, session.context, stop_requested=lambda: stop_flag.requested)
+            run_preflight(config, session.distributed, session.context)
     except signals.StopDuringStartError:
         leave(EXIT_REQUEUE)
     if session.context is not None:

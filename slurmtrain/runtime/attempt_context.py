@@ -31,7 +31,7 @@ from slurmtrain.runs.software import record_environment
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
 from slurmtrain.supervise.abandoned import close_abandoned
-from slurmtrain.supervise.evidence import progress_shown
+from slurmtrain.supervise.gather_evidence import progress_shown
 from slurmtrain.system.modes import make_own_folder
 from slurmtrain.system.process import ProcessMark
 

@@ -36,7 +36,6 @@ class DistributedContext:
         control_group: all ranks, gloo: flags and sums, on the CPU.
         checkpoint_group: all ranks, gloo: checkpoints only, separate from all other collectives.
         store_address: host and port of the store in rank 0's process; None for a single rank.
-        store: this rank's connection to it, which the groups use, too; None: somebody else has made the groups.
     """
 
     environment: Environment
@@ -45,7 +44,6 @@ class DistributedContext:
     control_group: dist.ProcessGroup | None = None
     checkpoint_group: dist.ProcessGroup | None = None
     store_address: tuple[str, int] | None = None
-    store: dist.Store | None = None
 
     def connect_to_store(self) -> dist.Store:
         """Return a connection to the store of its own, for a thread that must not share that of the groups.
@@ -76,7 +74,26 @@ class DistributedContext:
         if self.environment.rank == 0:
             told = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         dist.broadcast(told, src=0, group=self.control_group)
-        return bytes(told.tolist()).decode(errors="surrogatepass")
+        return told.numpy().tobytes().decode(errors="surrogatepass")
+
+    @waiting()
+    def gather_texts(self, text: str) -> list[str]:
+        """Return the texts of all ranks, by rank, on rank 0; none on the others."""
+        group, own = self.control_group, text.encode(errors="surrogatepass")
+        if group is None:
+            return [text]
+        if self.environment.rank != 0:
+            dist.send(torch.tensor([len(own)]), 0, group=group)
+            dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), 0, group=group)
+            return []
+        texts = [text]
+        for rank in range(1, self.environment.world_size):
+            size = torch.empty(1, dtype=torch.int64)
+            dist.recv(size, rank, group=group)
+            received = torch.empty(int(size.item()), dtype=torch.uint8)
+            dist.recv(received, rank, group=group)
+            texts.append(received.numpy().tobytes().decode(errors="surrogatepass"))
+        return texts
 
     @waiting()
     def leave_together(self) -> None:
@@ -129,7 +146,7 @@ def init_distributed(
         interface=cluster.network_interface,
         ports=cluster.ports,
     )
-    met = DistributedContext(environment, own, store_address=rendezvous.address, store=rendezvous.store)
+    met = DistributedContext(environment, own, store_address=rendezvous.address)
     on_met(met)
     if own.type == "cuda":
         _check_own_gpu(rendezvous.store, environment, own)

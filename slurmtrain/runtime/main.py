@@ -34,7 +34,7 @@ from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.runtime.stop_watcher import ANSWER_S, StopWatcher, stated_seconds_left
 from slurmtrain.slurm.client import SlurmClient, run_command
 from slurmtrain.slurm.environment import Environment, check_world_size, rank_or_zero
-from slurmtrain.supervise.finish import finish_attempt
+from slurmtrain.supervise.end_of_attempt import finish_attempt
 from slurmtrain.supervise.hooks import run_hook_of
 from slurmtrain.system import logs, signals
 from slurmtrain.system.activity import EVALUATION, doing
@@ -223,7 +223,7 @@ def _check(
         return
     from slurmtrain.runtime.preflight.check import run_preflight
 
-    run_preflight(config, distributed, context, stop_requested=lambda: stop_flag.requested)
+    run_preflight(config, distributed, context)
     timeline.mark("preflight")
 
 

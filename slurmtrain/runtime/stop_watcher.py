@@ -164,7 +164,9 @@ class StopWatcher:
         self._guarded(lambda: record(None))
         asked = time.monotonic()
         facts = self._client.job_and_clock(own_job_id() or "") if self._client is not None else None
-        if facts is not None and facts.seconds_left is not None:
+        if facts is not None and facts.state == JobState.COMPLETING:
+            self._end = math.inf
+        elif facts is not None and facts.seconds_left is not None:
             self._end = asked + facts.seconds_left  # a preemption moves it to the end of the grace time
             if not facts.preempted and facts.state == JobState.RUNNING:
                 end = self._end

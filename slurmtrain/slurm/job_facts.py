@@ -41,8 +41,13 @@ class JobFacts:
 
     @property
     def seconds_left(self) -> float | None:
-        """The seconds that it had left when SLURM said so; None if there is no end, or the time of the answer is not known."""
-        return None if self.end_time is None or self.as_of is None else self.end_time - self.as_of
+        """The seconds that it had left when SLURM said so; None: not known.
+
+        SLURM ends a job that is COMPLETING: its EndTime has passed, and KillWait is left, which nothing here tells.
+        """
+        if self.end_time is None or self.as_of is None or self.state == JobState.COMPLETING:
+            return None
+        return self.end_time - self.as_of
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@
 - Is anything left to do for the run (`anything_left`)? Claim an attempt.
 - Copy what cluster.stage names to the nodes (`staging`), start the ranks, survive the signals that are meant for them, and
   wait until every rank has left: `platforms.slurm` in a batch job, `platforms.pods` in a pod of Kubernetes or another engine,
-  `platforms.local` on this machine; `platforms.ranks` starts processes for the last two.
-- Gather the evidence (`evidence`), decide (runs/outcome.py), and complete the record (`finish`).
+  `platforms.local` on this machine; `platforms.local_ranks` starts the processes for the last two.
+- Gather the evidence (`gather_evidence`), decide (runs/decide.py), and complete the record (`end_of_attempt`).
 - Start the ranks again in the same job (`in_place`), or let the run go on after it (`requeue`): SLURM requeues the job, a new
   one is submitted, the next one of a chain continues, or the run has ended.
 - Run the hook for that (`hooks`).

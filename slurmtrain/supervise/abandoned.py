@@ -10,12 +10,12 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.outcome import decide_abandoned_outcome
+from slurmtrain.runs.decide import decide_abandoned_outcome
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import JOB_VARIABLE, own_job_id, own_restart_count, own_step_id
 from slurmtrain.slurm.job_states import LIVE
-from slurmtrain.supervise.evidence import evidence_of, policy
+from slurmtrain.supervise.gather_evidence import evidence_of, policy
 
 log = logging.getLogger(__name__)
 

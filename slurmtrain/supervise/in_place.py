@@ -1,6 +1,6 @@
 """Restart in place: the ranks start again in the same job, which keeps its nodes. The part that asks SLURM, and waits.
 
-What is decided is in runs/outcome.py; the platform starts the ranks. Between two attempts nobody else watches over the
+What is decided is in runs/decide.py; the platform starts the ranks. Between two attempts nobody else watches over the
 job: a signal reaches no rank, and the grace time of a preemption is announced to ranks alone. So SLURM is asked.
 """
 
@@ -14,9 +14,9 @@ import time
 from slurmtrain.errors import ClusterError, EnvironmentMismatchError
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.decide import AttemptOutcome, decide_after_pause
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.evidence import Evidence, Policy
-from slurmtrain.runs.outcome import AttemptOutcome, decide_after_pause
 from slurmtrain.runs.reasons import RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient

@@ -8,7 +8,7 @@ import subprocess
 
 from slurmtrain.choices import RequeueMode
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
-from slurmtrain.runs.outcome import AttemptOutcome
+from slurmtrain.runs.decide import AttemptOutcome
 from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.alone import watched
@@ -39,7 +39,7 @@ def supervise(run_dir: RunDir, platform: Platform, set_up_failure: str | None = 
                 run_dir.attempt(number).setup_failure_file.write_text(f"{set_up_failure}\n")
             left_with = EXIT_CONFIG
         # Imported only now, so that the ranks start without waiting for what the end of an attempt needs.
-        from slurmtrain.supervise.finish import finish_attempt
+        from slurmtrain.supervise.end_of_attempt import finish_attempt
         from slurmtrain.supervise.hooks import start_hook
 
         try:

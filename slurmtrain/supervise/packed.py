@@ -1,4 +1,7 @@
-"""Runs that share a job (sweep.pack): each is supervised in a process of its own, and those that continue do so together."""
+"""Runs that share a job (sweep.pack): each is supervised in a process of its own, and those that continue do so together.
+
+In an array, the batch script has given each task its own of all runs.
+"""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch.job import submit_existing_script, token
 from slurmtrain.launch.node_exclusion import leave_out
 from slurmtrain.runs import attempts, requests
+from slurmtrain.runs.decide import is_cancelled
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.outcome import is_cancelled
 from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, GoesOn, Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.report.status.look import states
@@ -43,26 +43,6 @@ def alone(sweep: Sweep) -> Iterator[None]:
 
     with claimed(sweep.path, refuse):
         yield
-
-
-def run_here(sweep: Sweep, run_ids: Sequence[str], at_once: int, *, show: bool) -> bool:
-    """Start or continue these runs; return False when a person stopped it: Ctrl-C, or TERM to this process.
-
-    Called within `alone`.
-
-    Args:
-        at_once: number of runs at the same time.
-        show: print the output of the ranks to the terminal.
-    """
-    with LocalRuns(sweep, show=show, at_once=at_once) as runs:
-        try:
-            for run_id in run_ids:
-                runs.start(sweep.run_dir(run_id))
-            for _ in run_ids:
-                runs.ended()
-        except KeyboardInterrupt:
-            return False
-    return True
 
 
 class LocalRuns:

@@ -23,9 +23,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
 from slurmtrain.launch.code_source import find_source
-from slurmtrain.launch.directives import JobPaths
-from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.script import PLACEHOLDER_ID, render_script
+from slurmtrain.launch.script import PLACEHOLDER_ID, JobPaths, render_script
 from slurmtrain.launch.submit import slurm_conf_of, steps_of
 from slurmtrain.runs.run_dir import RunDir
 
@@ -228,22 +226,6 @@ class SweepPlan:
         for number, identity in enumerate(self.identities):
             found.setdefault(identity, f"{stamp}-{number:04d}")
         return found
-
-
-def plan_sweep(configs: Iterable[Config], cwd: Path) -> SweepPlan:
-    """Plan a sweep of these configs; an error in one ends it before anything is created.
-
-    Raises:
-        ConfigError: a point is wrong, or they cannot be in one sweep.
-    """
-    found: SweepPlan | None = None
-    for config in configs:
-        config = with_absolute_paths(config, cwd)
-        if found is None:
-            found = SweepPlan(config)
-        found.add(config)
-    assert found is not None
-    return found
 
 
 def check_belongs(config: Config, first: Config) -> None:

@@ -14,14 +14,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.choices import BestMode, Pruner
 from slurmtrain.config.schema import Config, SearchConfig
 from slurmtrain.errors import UsageError
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.sweep.adaptive import remove_cut_line
 from slurmtrain.sweep.plan import identity_of
+from slurmtrain.system.records import read_tail
 
 if TYPE_CHECKING:
     import optuna
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 TARGET = "slurmtrain.sweep.search.Search"  # hydra.sweeper._target_ of conf/hydra/sweeper/optuna.yaml
 GRID = "optuna.samplers.GridSampler"
 HOW_LONG = ("n_trials", "n_jobs")  # with other values of these it is the same search, which goes on
+
+
+def remove_cut_line(path: Path) -> None:
+    """Remove what a shell that was cut short, or had no disk space, has left after the last whole line."""
+    if read_tail(path, 1) not in (b"", b"\n"):
+        with path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 class TrialState(StrEnum):

@@ -20,7 +20,7 @@ def create(manifest: Path) -> None:
     Raises:
         ClusterError: Kubernetes refuses one, or cannot be reached.
     """
-    done = _run("create", "-f", str(manifest))
+    done = _run("create", *_of(manifest))
     refused = [line for line in done.stderr.splitlines() if line.strip() and EXISTS not in line]
     if done.returncode and (refused or EXISTS not in done.stderr):
         raise _error("kubectl create", done)
@@ -34,7 +34,7 @@ def delete(manifest: Path) -> None:
     Raises:
         ClusterError: Kubernetes refuses, or cannot be reached.
     """
-    _checked("delete", "-f", str(manifest), "--ignore-not-found", "--wait=false", "--cascade=foreground")
+    _checked("delete", *_of(manifest), "--ignore-not-found", "--wait=false", "--cascade=foreground")
 
 
 def delete_pods(labels: str, namespace: str | None) -> None:
@@ -52,12 +52,14 @@ def state_of(manifest: Path) -> tuple[str | None, str]:
     Raises:
         ClusterError: Kubernetes cannot be asked.
     """
-    answer = _checked("get", "-f", str(manifest), "--ignore-not-found", "-o", "json")
+    answer = _checked("get", *_of(manifest), "--ignore-not-found", "-o", "json")
     if not answer.strip():
-        return None, "it is gone"
+        return None, ""
     found: dict[str, Any] = json.loads(answer)
-    if found.get("kind") == "List":
-        found = found["items"][-1]
+    items = found["items"] if found.get("kind") == "List" else [found]
+    found = items[-1]
+    if found["kind"] == "TrainingRuntime":  # it runs nothing by itself
+        return None, ""
     status = found.get("status", {})
     held = [each for each in status.get("conditions", ()) if each.get("status") == "True"]
     said = {each["type"]: each.get("message", "") for each in held}
@@ -68,6 +70,16 @@ def state_of(manifest: Path) -> tuple[str | None, str]:
         return ENDS[ended], said[ended]
     suspended = found.get("spec", {}).get("suspend") is True
     return ("suspended", said.get("Suspended", "")) if suspended else ("active", "")
+
+
+def _of(manifest: Path) -> list[str]:
+    """Return the option for the objects of a manifest."""
+    if "kind: " not in manifest.read_text():
+        raise ClusterError(
+            "kubectl does not know SkyPilot's tasks",
+            hint="`render --target skypilot -o FILE` writes one; then `sky jobs launch FILE`, `queue` and `cancel`",
+        )
+    return ["-f", str(manifest)]
 
 
 def _checked(*words: str) -> str:

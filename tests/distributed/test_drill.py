@@ -1,4 +1,4 @@
-"""Slow ones that need the whole command line: drills on this machine, bundles, the GPU benchmark without a GPU."""
+"""Slow ones that need the whole command line: drills here, the same run elsewhere, the GPU benchmark without a GPU."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def _belongs_to(entry: Path, run: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_a_bundle_runs_again_from_an_empty_folder_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_is_repeated_from_an_empty_folder_with_the_same_bits(tmp_path: Path) -> None:
     first, second = Project(tmp_path / "first"), Project(tmp_path / "second")
-    (second.path / "paced.py").unlink()  # the model is in the bundle
+    (second.path / "paced.py").unlink()  # the model is in the snapshot of the first
     (first.path / ".gitignore").write_text("runs\n__pycache__\n")
     for words in (
         ["init", "-q"],
@@ -107,16 +107,13 @@ def test_a_bundle_runs_again_from_an_empty_folder_with_the_same_bits(tmp_path: P
     try:
         run = first.submit("train.steps=6", "cluster.tasks_per_node=2", "train.eval_every=0").finish()
         (first.path / "paced.py").write_text("what is here now does not matter\n")
-        bundle = tmp_path / "bundle.tar.gz"
-        packed = first.cli("runs", "bundle", "last", str(bundle))
-        assert packed.returncode == 0, packed.stdout
-        process = second.popen("slurmtrain", "submit", "--from", str(bundle))
+        process = second.popen("slurmtrain", "submit", "--from", str(run.run_dir.path))
         again = LocalRun(second.path, process)
         second.runs.append(again)
         again.finish()
         assert_same_bits(run, again)
         assert "other versions" not in again.output and "not installed" not in again.output
-        assert again.run_dir.info()["bundle"]["run"] == run.run_dir.id
+        assert again.run_dir.info()["code"]["from"] == str(run.run_dir.code)
         compared = second.cli("runs", "compare", str(run.run_dir.path), str(again.run_dir.path))
         assert "no file of the snapshots differs" in compared.stdout
         assert "they ran with the same packages, driver, image and variables" in compared.stdout, compared.stdout

@@ -298,6 +298,27 @@ def test_a_job_of_ray_trains_on_when_a_node_is_lost_and_stops_by_the_hook_of_a_p
 
 @pytest.mark.slow
 @needs("ray", "ray")
+def test_nodes_of_ray_are_set_up_and_one_that_never_joins_does_not_hold_the_others(
+    ray_cluster: RayCluster, project: Project, scripts: list[Script]
+) -> None:
+    waits = f"echo $PPID > {project.path}/node-$PET_NODE_RANK; until [ $PET_NODE_RANK = 0 -o -e {project.path}/come ]"
+    setup = json.dumps([f"{waits}; do sleep 0.1; done", "export FROM_SET_UP=yes"])
+    (project.path / "p.sh").write_text(f"echo $FROM_SET_UP >{project.path}/rank-$RANK")
+    words = [f"cluster.setup={setup}", f"cluster.python={sys.executable}", "cluster.srun_wait_s=0"]
+    words += ["job=command", "job.command='bash p.sh'", "job.snapshot=none"]
+    run, _ = prepared(project, "rayjob", *words)
+    scripts.append(job := ray_cluster.submit(sys.executable, "-m", "slurmtrain", "supervise", str(run.path)))
+    job.wait_for(lambda: run.attempt_numbers() and (project.path / "node-1").exists(), "waiting for the second node")
+    os.kill(int((project.path / "node-1").read_text()), signal.SIGKILL)
+    job.wait_for(lambda: "node 1 of Ray has failed" in job.said, "without its second node")
+    (project.path / "come").touch()
+    assert job.wait() == 0, job.said
+    assert [(project.path / f"rank-{rank}").read_text() for rank in range(2)] == ["yes\n", "yes\n"]
+    assert [attempt.reason for attempt in LocalRun(project.path, job.process).attempts()] == ["asked", "finished"]
+
+
+@pytest.mark.slow
+@needs("ray", "ray")
 def test_a_run_that_has_ended_for_good_ends_at_once_when_ray_tries_it_again(
     ray_cluster: RayCluster, project: Project, scripts: list[Script]
 ) -> None:

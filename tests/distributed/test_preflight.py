@@ -19,9 +19,7 @@ from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import init_distributed
 from slurmtrain.runtime.preflight import measure
 from slurmtrain.runtime.preflight.check import run_preflight
-from slurmtrain.runtime.preflight.facts import MISSING, FolderFacts
-from slurmtrain.runtime.preflight.readers import Readers
-from slurmtrain.runtime.preflight.shared_folder import SharedFolder
+from slurmtrain.runtime.preflight.facts import MISSING, Readers
 from slurmtrain.slurm.environment import NODES_VARIABLE, Environment
 from slurmtrain.system import signals
 from slurmtrain.system.files import write_json
@@ -35,11 +33,11 @@ Said = tuple[list[str], tuple[str, ...] | None]
 class Ranks:
     """Four ranks, each on a node of its own as far as they know, in one run with an attempt for each check."""
 
-    def __init__(self, directory: Path, *, nodes: int = 4, in_turn: bool = False):
+    def __init__(self, directory: Path, *, nodes: int = 4, in_turn: bool = False, names: str = "n{}"):
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local = size // nodes
         os.environ |= {
-            NODES_VARIABLE: ",".join(f"n{index}" for index in range(nodes)),
+            NODES_VARIABLE: ",".join(names.format(index) for index in range(nodes)),
             "GROUP_RANK": str(rank % nodes if in_turn else rank // local),
             "LOCAL_RANK": str(rank // nodes if in_turn else rank % local),
             "LOCAL_WORLD_SIZE": str(local),
@@ -113,7 +111,7 @@ def test_what_is_wrong_on_one_node_is_found_by_all_ranks_and_blamed_on_that_node
     (package,), blamed = found["package"]
     assert package.startswith("n2: numpy 1.0.0; expected: numpy ") and blamed == ("n2",)
     (data,), blamed = found["data"]
-    assert data.startswith("n3: /") and "is not there" in data and blamed == ("n3",)
+    assert data.startswith("n3: /") and "is missing; expected: /" in data and blamed == ("n3",)
     assert any("/tmp has 0 GB left" in each for each in found["disk"][0])
     driver, blamed = found["driver"]
     assert "n1: the driver says: Driver/library version mismatch; expected: a driver that answers" in driver
@@ -134,15 +132,23 @@ def test_ranks_that_are_handed_out_to_the_nodes_in_turn_are_checked_as_well(gloo
     assert gloo_ranks.start(4, handed_out_in_turn).results()[0] == ([], None)
 
 
-def measured(directory: Path) -> tuple[list[str], dict[str, Any] | None, int]:
-    ranks, looks = Ranks(directory, nodes=2), []
-    look = SharedFolder.look
+def of_one_name(directory: Path) -> Said:
+    ranks = Ranks(directory, names="trainer")
+    sound = Readers()
+    older = replace(sound.process(), packages={**sound.process().packages, "numpy": "1.0.0"})
+    said = ranks.check(Readers(process=lambda: older), on=2)
+    ranks.distributed.leave_together()
+    return said
 
-    def counted(folder: SharedFolder, error: str | None) -> FolderFacts:
-        looks.append(folder)
-        return look(folder, error)
 
-    SharedFolder.look = counted  # type: ignore[method-assign, assignment]
+def test_nodes_of_the_same_name_are_told_apart_by_their_numbers(gloo_ranks: GlooRanks) -> None:
+    """Containers of one image, started by torchrun: each calls itself by the name of its host."""
+    (said,), _ = gloo_ranks.start(4, of_one_name).results()[0]
+    assert said.startswith("trainer (node 2): numpy 1.0.0; expected: numpy ")
+
+
+def measured(directory: Path) -> tuple[list[str], dict[str, Any] | None, Path]:
+    ranks = Ranks(directory, nodes=2)
     measure.ON_CPU = measure.Sizes(32, torch.float32, 1 << 16, 1, 0.0)
     config = replace(
         ranks.config, preflight=PreflightConfig(mode=PreflightMode.FULL), checkpoint=CheckpointConfig(local="/dev/shm")
@@ -152,15 +158,13 @@ def measured(directory: Path) -> tuple[list[str], dict[str, Any] | None, int]:
     record = read_preflight(ranks.run_dir.attempt(1))
     ranks.distributed.leave_together()
     assert record is not None
-    return [each.sentence for each in record.findings], record.measured, len(looks)
+    return [each.sentence for each in record.findings], record.measured, ranks.run_dir.attempt(1).path
 
 
-def test_full_measures_every_rank_and_every_pair(gloo_ranks: GlooRanks) -> None:
-    answers = gloo_ranks.start(4, measured).results()
-    assert [answer[2] for answer in answers] == [1, 0, 1, 0]  # one process of a node looks into the shared folder
-    findings, rates, _ = answers[0]
+def test_full_measures_every_rank_and_every_pair_of_nodes(gloo_ranks: GlooRanks) -> None:
+    findings, rates, attempt = gloo_ranks.start(4, measured).results()[0]
     assert findings == [] and rates is not None
     assert list(rates["tflops"]) == ["0", "1", "2", "3"]
-    assert [pair[:2] for pair in rates["pairs"]] == [[0, 1], [2, 3]]
     assert [link[:2] for link in rates["links"]] == [["n0", "n1"]]
     assert min(rates["all_reduce"], *(link[2] for link in rates["links"])) > 0
+    assert [file.name for file in attempt.iterdir()] == ["preflight.json"]

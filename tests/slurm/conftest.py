@@ -37,7 +37,7 @@ def _cluster(name: str, spec: SandboxSpec) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def sandbox() -> Iterator[Cluster]:
     """Eight nodes; preemption and requeue send SIGTERM, like most clusters."""
-    spec = SandboxSpec(nodes=8, cpus=4, gpus=4, grace_s=10, kill_wait_s=10, slurmd_timeout_s=10, cred_expire_s=5)
+    spec = SandboxSpec(nodes=8, cpus=4, gpus=4, grace_s=30, kill_wait_s=10, slurmd_timeout_s=10, cred_expire_s=5)
     yield from _cluster("tests", spec)
 
 

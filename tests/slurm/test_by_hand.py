@@ -68,7 +68,7 @@ def test_a_node_with_other_packages_is_left_out_of_the_next_start_and_the_run_fi
     run.finish()
     first, *_, last = run.attempts()
     assert (first.reason, first.bad_nodes) == (Reason.BAD_NODE, ["n1"])
-    assert "preflight, packages: n1: numpy 1.0.0; expected: numpy " in (first.sentence or "")
+    assert "preflight, versions: n1: numpy 1.0.0; expected: numpy " in (first.sentence or "")
     assert "n1" in first.nodes and "n1" not in last.nodes
     assert last.reason == "finished"
 

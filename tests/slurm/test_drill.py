@@ -49,7 +49,7 @@ def jobs_of_drills(cluster: Cluster) -> list[str]:
 
 
 # A loaded machine may take long to leave: how fast it is decides nothing where a run is to pass.
-PATIENCE = {"KillWait=10": "KillWait=300", "GraceTime=10": "GraceTime=300"}
+PATIENCE = {"KillWait=10": "KillWait=300", "GraceTime=30": "GraceTime=300"}
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def short_grace(sandbox: Cluster) -> Iterator[Cluster]:
     """A cluster that gives a preempted job GraceTime and KillWait: 3 s and 10 s."""
     sandbox.run(["scontrol", "update", "PartitionName=low", "GraceTime=3"])
     yield sandbox
-    sandbox.run(["scontrol", "update", "PartitionName=low", "GraceTime=10"])
+    sandbox.run(["scontrol", "update", "PartitionName=low", "GraceTime=30"])
 
 
 def test_a_grace_that_is_too_short_for_a_save_is_told_with_its_seconds(short_grace: Cluster, tmp_path: Path) -> None:

@@ -211,5 +211,5 @@ def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_
 def test_how_long_a_preempted_job_lives_is_read_from_slurm_itself(sandbox: Cluster) -> None:
     client = SlurmClient(str(sandbox.sandbox.slurm_conf))
     facts = read_preemption(client.glance)
-    assert preemption_times(facts, None) == PreemptionTimes(10.0, 10.0, "partition low")
+    assert preemption_times(facts, None) == PreemptionTimes(10.0, 30.0, "partition low")
     assert preemption_times(facts, "high") == PreemptionTimes(10.0)

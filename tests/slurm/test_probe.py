@@ -29,7 +29,7 @@ def test_the_facts_of_a_sandbox_are_those_that_it_was_started_with(sandbox: Clus
     facts = read_facts(lambda command: sandbox.run(command).stdout)  # however long an answer takes
     low = facts.partition(None)
     assert low is not None
-    assert (low.name, low.preempt_mode, low.grace_s) == ("low", "REQUEUE", 10.0)
+    assert (low.name, low.preempt_mode, low.grace_s) == ("low", "REQUEUE", 30.0)
     (nodes,) = facts.nodes_of("low")
     assert (nodes.count, nodes.cpus, nodes.gpu_count, nodes.memory_mb) == (8, 4, 4, 4000)
     assert not facts.keeps_accounts

@@ -136,30 +136,56 @@ def orphaned(project: Project, lane: Lane) -> Orphaned:
     return Orphaned(run, state, said, left)
 
 
-def killed_in_a_save(project: Project, lane: Lane) -> tuple[Run, Path]:
-    """All ranks are, in a save that the model's module, which is the user's, holds just before its commit."""
-    held = project.path.parent / "held"
+class Saving(NamedTuple):
+    """A run that is stopped in its first save, and killed in a later one.
+
+    Attributes:
+        unfinished: the folder of the save in which it was killed.
+    """
+
+    run: Run
+    unfinished: Path
+
+
+def saving(project: Project, lane: Lane) -> Saving:
+    """By `cancel`, and by SIGKILL of all ranks. The model's module holds both before their commit.
+
+    The first one until the rank waits for it, as it does before it leaves.
+    """
+    folder = project.path.parent / "held"
+    folder.mkdir()
     (project.path / "holding.py").write_text(
-        "import os, pathlib, time\n"
+        "import pathlib, threading\n"
         "from paced import Paced\n"
+        "from slurmtrain.checkpoint.checkpointer import Checkpointer\n"
         "from slurmtrain.checkpoint.store import commit\n"
-        "original = commit.commit\n"
-        f"held = pathlib.Path({str(held)!r})\n"
+        "commits, waits, holding, waiting = commit.commit, Checkpointer.wait, threading.Event(), threading.Event()\n"
+        f"folder = pathlib.Path({str(folder)!r})\n"
+        "def wait(self, *args):\n"
+        "    if holding.is_set():\n"
+        "        waiting.set()\n"
+        "    return waits(self, *args)\n"
         "def hold(temporary, manifest, incarnation):\n"
-        "    if manifest.step == 20 and not held.exists():\n"
+        "    held = folder / str(manifest.step)\n"
+        "    if manifest.step in (20, 40) and not held.exists():\n"
         "        held.write_text(str(temporary))\n"
-        "        time.sleep(600)\n"
-        "    return original(temporary, manifest, incarnation)\n"
-        "commit.commit = hold\n"
+        "        holding.set()\n"
+        "        (waiting if manifest.step == 20 else threading.Event()).wait(600)\n"
+        "    return commits(temporary, manifest, incarnation)\n"
+        "commit.commit, Checkpointer.wait = hold, wait\n"
     )
-    words = ["model._target_=holding.Paced", "requeue.in_place=false", *PAIR]
-    run = project.submit(f"train.steps={STEPS}", *words, nodes=pair(lane))
-    run.wait_until(held.exists, "saving")
+    words = [*LONG, "model._target_=holding.Paced", "checkpoint.every_steps=20", "requeue.in_place=false", *PAIR]
+    run = project.submit(*words, nodes=pair(lane))
+    run.wait_for_step(21)
+    run.cli("cancel", run.run_dir.id)
+    run.wait_for_end()
+    run.cli("resume", run.run_dir.id)
+    run.wait_until((folder / "40").exists, "saving")
     for pid in run.rank_pids():
         with contextlib.suppress(ProcessLookupError):  # srun was faster, after the first
             os.kill(pid, signal.SIGKILL)
     run.finish()
-    return run, Path(held.read_text())
+    return Saving(run, Path((folder / "40").read_text()))
 
 
 def bereft(project: Project, lane: Lane) -> tuple[Run, str]:
@@ -266,7 +292,7 @@ def time_limited(project: Project, node: str) -> Run:
 
 
 SCENES: tuple[Callable[[Project, Lane], object], ...] = (
-    *(stopped, broken, undisturbed, bereft, with_a_spare_node, killed_in_a_save, copied, orphaned),
+    *(stopped, broken, undisturbed, bereft, with_a_spare_node, saving, copied, orphaned),
 )
 SCENES_ON_ONE_NODE: tuple[Callable[[Project, str], object], ...] = (cancelled, told_too_early)
 Scenes = dict[Callable[..., object], Future[Any]]
@@ -389,11 +415,18 @@ def test_ranks_whose_srun_is_killed_are_recorded_with_the_steps_that_they_have_d
     assert_same_bits(run, scenes[undisturbed].result())
 
 
+def test_told_to_stop_during_the_first_save_it_also_saves_the_step_that_it_has_reached(scenes: Scenes) -> None:
+    """How long a save takes has not been measured by then."""
+    first, second = scenes[saving].result().run.attempts()[:2]
+    assert (first.reason, first.verdict) == ("cancelled", "end"), first.sentence
+    assert first.committed_step == first.last_step == second.first_step and (first.last_step or 0) > 20
+
+
 def test_all_ranks_killed_during_a_save_resume_from_the_checkpoint_before(scenes: Scenes) -> None:
-    run, unfinished = scenes[killed_in_a_save].result()
-    tries = run.attempts()
-    assert (tries[0].committed_step, tries[1].first_step) == (10, 10)
-    assert [(each.verdict, each.restart_count) for each in tries] == [("requeue", 0), ("done", 1)]
+    run, unfinished = scenes[saving].result()
+    first, second, third = run.attempts()
+    assert second.committed_step == third.first_step == first.last_step
+    assert [(each.verdict, each.restart_count) for each in (second, third)] == [("requeue", 0), ("done", 1)]
     assert not unfinished.exists()  # what the kill left behind is gone
     assert_same_bits(run, scenes[undisturbed].result())
 

@@ -7,6 +7,7 @@ that exists as kubectl does, and fails with the words in the file `fails`.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,14 @@ class FakeKubectl:
         """Set fields of an object, as its controller does."""
         path = self.directory / f"{name.replace('/', '+')}.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    def create(self, manifest: Path) -> None:
+        """Create the objects of a manifest, as a person does."""
+        subprocess.run([self.directory / "kubectl", "create", "-f", manifest], check=True)
+
+    def remove(self, name: str) -> None:
+        """Remove an object, as its controller does."""
+        (self.directory / f"{name.replace('/', '+')}.json").unlink()
 
     def fail(self, words: str) -> None:
         (self.directory / "fails").write_text(words)

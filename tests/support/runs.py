@@ -29,7 +29,7 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise import anything_left
-from slurmtrain.supervise.finish import finish_attempt
+from slurmtrain.supervise.end_of_attempt import finish_attempt
 from slurmtrain.supervise.platforms.slurm import SlurmJob
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import RunFiles

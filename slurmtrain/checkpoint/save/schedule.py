@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
 
 from slurmtrain.checkpoint.errors import CheckpointError
 
@@ -214,32 +213,19 @@ def latest_stop(end_time: float, *, step_s: float, save_s: float, margin: float 
     return end_time - max(floor_s, margin * (step_s + save_s))
 
 
-def choose_last_save(
-    *, grace_s: float | None, in_flight_left_s: float | None, save_s: float | None, steps_behind: int
-) -> Literal["both", "new", "in flight"]:
-    """Choose what to do with the save in flight and with the steps done since it began, when told to stop.
+def is_better_discarded(*, grace_s: float | None, running_s: float, save_s: float | None, steps_behind: int) -> bool:
+    """Return whether to discard the save in flight for one of the present step, when told to stop.
 
-    The choices in the order of preference:
-     1. "both": finish the one in flight, then save the present step. Something is committed as soon as possible, and
-        no step is lost. Also chosen if the grace time is not known: this order gives up nothing for the attempt.
-     2. "new": discard the one in flight and save the present step, if there is time for this but not for both.
-     3. "in flight": finish it, and lose the steps since. A save that is nearly done is worth more than one that would
-        be killed, with the requeue that follows it. Also chosen if no step was done since it began, if no save has been
-        measured yet, and if not even this is likely to fit: it needs the least time.
+    Only where there is time for a whole save, but not for both. Otherwise it is finished first: something is committed as
+    soon as possible, and the present step is saved after it if there is time, which is known then at the latest.
 
     Args:
         grace_s: seconds left until the kill, less what exiting takes; None: not known.
-        in_flight_left_s: seconds that the save in flight still needs; None: not known, so as many as a whole one.
-        save_s: seconds of a whole save, from its beginning to its commit; None: not known.
+        running_s: seconds since the save in flight began.
+        save_s: seconds of a whole save, from its beginning to its commit; None: none has been measured yet.
         steps_behind: steps done since the one in flight began.
     """
-    if steps_behind == 0:
-        return "in flight"
-    if grace_s is None:
-        return "both"
-    if save_s is None:
-        return "in flight"
-    left_s = save_s if in_flight_left_s is None else in_flight_left_s
-    if left_s + save_s <= grace_s:
-        return "both"
-    return "new" if save_s <= grace_s else "in flight"
+    if steps_behind == 0 or grace_s is None or save_s is None:
+        return False
+    left_s = max(0.0, save_s - running_s)
+    return save_s <= grace_s < left_s + save_s

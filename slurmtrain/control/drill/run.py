@@ -23,9 +23,7 @@ from slurmtrain.choices import Backend, JobKind, SnapshotMode
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.control import stop
-from slurmtrain.control.checks import check
-from slurmtrain.control.drill.comparison import Comparison, compare_runs
-from slurmtrain.control.drill.judge import Evidence, Result, Verdict, judge
+from slurmtrain.control.drill.judge import Comparison, Evidence, Result, Verdict, compare_runs, judge
 from slurmtrain.control.drill.ways import (
     Plan,
     Way,
@@ -38,6 +36,7 @@ from slurmtrain.control.drill.ways import (
 from slurmtrain.control.runs import start
 from slurmtrain.control.submitting import ask_cluster
 from slurmtrain.errors import ClusterError, ConfigError, NoAnswerError, SlurmtrainError
+from slurmtrain.launch.checks import check
 from slurmtrain.launch.code_source import CodeSource, find_source
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.queue_check import with_choices_of_the_shell

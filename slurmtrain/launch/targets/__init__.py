@@ -9,16 +9,33 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from slurmtrain.choices import Backend, Target
 from slurmtrain.config.schema import Config
+from slurmtrain.config.validate import given_fields
 from slurmtrain.launch.targets.pod import PodRun, check
+
+log = logging.getLogger(__name__)
 
 STR = "tag:yaml.org,2002:str"
 # Each has `objects(config, run)`, which returns the documents of the manifest.
 TARGETS = {target: f"slurmtrain.launch.targets.{target}" for target in Target}
+# Fields that nothing in a manifest stands for: those of SLURM everywhere, and others of some targets.
+WITHOUT_EFFECT = (
+    "cluster.time_limit_min cluster.partition cluster.account cluster.qos cluster.constraint cluster.reservation "
+    "cluster.exclude cluster.exclusive cluster.switches cluster.switches_wait_min cluster.segment cluster.sbatch "
+    "cluster.srun_args cluster.slurm_conf cluster.sandbox job.singleton requeue.in_place requeue.restart_delay_s "
+    "requeue.blame_threshold requeue.blame_expiry_h observe.blame_stragglers"
+)
+ALSO_WITHOUT_EFFECT = {
+    Target.TRAINJOB: "cluster.pods.ttl_s",
+    Target.SKYPILOT: "cluster.pods.pull_policy cluster.pods.namespace cluster.pods.queue cluster.pods.shm_gb "
+    "cluster.pods.host_network cluster.pods.node_selector cluster.pods.tolerations cluster.pods.annotations "
+    "cluster.pods.fs_group cluster.pods.grace_s cluster.pods.ttl_s cluster.pods.spec cluster.pods.container",
+}
 
 
 def on_engine(config: Config, target: Target) -> Config:
@@ -27,6 +44,14 @@ def on_engine(config: Config, target: Target) -> Config:
     return dataclasses.replace(
         config, cluster=dataclasses.replace(config.cluster, backend=Backend.KUBERNETES, pods=pods)
     )
+
+
+def warn_of_settings(config: Config) -> None:
+    """Log which settings of a config its target cannot express."""
+    target = config.cluster.pods.target
+    given = given_fields(config, f"{WITHOUT_EFFECT} {ALSO_WITHOUT_EFFECT.get(target, '')}")
+    if given:
+        log.warning("without effect with the target %s: %s", target, ", ".join(given))
 
 
 def manifest(config: Config, run: PodRun, *, placeholders: bool = False) -> str:

@@ -5,7 +5,6 @@ Each node of the run is one pod with one container, which starts all ranks of th
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import shlex
@@ -16,18 +15,26 @@ from typing import Any
 from slurmtrain.config.fields import merge
 from slurmtrain.config.frozen import SECRET_REFERENCE, to_values
 from slurmtrain.config.launched_program import node_shape
-from slurmtrain.config.schema import Config
+from slurmtrain.config.schema import KUBERNETES_NAME, Config
 from slurmtrain.config.secrets import ENV, scalars
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.script import setup_lines
+from slurmtrain.runs.run_dir import RUN_DIR_VARIABLE
 from slurmtrain.slurm.environment import JOB_VARIABLE, NODE_VARIABLE
 
 CONTAINER = "node"  # the one container of a pod, by the name that Kubeflow's trainer wants
 LEFT_OVER_S = 30  # of the grace time, for what follows the last save
 NAME_MAX = 44  # of the object: the names of its pods are longer, NAME-node-0-12345-abcde, and may have 63 letters
 IMAGE, CLAIM = "IMAGE", "CLAIM"  # stand in a manifest that is only shown for what the config does not say
-# Run before the ranks; what fails in it, fails the same each time.
-SET_UP = "trap 'exit 78' EXIT; set -e\n{lines}\ntrap - EXIT\nexec {command}"
+# What cluster.pods.spec and cluster.pods.container cannot replace: lists, and what a run needs as it is.
+OWN = {"spec": {"containers", "volumes"}, "container": {"name", "image", "command", "args", "env", "volumeMounts"}}
+# Run before the ranks; what fails in it, fails the same each time. A stop has its say when the line at work has ended.
+SET_UP = """\
+trap 'exit 78' EXIT; trap 'trap - EXIT; exit 75' TERM; set -e
+export {variable}={run_dir}
+{lines}
+trap - EXIT TERM
+exec {command}"""
 
 
 @dataclass(frozen=True)
@@ -71,11 +78,15 @@ def check(config: Config, run: PodRun, *, placeholders: bool = False) -> None:
             f"{', '.join(pods.volumes) or 'none'}",
             hint=f"+cluster.pods.volumes='{{{run.run_dir.parents[1]}: CLAIM}}', or job.runs_dir below one of them",
         )
-    if taken := sorted({"containers", "volumes"} & pods.spec.keys()):
-        raise ConfigError(
-            f"cluster.pods.spec.{taken[0]} would take the place of the run's own {taken[0]}",
-            hint="cluster.pods.volumes adds volumes; a pod has one container",
-        )
+    for path, source in pods.volumes.items():
+        if not isinstance(source, dict):
+            KUBERNETES_NAME.check(f"cluster.pods.volumes.{path}", str(source))
+    for group, own in OWN.items():
+        if taken := sorted(own & getattr(pods, group).keys()):
+            raise ConfigError(
+                f"cluster.pods.{group}.{taken[0]} would take the place of the run's own {taken[0]}",
+                hint="cluster.pods.volumes adds volumes, and cluster.env variables; a pod has one container",
+            )
     if pods.grace_s is not None and pods.grace_s < config.cluster.signal_lead_s:
         raise ConfigError(
             f"cluster.pods.grace_s={pods.grace_s} is less than cluster.signal_lead_s={config.cluster.signal_lead_s}, the time "
@@ -112,11 +123,18 @@ def labels(config: Config, run: PodRun) -> dict[str, str]:
     return own | config.cluster.pods.labels
 
 
-def command(config: Config, run: PodRun) -> list[str]:
-    """Return the words that start the ranks of a pod; after the set-up lines of the config, if it has some."""
-    words = [config.cluster.python or "python", "-m", "slurmtrain", "supervise", str(run.run_dir)]
+def command(config: Config, run_dir: Path, python: str = "python") -> list[str]:
+    """Return the words that start the ranks of a pod; after the set-up lines of the config, if it has some.
+
+    Args:
+        python: starts them if the config names no interpreter, and has no set-up lines that may bring one.
+    """
     lines = setup_lines(config.cluster)
-    return ["bash", "-c", SET_UP.format(lines="\n".join(lines), command=shlex.join(words))] if lines else words
+    words = [config.cluster.python or ("python" if lines else python), "-m", "slurmtrain", "supervise", str(run_dir)]
+    if not lines:
+        return words
+    named = {"variable": RUN_DIR_VARIABLE, "run_dir": shlex.quote(str(run_dir))}
+    return ["bash", "-c", SET_UP.format(**named, lines="\n".join(lines), command=shlex.join(words))]
 
 
 def environment(config: Config, run: PodRun) -> list[dict[str, Any]]:
@@ -139,10 +157,9 @@ def resources(config: Config) -> dict[str, Any]:
     found: dict[str, Any] = {"cpu": str(shape.tasks * shape.cpus_per_task)}
     if gb:
         found["memory"] = f"{gb}Gi"
-    devices = dict(cluster.pods.resources)
+    exact = dict(cluster.pods.resources)
     if cluster.gpus_per_node:
-        devices = {cluster.pods.gpu_resource: cluster.gpus_per_node} | devices
-    exact = {name: str(count) for name, count in devices.items()}
+        exact = {cluster.pods.gpu_resource: str(cluster.gpus_per_node)} | exact
     return {"requests": found | exact, "limits": ({"memory": found["memory"]} if gb else {}) | exact}
 
 
@@ -169,13 +186,14 @@ def container(config: Config, run: PodRun) -> dict[str, Any]:
         "name": CONTAINER,
         "image": pods.image or IMAGE,
         "imagePullPolicy": str(pods.pull_policy),
-        "command": command(config, run),
+        "command": command(config, run.run_dir),
         "env": environment(config, run),
         "resources": resources(config),
         "volumeMounts": volumes(config)[1],
     }
-    if pods.resources:  # RDMA pins memory
+    if any("/" in name for name in pods.resources):  # a device such as that of RDMA, which pins memory
         found["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
+    merge(found, pods.container)
     return found
 
 
@@ -192,6 +210,7 @@ def pod_template(config: Config, run: PodRun) -> dict[str, Any]:
         security |= {"fsGroup": pods.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
     spec: dict[str, Any] = {
         "restartPolicy": "Never",  # a pod that leaves is judged by its exit code, and all start again together
+        "enableServiceLinks": False,  # else each Service of the namespace adds variables
         "terminationGracePeriodSeconds": grace_s(config),
         "securityContext": security,
         "containers": [container(config, run)],
@@ -203,7 +222,7 @@ def pod_template(config: Config, run: PodRun) -> dict[str, Any]:
         spec["nodeSelector"] = dict(pods.node_selector)
     if pods.tolerations:
         spec["tolerations"] = [dict(each) for each in pods.tolerations]
-    merge(spec, copy.deepcopy(pods.spec))
+    merge(spec, pods.spec)
     found: dict[str, Any] = {"labels": labels(config, run)}
     if pods.annotations:
         found["annotations"] = dict(pods.annotations)

@@ -4,6 +4,8 @@ Its entrypoint is the driver of supervise/platforms/ray.py, which starts the ran
 KubeRay makes new ones. A retry, after a failure of the head, is a new cluster. KubeRay knows no exit codes, so one is also made
 for a run that has ended for good; it leaves at once, since the run directory remembers that. Nor is a pod's TERM passed on to
 what runs in Ray (kuberay#5004): a hook asks for the stop by a file, and waits until the ranks have left.
+
+The operator itself hands the entrypoint to Ray (HTTPMode). By default a further pod does, whose eviction would fail the run.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.targets.jobset import with_queue
-from slurmtrain.launch.targets.pod import PodRun, command, grace_s, metadata, pod_template
+from slurmtrain.launch.targets.pod import PodRun, grace_s, metadata, pod_template
 
 # What Ray's own processes on the head need.
 HEAD = {"cpu": "2", "memory": "8Gi"}
@@ -32,7 +34,9 @@ def objects(config: Config, run: PodRun) -> list[dict[str, Any]]:
     container["env"] += [{"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(grace_s(config))}]
     container["ports"] = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
     spec: dict[str, Any] = {
-        "entrypoint": shlex.join(command(config, run)),
+        "submissionMode": "HTTPMode",
+        # Where Ray runs, slurmtrain is there. Set-up lines are for the ranks, and run on their nodes.
+        "entrypoint": shlex.join(["python", "-m", "slurmtrain", "supervise", str(run.run_dir)]),
         "backoffLimit": config.cluster.pods.max_restarts,
         "shutdownAfterJobFinishes": True,
         "rayClusterSpec": {

@@ -47,7 +47,7 @@ def objects(config: Config, run: PodRun) -> list[dict[str, Any]]:
         "num_nodes": cluster.node_range.most,
         "resources": wants,
         "envs": {JOB_VARIABLE: run.object_name(config), "PYTHONUNBUFFERED": "1"},
-        "run": RUN.format(restarts=pods.max_restarts, command=shlex.join(command(config, run))),
+        "run": RUN.format(restarts=pods.max_restarts, command=shlex.join(command(config, run.run_dir))),
     }
     volumes = {path: source for path, source in pods.volumes.items() if isinstance(source, str)}
     if volumes:

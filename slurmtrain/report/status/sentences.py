@@ -15,6 +15,7 @@ from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, LastWord, Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.environment import WITHOUT_OBJECT
 from slurmtrain.slurm.job_facts import QueuedJob
 from slurmtrain.slurm.job_states import GONE, JobState
 from slurmtrain.slurm.pending_reasons import in_words, is_held
@@ -97,11 +98,9 @@ def _without_slurm(record: Record) -> tuple[RunStatus, str, bool]:
 
 def _in_pods(record: Record) -> tuple[RunStatus, str, bool]:
     """Return word, sentence and `alive` of a run on Kubernetes: kubectl tells whether its pods run, and its files all else."""
-    last, name = record.last, record.job_id
+    last, name = record.last, record.job_id or "its object"
     if record.over:
         return *_ended(record), False
-    if name is None and last is None:
-        return RunStatus.PREPARED, f"not submitted yet: kubectl create -f {record.run_dir.manifest}", False
     number = (last.number if last is not None else 0) + 1
     at_work = last is not None and record.has_begun and last.verdict is None
     known = f"attempt {number - 1} has not ended as far as its files say" if at_work else f"attempt {number} is next"
@@ -109,6 +108,10 @@ def _in_pods(record: Record) -> tuple[RunStatus, str, bool]:
         state, said = kubectl.state_of(record.run_dir.manifest)
     except ClusterError as error:
         return RunStatus.UNKNOWN, f"{error.message}; {known}", True
+    if state is None and last is None and record.job_id is None:
+        return RunStatus.PREPARED, f"not submitted yet: kubectl create -f {record.run_dir.manifest}", False
+    if state is None and name == WITHOUT_OBJECT:
+        return RunStatus.UNKNOWN, f"{known}; ask what started it, such as `ray job list`", at_work
     why = f": {said}" if said else ""
     if state not in ("suspended", "active"):
         word, sentence = _ended(record)

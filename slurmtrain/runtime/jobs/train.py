@@ -17,8 +17,8 @@ from slurmtrain.checkpoint.save.schedule import mean_time_between_failures
 from slurmtrain.checkpoint.store.fencing import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import EvalMode
+from slurmtrain.config.fields import profiled_steps
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
-from slurmtrain.config.ranges import profiled_steps
 from slurmtrain.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader, RowLength
 from slurmtrain.data.sources.config_check import check_vocabulary

@@ -1,69 +1,81 @@
-"""The facts that ranks gather about themselves and their nodes before training. A fact that could not be read is None.
+"""The facts that ranks gather about themselves and their nodes before training. A fact that could not be read is left out.
 
-The first rank of each node tells the facts of its node, and every rank the few that may differ between the ranks of a node,
-so that the facts of 4,096 ranks are a megabyte or two. They travel as JSON.
+Every rank reports the few facts in which the ranks of a node may differ, and the first rank of each node also those of the
+node, so that the facts of 4,096 ranks are a megabyte or two.
+
+A file system whose server is gone blocks whoever asks it, for ever and without a way back. So each reader has a thread of its
+own, which is abandoned when its time is over.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import errno
+import hashlib
+import logging
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-import msgspec
+import torch
 
-from slurmtrain.system.gpu import GpuFacts
+from slurmtrain import __version__
+from slurmtrain.choices import Device, FindingKind
+from slurmtrain.config.folders import PACKAGE
+from slurmtrain.config.schema import Config
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.environment import Environment, has_gpu_files, own_node_name
+from slurmtrain.system.gpu import GpuFacts, NoAnswerError, read_gpus
+from slurmtrain.system.paths import URL
+from slurmtrain.system.patience import begin
+from slurmtrain.system.process_facts import ProcessFacts, gather_facts
 
-MISSING = "missing"  # what a node says of a path of the config that is not there
+log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class FolderFacts:
-    """How a node sees the folder that all ranks share.
-
-    Attributes:
-        seen_after_s: seconds after all ranks knew of rank 0's file until this node saw it; None: it did not within `limit_s`.
-        stale: it saw the name, and not what rank 0 had written.
-        error: why it cannot write there.
-        limit_s: how long it looked.
-    """
-
-    seen_after_s: float | None = None
-    stale: bool = False
-    error: str | None = None
-    limit_s: float = 0.0
+LIMIT_S = 5.0  # for each reader
+MOST_PATHS = 64
+MISSING = "is missing"  # what a node says of a path of the config that is not there
+MANIFESTS = ("manifest.json", "dataset_info.json", "config.json")  # files of a folder that say what is in it
+LEAST_TMP_GB = 0.05  # of a node's own folder for temporary files: torch.compile, sockets and data workers need it
+LEAST_FILES = 1000
+# Variables that a shell, another job or a search for a fault has left, with the value that slows training down.
+SLOWING = {
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+}
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """The facts of a node, told by its first rank.
+    """The facts of a node, reported by its first rank.
 
     Attributes:
-        versions: of Python, torch, CUDA, NCCL, the driver and the like, by name.
-        packages: versions of the Python packages that its first rank imports, by name.
-        code: digests of the source files of this package and of the run's code that its first rank has loaded, by name.
-        config_hash: digest of the frozen config as this node reads it.
-        paths: by path that the config names, what is there, in words.
+        same: what all nodes should share, by kind of finding and name: the versions of packages, Python, CUDA and the driver;
+            the contents of code and config; what is at the paths of the config, in words.
         disks: by folder in which the job writes, why it cannot; empty if it can.
-        clock: the least and the most seconds by which its clock can be ahead of rank 0's.
-        gpus: those of this job; None where NVML cannot be asked, or none was asked for.
+        gpus: those of this job; None where NVML cannot be asked, or none was requested.
         driver_error: why the driver does not answer.
-        folder: how it sees the attempt's folder, which all ranks share; None: nobody has looked.
+        clock: the least and the most seconds by which its clock can be ahead of rank 0's.
+        folder_after_s: seconds until it saw what rank 0 wrote into the attempt's folder; None: it did not in `folder_limit_s`.
     """
 
-    node: str
-    rank: int
-    versions: Mapping[str, str] | None = None
-    packages: Mapping[str, str] | None = None
-    code: Mapping[str, str] | None = None
-    config_hash: str | None = None
-    paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    disks: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    clock: tuple[float, float] | None = None
+    same: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    disks: Mapping[str, str] = field(default_factory=dict)
     gpus: tuple[GpuFacts, ...] | None = None
     driver_error: str | None = None
-    folder: FolderFacts | None = None
+    clock: tuple[float, float] | None = None
+    folder_after_s: float | None = 0.0
+    folder_limit_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,79 +85,198 @@ class RankFacts:
     Attributes:
         node, node_rank: name and number of its node.
         pid: its process.
-        world_size: ranks of the job, as this rank has been told.
-        gpus_seen: GPUs that are visible to it; None where none was asked for, or torch is built for CPUs.
+        gpus_seen: GPUs that are visible to it; None where none was requested, or torch is built for CPUs.
         cpus: CPUs on which it may run; None: any of the machine's.
-        variables: values of the environment variables that all ranks should agree on.
+        variables: those of `SLOWING` that are set.
+        of_node: the facts of its node, if it is the first rank there.
     """
 
     rank: int
     node: str
     node_rank: int = 0
-    local_rank: int = 0
     pid: int = 0
-    world_size: int = 1
     gpus_seen: int | None = None
     cpus: tuple[int, ...] | None = None
-    variables: Mapping[str, str] | None = None
+    variables: tuple[str, ...] = ()
+    of_node: NodeFacts | None = None
+
+
+def look_at(path: Path) -> str:
+    """Say what a node sees of a file or folder that the config names: its size, or the digest of its manifest.
+
+    Raises:
+        OSError: it is there, and cannot be read.
+    """
+    try:
+        if not path.is_dir():
+            return f"is a file of {path.stat().st_size} bytes" if path.is_file() else MISSING
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # a mount whose server has forgotten it
+            return MISSING
+        raise
+    manifest = next((path / name for name in MANIFESTS if (path / name).is_file()), None)
+    if manifest is None:
+        return "is a folder without a manifest"
+    return f"is a folder whose {manifest.name} has the digest {_digest(manifest)}"
+
+
+def disk_problem(path: Path, least_gb: float) -> str:
+    """Say why nothing can be written in a folder, or that it is nearly full; "" if it is well.
+
+    Raises:
+        OSError: it cannot be asked.
+    """
+    found = os.statvfs(path)
+    if found.f_flag & os.ST_RDONLY:
+        return "cannot be written: it is mounted read-only"
+    if not os.access(path, os.W_OK):
+        return f"cannot be written: {os.strerror(errno.EACCES)}"
+    free_gb = found.f_bavail * found.f_frsize / 1e9
+    if found.f_blocks and free_gb < least_gb:  # file systems of user space that do not count say 0 of 0
+        return f"has {free_gb:.2g} GB left"
+    if found.f_files and found.f_favail < LEAST_FILES:  # btrfs and others count none
+        return f"has room for {found.f_favail} more files"
+    return ""
 
 
 @dataclass(frozen=True)
-class GatheredFacts:
-    """The facts of all ranks and nodes.
+class Readers:
+    """Where facts come from, so that tests can say what a node would.
 
     Attributes:
-        unseen: nodes whose file in the shared folder rank 0 did not see in time.
+        process: facts of this process: packages and driver.
+        gpus: facts of the GPUs.
+        clock: unix seconds.
+        path: reads a file or folder that the config names.
+        disk: reads a folder in which the job writes.
+        folder: which the nodes share; None: that of the attempt.
+        folder_limit_s: how long a node looks there for rank 0's file.
     """
 
-    ranks: tuple[RankFacts, ...]
-    nodes: tuple[NodeFacts, ...]
-    unseen: tuple[str, ...] = ()
+    process: Callable[[], ProcessFacts] = gather_facts
+    gpus: Callable[[], tuple[GpuFacts, ...] | None] = read_gpus
+    clock: Callable[[], float] = time.time
+    path: Callable[[Path], str] = look_at
+    disk: Callable[[Path, float], str] = disk_problem
+    folder: Path | None = None
+    folder_limit_s: float = 30.0
 
 
-@dataclass(frozen=True)
-class Message:
-    """What one rank sends to rank 0: its own facts, and with the first rank of a node those of the node."""
+def begin_node_facts(config: Config, run_dir: RunDir, readers: Readers) -> Callable[[], NodeFacts]:
+    """Begin to read the facts of this node, and return the function that waits for them."""
+    until = time.monotonic() + LIMIT_S
+    least = {
+        run_dir.path: config.preflight.min_free_gb,
+        Path(tempfile.gettempdir()): LEAST_TMP_GB,
+        **({Path(config.checkpoint.local): LEAST_TMP_GB} if config.checkpoint.local else {}),
+    }
+    process, code = begin(readers.process), begin(lambda: code_digests(run_dir))
+    paths = {str(path): begin(partial(readers.path, path)) for path in paths_of(config)}
+    disks = {str(path): begin(partial(readers.disk, path, least_gb)) for path, least_gb in least.items()}
+    wants_gpus = gpus_of(config) > 0 and (readers.gpus is not read_gpus or has_gpu_files())
+    gpus = begin(readers.gpus if wants_gpus else lambda: None)
 
-    rank: RankFacts
-    node: NodeFacts | None = None
+    def read(future: Any, what: str) -> Any:
+        """Return what a reader has found; None if it has failed, or is not done in time."""
+        try:
+            return future.result(max(0.0, until - time.monotonic()))
+        except Exception as error:
+            log.debug("preflight: %s could not be read: %s: %s", what, type(error).__name__, error)
+        return None
 
-    def encode(self) -> str:
-        """Return it as JSON."""
-        return msgspec.json.encode(self).decode()
+    def end() -> NodeFacts:
+        found: dict[str, dict[str, str] | None] = {
+            FindingKind.VERSIONS: versions_of(known) if (known := read(process, "the packages")) else None,
+            FindingKind.CODE: read(code, "the code"),
+            FindingKind.DATA: {name: said for name, each in paths.items() if (said := read(each, name)) is not None},
+        }
+        facts = NodeFacts(
+            same={kind: values for kind, values in found.items() if values},
+            disks={name: said for name, each in disks.items() if (said := read(each, name)) is not None},
+        )
+        try:
+            return replace(facts, gpus=gpus.result(max(0.0, until - time.monotonic())))
+        except NoAnswerError as error:
+            return replace(facts, driver_error=str(error))
+        except FutureTimeoutError:
+            return replace(facts, driver_error=f"nothing within {LIMIT_S:.0f} s")
+        except Exception as error:
+            log.debug("preflight: the GPUs could not be read: %s: %s", type(error).__name__, error)
+        return facts
 
-    @classmethod
-    def decode(cls, text: str) -> Message:
-        """Return what `encode` has made."""
-        return msgspec.json.decode(text, type=cls)
+    return end
 
 
-def gathered(messages: Iterable[Message], unseen: Iterable[int] = ()) -> GatheredFacts:
-    """Put together what all ranks have sent. From here on a node has a name that no other one has.
-
-    Args:
-        unseen: numbers of the nodes whose file in the shared folder rank 0 did not see in time.
-    """
-    found = list(messages)
-    names = distinct_names((each.rank.node_rank, each.rank.node) for each in found)
-    of_number = {number: name for (number, _), name in names.items()}
-    return GatheredFacts(
-        tuple(dataclasses.replace(each.rank, node=of_number[each.rank.node_rank]) for each in found),
-        tuple(
-            dataclasses.replace(each.node, node=of_number[each.rank.node_rank])
-            for each in found
-            if each.node is not None
-        ),
-        tuple(of_number[number] for number in unseen if number in of_number),
+def rank_facts(config: Config, environment: Environment) -> RankFacts:
+    """Return the facts of this rank; it takes a millisecond or two."""
+    # Whether torch sees GPUs is looked at only where some are requested: it takes a moment.
+    looks = gpus_of(config) > 0 and (torch.version.cuda or torch.version.hip)
+    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    return RankFacts(
+        rank=environment.rank,
+        node=environment.node,
+        node_rank=environment.node_rank,
+        pid=os.getpid(),
+        gpus_seen=torch.cuda.device_count() if looks else None,
+        cpus=cpus if len(cpus) < (os.cpu_count() or 0) else None,
+        variables=tuple(name for name in SLOWING if os.environ.get(name) == SLOWING[name]),
     )
 
 
-def distinct_names(nodes: Iterable[tuple[int, str]]) -> dict[tuple[int, str], str]:
-    """Return a name for each node, given by number and name: its own, with its number behind it if others are called so, too.
+def gpus_of(config: Config) -> int:
+    """Return how many GPUs of each node the ranks use."""
+    return 0 if config.train.device == Device.CPU else config.cluster.gpus_per_node
 
-    SLURM's nodes have names of their own. With torchrun a node calls itself as its host is called, and two containers of one
-    image, or on one host, may be called the same.
+
+def versions_of(process: ProcessFacts) -> dict[str, str]:
+    """Return the versions in which all nodes should agree."""
+    found = {
+        "python": process.system.get("python"),
+        "cuda": process.gpu.get("cuda"),
+        "nccl": process.gpu.get("nccl"),
+        "driver": process.gpu.get("driver"),
+        "slurmtrain": __version__,
+    }
+    return {**process.packages, **{name: version for name, version in found.items() if version}}
+
+
+def code_digests(run_dir: RunDir) -> dict[str, str]:
+    """Return a digest of config.yaml, and of each source file of this package and of the run's code that is loaded here.
+
+    Ranks may have loaded other modules, so only files that two nodes both have can be compared.
+
+    Raises:
+        OSError: one of them cannot be read.
     """
-    known = set(nodes)
-    count = Counter(name for _, name in known)
-    return {(number, name): name if count[name] == 1 else f"{name} (node {number})" for number, name in known}
+    roots = [(f"{PACKAGE}{os.sep}", "slurmtrain/"), (f"{run_dir.code.resolve()}{os.sep}", "code/")]
+    stage, node = os.environ.get("SLURMTRAIN_STAGE"), own_node_name()
+    if stage and node:  # this node's copy of the code
+        roots.append((f"{os.path.join(stage, node, 'code')}{os.sep}", "code/"))
+    found = {"config.yaml": f"has the digest {_digest(run_dir.config_file)}"}
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        for root, what in roots:
+            if isinstance(name, str) and name.endswith(".py") and name.startswith(root):
+                found[f"{what}{name.removeprefix(root)}"] = f"has the digest {_digest(Path(name))}"
+    return found
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+def paths_of(config: Config) -> list[Path]:
+    """Return the absolute paths that the config names for data, weights and restoring."""
+    groups: list[Any] = [config.data, config.eval.sets, config.model.get("path"), config.checkpoint.restore_from]
+    found = [Path(text) for group in groups for text in _texts(group) if text.startswith("/") and "\0" not in text]
+    known = [path for path in found if len(path.parts) > 1 and not re.search(r"[*?\[]", str(path))]
+    return list(dict.fromkeys(known))[:MOST_PATHS]
+
+
+def _texts(values: Any) -> Iterator[str]:
+    if isinstance(values, str):
+        if not URL.match(values):
+            yield values
+    elif isinstance(values, Mapping | list | tuple):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from _texts(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -26,19 +26,16 @@ ADVICE = {
     FindingKind.GPU_BROKEN: "tell the admins of the cluster; cluster.exclude={node} leaves that node out",
     FindingKind.GPU_SLOWED: "`nvidia-smi -q -d PERFORMANCE` on {node} says why; tell the admins if it stays so",
     FindingKind.GPU_BUSY: "`nvidia-smi` on {node} shows them; a job that has ended may have left them behind",
-    FindingKind.VERSIONS: "use one environment that all nodes share, or a container",
-    FindingKind.PACKAGES: "use one environment for all nodes; PYTHONPATH and ~/.local/lib of {node} may put another first",
-    FindingKind.CODE: "the run's code lies in its run directory: is that the same folder on {node}? Bytes that are stale there "
-    "vanish when the node mounts it anew",
-    FindingKind.CONFIG: "config.yaml lies in the run directory: is that the same folder on {node}?",
-    FindingKind.DATA_MISSING: "is it mounted on {node}? Copy the data there, or name a folder that all nodes share",
-    FindingKind.DATA_DIFFERS: "copy the data to {node} once more, or name a folder that all nodes share",
+    FindingKind.VERSIONS: "use one environment for all nodes, or a container; PYTHONPATH and ~/.local/lib of {node} may put "
+    "another one first",
+    FindingKind.CODE: "code and config.yaml lie in the run directory: is that the same folder on {node}? Bytes that are stale "
+    "there vanish when the node mounts it anew",
+    FindingKind.DATA: "is it mounted on {node}? Copy the data there once more, or name a folder that all nodes share",
     FindingKind.CLOCK: "tell the admins of the cluster: chronyd or ntpd of {node} does not run, or has lost its server",
     FindingKind.DISK_FULL: "make room there: `runs prune`, `checkpoints RUN prune`, `df -h` and `df -i` on {node}",
     FindingKind.CPUS: "cluster.cpus_per_task asks for them, and srun binds ranks to them: see --cpu-bind of cluster.srun_args",
     FindingKind.VARIABLES: "unset it in your shell, in cluster.env and in cluster.setup",
     FindingKind.SHARED_FOLDER: "job.runs_dir has to be one folder for all nodes: is it mounted on {node}?",
-    FindingKind.RANKS: "start all ranks with one srun, torchrun or `submit`; unset RANK, WORLD_SIZE and SLURM_* of another job",
     FindingKind.SLOW_NODE: "cluster.exclude={node} leaves that node out, preflight.exclude_slow=true does so by itself",
     FindingKind.SLOW_LINK: "tell the admins of the cluster which pair it is",
     FindingKind.BELOW_STATED: "correct the field of the cluster file if it is wrong; otherwise ask the admins why it is slower",
@@ -88,18 +85,7 @@ class Finding:
 
     def values(self) -> dict[str, Any]:
         """Return it as values for JSON."""
-        return {
-            "kind": str(self.kind),
-            "nodes": list(self.nodes),
-            "ranks": list(self.ranks),
-            "value": self.value,
-            "expected": self.expected,
-            "advice": self.advice,
-            "fatal": self.fatal,
-            "fault": str(self.fault),
-            "pair": list(self.pair) if self.pair else None,
-            "sentence": self.sentence,
-        }
+        return {**asdict(self), "advice": self.advice, "sentence": self.sentence}
 
 
 def named(nodes: Sequence[str]) -> str:

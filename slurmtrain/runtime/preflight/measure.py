@@ -19,28 +19,18 @@ import torch.distributed as dist
 
 from slurmtrain.choices import FindingKind
 from slurmtrain.config.schema import Config
-from slurmtrain.planner.peaks import BF16, FP32, Peak, peak_of
+from slurmtrain.planner.peaks import BF16, peak_of
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.preflight.findings import Fault, Finding
 
 # Of the peak: large products reach half to four fifths of it, and less where a GPU's power is limited (L4).
 LEAST_OF_PEAK = 0.4
-LEAST_NODES = 3  # that tell how fast a pair of places within a node is
-NO_PEAK = Peak(None, "not known")
-Link = tuple[Any, Any]  # two ranks, or two nodes
+Link = tuple[str, str]  # two nodes
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured.
-
-    Attributes:
-        matrix: rows and columns of the two matrices.
-        dtype: their type.
-        message_bytes: of the all-reduce, and of a message between two ranks.
-        repetitions: of each of them, after one that does not count.
-        seconds: for the product of matrices, at least.
-    """
+    """How much is measured: rows of a matrix and its type, bytes of a message, repetitions, least seconds of the product."""
 
     matrix: int
     dtype: torch.dtype
@@ -71,93 +61,48 @@ class Rates:
 
     @property
     def links(self) -> dict[Link, float]:
-        """The bandwidth between nodes: the sum of that of their ranks, which was measured at the same time."""
+        """The bandwidth between two nodes in the slower direction: the sum over their ranks, which send at the same time."""
         between: dict[Link, float] = defaultdict(float)
         for (rank, partner), rate in self.sent.items():
-            if self.node_of[rank] != self.node_of[partner]:
-                between[self.node_of[rank], self.node_of[partner]] += rate
-        return _both_ways(between)
-
-    @property
-    def pairs(self) -> dict[Link, float]:
-        """The bandwidth between ranks of a node."""
-        return _both_ways({pair: rate for pair, rate in self.sent.items() if len({self.node_of[r] for r in pair}) == 1})
+            between[self.node_of[rank], self.node_of[partner]] += rate
+        found: dict[Link, float] = {}
+        for link, rate in between.items():
+            pair = (min(link), max(link))
+            found[pair] = min(rate, found.get(pair, rate))
+        return found
 
     def summary(self) -> dict[str, Any]:
         """Return the rates in short, for preflight.json.
 
         tflops          for each rank, in 1e12 operations per second
         all_reduce      bus bandwidth over all ranks
-        links, pairs    between nodes, [node, node, rate], and between ranks of a node, [rank, rank, rate]
+        links           between nodes, [node, node, rate]
         All rates but tflops are in GB/s.
         """
         return {
             "tflops": {str(rank): round(rate, 4) for rank, rate in self.tflops.items()},
             "all_reduce": None if self.all_reduce is None else round(self.all_reduce, 4),
             "links": [[*link, round(rate, 3)] for link, rate in sorted(self.links.items())],
-            "pairs": [[*pair, round(rate, 3)] for pair, rate in sorted(self.pairs.items())],
         }
-
-
-def _both_ways(rates: Mapping[Link, float]) -> dict[Link, float]:
-    """Return the rate of each pair, that of its slower direction."""
-    found: dict[Link, float] = {}
-    for (one, other), rate in rates.items():
-        pair = (min(one, other), max(one, other))
-        found[pair] = min(rate, found.get(pair, rate))
-    return found
-
-
-@dataclass(frozen=True)
-class Stated:
-    """What the cluster's file says.
-
-    Attributes:
-        link_gb_per_s: cluster.gpu_link_gb_per_s, from a GPU to the others of its node.
-        network_gb_per_s: cluster.network_gb_per_s, of a node with all its adapters.
-        peak: the most that a GPU can do in the type that is measured, by cluster.peak_tflops or its data sheet.
-        share: preflight.slow_share.
-        excludes: preflight.exclude_slow.
-        shares_cpus: ranks compute on the CPUs of their node, so that only whole nodes can be compared.
-    """
-
-    link_gb_per_s: float | None = None
-    network_gb_per_s: float | None = None
-    peak: Peak = NO_PEAK
-    share: float = 0.7
-    excludes: bool = False
-    shares_cpus: bool = False
-
-
-def stated_by(config: Config, device: torch.device) -> Stated:
-    """Return what the config and the data sheet of the device say; cluster.peak_tflops is of the type of the training."""
-    cluster, preflight = config.cluster, config.preflight
-    peak = peak_of(None, FP32)
-    if device.type != "cpu":
-        stated = cluster.peak_tflops if config.parallel.param_dtype == BF16 else None
-        peak = peak_of(torch.cuda.get_device_name(device), BF16, stated_tflops=stated)
-    return Stated(
-        cluster.gpu_link_gb_per_s,
-        cluster.network_gb_per_s,
-        peak,
-        share=preflight.slow_share,
-        excludes=preflight.exclude_slow,
-        shares_cpus=device.type == "cpu",
-    )
 
 
 # Measuring.
 
 
-def measure(distributed: DistributedContext, node_of: Mapping[int, str] | None) -> Rates | None:
+def measure(distributed: DistributedContext, node_of: Mapping[int, str]) -> Rates | None:
     """Measure, and return all rates on rank 0; None on the others. All ranks call it together.
 
     Args:
-        node_of: node of each rank; None on others than rank 0.
+        node_of: node of each rank; it counts on rank 0 alone.
     """
     environment, device, group = distributed.environment, distributed.device, distributed.device_group
     sizes = ON_GPU if device.type == "cuda" else ON_CPU
-    own = [_tflops(device, sizes)]
+    left = torch.randn(sizes.matrix, sizes.matrix, device=device, dtype=sizes.dtype)
+    right = torch.randn_like(left)
+    best, began = _seconds(device, lambda: left @ right), time.monotonic()
+    while time.monotonic() - began < sizes.seconds:
+        best = min(best, _seconds(device, lambda: left @ right))
+    own = [2 * sizes.matrix**3 / best / 1e12]
     rings = rings_of(environment.tasks_per_node)
     if group is not None:
         message = torch.zeros(sizes.message_bytes // 4, dtype=torch.float32, device=device)
@@ -175,12 +120,11 @@ def measure(distributed: DistributedContext, node_of: Mapping[int, str] | None) 
         torch.cuda.empty_cache()  # the training has other sizes, and its own peak of memory
         torch.cuda.reset_peak_memory_stats(device)
     mine = torch.tensor(own, dtype=torch.float64)
-    found = [torch.empty_like(mine) for _ in range(environment.world_size)]
+    found = [mine]
     if distributed.control_group is not None:
+        found = [torch.empty_like(mine) for _ in range(environment.world_size)]
         dist.all_gather(found, mine, group=distributed.control_group)
-    else:
-        found = [mine]
-    if node_of is None:
+    if environment.rank != 0:
         return None
     columns = torch.stack(found).T.tolist()
     sent = {
@@ -190,27 +134,19 @@ def measure(distributed: DistributedContext, node_of: Mapping[int, str] | None) 
 
 
 def rings_of(tasks_per_node: Sequence[int]) -> list[dict[int, int]]:
-    """Return to whom each rank sends at the same time: the next of its node, that of the next node, and of the one after."""
+    """Return to whom each rank sends at the same time: the one at its place on the next node, and on the node after that."""
     firsts = [sum(tasks_per_node[:index]) for index in range(len(tasks_per_node))]
-    places = [(node, place) for node, tasks in enumerate(tasks_per_node) for place in range(tasks)]
-    rank_at = {(node, place): firsts[node] + place for node, place in places}
-    nodes = len(tasks_per_node)
-    rings = [{rank_at[node, place]: rank_at[node, (place + 1) % tasks_per_node[node]] for node, place in places}]
-    for step in (1, 2) if nodes > 4 else (1,):
-        following = {(node, place): ((node + step) % nodes, place) for node, place in places}
-        rings.append({rank_at[one]: rank_at[other] for one, other in following.items() if other in rank_at})
-    return [{rank: partner for rank, partner in ring.items() if rank != partner} for ring in rings]
-
-
-def _tflops(device: torch.device, sizes: Sizes) -> float:
-    """Return the rate of a product of two square matrices of n rows, which takes 2 n^3 operations."""
-    left = torch.randn(sizes.matrix, sizes.matrix, device=device, dtype=sizes.dtype)
-    right = torch.randn_like(left)
-    best, began = float("inf"), time.monotonic()
-    left @ right
-    while time.monotonic() - began < sizes.seconds or best == float("inf"):
-        best = min(best, _seconds(device, lambda: left @ right))
-    return 2 * sizes.matrix**3 / best / 1e12
+    nodes, rings = len(tasks_per_node), []
+    for step in (1, 2) if nodes > 4 else (1,) if nodes > 1 else ():
+        pairs = [(node, (node + step) % nodes) for node in range(nodes)]
+        rings.append(
+            {
+                firsts[node] + place: firsts[other] + place
+                for node, other in pairs
+                for place in range(min(tasks_per_node[node], tasks_per_node[other]))
+            }
+        )
+    return rings
 
 
 def _exchange(steps: list[dist.P2POp]) -> None:
@@ -241,42 +177,34 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 # Judging.
 
 
-def slow(rates: Rates, stated: Stated) -> list[Finding]:
-    """Return the nodes and links that are slow, and what is below that which the cluster's file states."""
-    return [*_slow_ranks(rates, stated), *_slow_networks(rates, stated), *_slow_pairs(rates, stated)]
+def slow(rates: Rates, config: Config, device: torch.device) -> list[Finding]:
+    """Return the nodes and links that are slow, and what is below that which the cluster's file or the data sheet states."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return [*_slow_ranks(rates, config, name), *_slow_links(rates, config), *_below_stated(rates, config, name)]
 
 
-def _slow_node(node: str, value: str, right: str, stated: Stated, ranks: tuple[int, ...] = ()) -> Finding:
-    return Finding(FindingKind.SLOW_NODE, (node,), value, right, stated.excludes, Fault.NODE, ranks)
+def _slow_node(node: str, value: str, right: str, config: Config, ranks: tuple[int, ...] = ()) -> Finding:
+    return Finding(FindingKind.SLOW_NODE, (node,), value, right, config.preflight.exclude_slow, Fault.NODE, ranks)
 
 
-def _slow_ranks(rates: Rates, stated: Stated) -> Iterator[Finding]:
+def _slow_ranks(rates: Rates, config: Config, gpu: str | None) -> Iterator[Finding]:
     known = rates.tflops
-    if stated.shares_cpus:  # the fastest rank of each node
+    if gpu is None:  # ranks share the CPUs of their node, so that the fastest of each speaks for it
         fastest = {rates.node_of[rank]: rank for rank in sorted(known, key=lambda rank: known[rank])}
         known = {rank: known[rank] for rank in fastest.values()}
-    usual, peak = median(known.values()), stated.peak
-    if peak.tflops is not None and usual < LEAST_OF_PEAK * peak.tflops:
-        yield Finding(
-            FindingKind.BELOW_STATED,
-            tuple(dict.fromkeys(rates.node_of.values())),
-            f"computes {usual:.3g} TFLOP/s, the median of all ranks",
-            f"at least {LEAST_OF_PEAK:.0%} of {peak.tflops:g} TFLOP/s ({peak.why})",
-        )
-    late = [rank for rank in sorted(known) if known[rank] < stated.share * usual]
+    usual = median(known.values())
+    late = [rank for rank in sorted(known) if known[rank] < config.preflight.slow_share * usual]
     for node in dict.fromkeys(rates.node_of[rank] for rank in late):
         ranks = tuple(rank for rank in late if rates.node_of[rank] == node)
         value = f"computes {min(known[rank] for rank in ranks):.3g} TFLOP/s"
-        yield _slow_node(node, value, f"{usual:.3g}, the median", stated, ranks)
+        yield _slow_node(node, value, f"{usual:.3g}, the median", config, ranks)
 
 
-def _slow_networks(rates: Rates, stated: Stated) -> Iterator[Finding]:
-    links = rates.links
-    if not links:
-        return
-    usual = median(links.values())
-    yield from _below("between nodes", usual, stated.network_gb_per_s, "cluster.network_gb_per_s", rates, stated)
-    late = {pair: rate for pair, rate in links.items() if rate < stated.share * usual}
+def _slow_links(rates: Rates, config: Config) -> Iterator[Finding]:
+    share, links = config.preflight.slow_share, rates.links
+    usual = median(links.values()) if links else 0.0
+    right = f"{usual:.3g} GB/s, the median of all pairs of nodes"
+    late = {pair: rate for pair, rate in links.items() if rate < share * usual}
     # Where a node is slow, so are the links to it, and its partners have most of theirs to others.
     slow_nodes = set()
     for node in sorted({node for pair in late for node in pair}):
@@ -285,43 +213,23 @@ def _slow_networks(rates: Rates, stated: Stated) -> Iterator[Finding]:
         if len(its) > 1 and 2 * len(slow_ones) > len(its):
             slow_nodes.add(node)
             value = f"its network gives {median(slow_ones):.3g} GB/s to {len(slow_ones)} other nodes"
-            yield _slow_node(node, value, f"{usual:.3g} GB/s, the median of all pairs of nodes", stated)
+            yield _slow_node(node, value, right, config)
     for pair, rate in sorted(late.items()):
         if not slow_nodes & set(pair):
-            value, right = f"{rate:.3g} GB/s between them", f"{usual:.3g} GB/s, the median of all pairs of nodes"
-            yield Finding(FindingKind.SLOW_LINK, pair, value, right, pair=pair)
+            yield Finding(FindingKind.SLOW_LINK, pair, f"{rate:.3g} GB/s between them", right, pair=pair)
 
 
-def _slow_pairs(rates: Rates, stated: Stated) -> Iterator[Finding]:
-    pairs = rates.pairs
-    if not pairs:
-        return
-    usual = median(pairs.values())
-    yield from _below("within a node", usual, stated.link_gb_per_s, "cluster.gpu_link_gb_per_s", rates, stated)
-    # GPUs that NVLink joins two by two, or that are at two sockets, differ by their places on every node alike.
-    first = {node: min(r for r in rates.node_of if rates.node_of[r] == node) for node in rates.node_of.values()}
-    alike: dict[tuple[int, int], list[float]] = defaultdict(list)
-    place = {pair: tuple(rank - first[rates.node_of[rank]] for rank in pair) for pair in pairs}
-    for pair, rate in pairs.items():
-        alike[place[pair]].append(rate)
-    for pair, rate in sorted(pairs.items()):
-        same = alike[place[pair]]
-        right, of = (
-            (median(same), "this pair on all nodes") if len(same) >= LEAST_NODES else (usual, "all pairs within nodes")
-        )
-        if rate < stated.share * right:
-            value = f"{rate:.3g} GB/s between ranks {pair[0]} and {pair[1]}"
-            right_words = f"{right:.3g} GB/s, the median of {of}"
-            yield Finding(FindingKind.SLOW_LINK, (rates.node_of[pair[0]],), value, right_words, ranks=pair)
-
-
-def _below(
-    where: str, rate: float, stated_rate: float | None, field: str, rates: Rates, stated: Stated
-) -> Iterator[Finding]:
-    if stated_rate is not None and rate < stated.share * stated_rate:
-        yield Finding(
-            FindingKind.BELOW_STATED,
-            tuple(dict.fromkeys(rates.node_of.values())),
-            f"{rate:.3g} GB/s {where}, the median of all pairs",
-            f"at least {stated.share:.0%} of {stated_rate:g} GB/s ({field})",
-        )
+def _below_stated(rates: Rates, config: Config, gpu: str | None) -> Iterator[Finding]:
+    cluster, nodes = config.cluster, tuple(dict.fromkeys(rates.node_of.values()))
+    # cluster.peak_tflops is of the type of the training.
+    stated = cluster.peak_tflops if gpu is not None and config.parallel.param_dtype == BF16 else None
+    peak, usual = peak_of(gpu, BF16, stated_tflops=stated), median(rates.tflops.values())
+    if peak.tflops is not None and usual < LEAST_OF_PEAK * peak.tflops:
+        value = f"computes {usual:.3g} TFLOP/s, the median of all ranks"
+        right = f"at least {LEAST_OF_PEAK:.0%} of {peak.tflops:g} TFLOP/s ({peak.why})"
+        yield Finding(FindingKind.BELOW_STATED, nodes, value, right)
+    network, share = cluster.network_gb_per_s, config.preflight.slow_share
+    if network is not None and rates.links and (usual := median(rates.links.values())) < share * network:
+        value = f"{usual:.3g} GB/s between nodes, the median of all pairs"
+        right = f"at least {share:.0%} of {network:g} GB/s (cluster.network_gb_per_s)"
+        yield Finding(FindingKind.BELOW_STATED, nodes, value, right)

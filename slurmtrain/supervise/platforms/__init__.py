@@ -8,7 +8,7 @@ from typing import Protocol
 
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.code_source import pythonpath_folders
-from slurmtrain.runs.outcome import AttemptOutcome
+from slurmtrain.runs.decide import AttemptOutcome
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.slurm.client import SlurmClient
 

@@ -13,11 +13,11 @@ from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.report.status.sentences import how_to_continue
-from slurmtrain.runs.outcome import AttemptOutcome
+from slurmtrain.runs.decide import AttemptOutcome
 from slurmtrain.runs.reasons import Verdict, exit_code_of_run
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.loop import supervise
-from slurmtrain.supervise.platforms.ranks import Place, RanksHere
+from slurmtrain.supervise.platforms.local_ranks import LocalRanks, Place
 
 
 def run_local(run_dir: RunDir) -> int:
@@ -53,7 +53,7 @@ class ThisMachine:
         before = {
             each: signal.signal(each, lambda got, _: caught.append(got)) for each in (signal.SIGINT, signal.SIGTERM)
         }
-        ranks = RanksHere(self._run_dir, self.config, number, Place())
+        ranks = LocalRanks(self._run_dir, self.config, number, Place())
         try:
             return ranks.run(lambda: self._stop_for_good(caught))
         finally:

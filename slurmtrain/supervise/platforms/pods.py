@@ -32,8 +32,8 @@ from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, EnvironmentMismatchErro
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt, came_to_an_end, claimed_by, read_attempt
+from slurmtrain.runs.decide import AttemptOutcome
 from slurmtrain.runs.failures import RankFailure
-from slurmtrain.runs.outcome import AttemptOutcome
 from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.environment import (
@@ -41,11 +41,12 @@ from slurmtrain.slurm.environment import (
     NODE_VARIABLE,
     NODES_VARIABLE,
     RESTART_VARIABLE,
+    WITHOUT_OBJECT,
     own_job_id,
     own_node_name,
 )
 from slurmtrain.supervise.loop import supervise
-from slurmtrain.supervise.platforms.ranks import Place, RanksHere
+from slurmtrain.supervise.platforms.local_ranks import LocalRanks, Place
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.patience import may_pass
 from slurmtrain.system.signals import StopCause
@@ -108,7 +109,7 @@ class PodRanks:
         self.told: list[int] = []  # signals that the ranks have not got yet
         # The first process of a container gets no signal that it has no handler for.
         signal.signal(signal.SIGTERM, lambda number, _: self.told.append(number))
-        os.environ.setdefault(JOB_VARIABLE, "pods")
+        os.environ.setdefault(JOB_VARIABLE, WITHOUT_OBJECT)
         config = load_frozen(run_dir.config_file)
         secrets.take(config.secrets)
         cluster = dataclasses.replace(config.cluster, backend=Backend.KUBERNETES)
@@ -154,7 +155,7 @@ class PodRanks:
             kill_at = now + self.config.cluster.srun_wait_s
             return signal.SIGTERM
 
-        code = RanksHere(self.run_dir, self.config, number, place).run(next_signal)
+        code = LocalRanks(self.run_dir, self.config, number, place).run(next_signal)
         with contextlib.suppress(OSError):  # a full disk: the first pod waits a while, and takes it for lost
             write_json(folder.pod_left_file(self.pod.index), {"code": code})
         return code

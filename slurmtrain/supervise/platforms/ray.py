@@ -21,6 +21,7 @@ from pathlib import Path
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import node_shape
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
+from slurmtrain.launch.targets.pod import command
 from slurmtrain.launch.targets.rayjob import stop_files
 from slurmtrain.runs.ownership import require_own
 from slurmtrain.runs.run_dir import RunDir
@@ -121,7 +122,8 @@ class Node:
         # Ray sets the threads of an actor to the CPUs of all ranks.
         variables = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", IN_RAY_JOB)}
         variables |= {"PET_NODE_RANK": str(index), "PET_NNODES": str(count), "PET_MASTER_ADDR": first}
-        words = [sys.executable, "-m", "slurmtrain", "supervise", str(self._run_dir.path)]
+        config = load_frozen(self._run_dir.config_file, with_secrets=False)
+        words = command(config, self._run_dir.path, python=sys.executable)
         with _stop_file(self._run_dir) as asked:
             # If Ray ends this actor, the ranks save and leave.
             process = subprocess.Popen(words, env=variables, preexec_fn=lambda: end_with_parent(signal.SIGTERM))

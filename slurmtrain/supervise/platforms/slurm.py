@@ -23,10 +23,10 @@ from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import as_started, node_shape
 from slurmtrain.config.parallel_dims import usable_sizes
 from slurmtrain.errors import EXIT_REQUEUE, ClusterError, ConfigError, SlurmtrainError
-from slurmtrain.launch.srun import explained_srun, srun_node_options
+from slurmtrain.launch.srun import srun_node_options, srun_words
 from slurmtrain.runs import jobs
 from slurmtrain.runs.attempts import Attempt, read_attempt
-from slurmtrain.runs.outcome import AttemptOutcome
+from slurmtrain.runs.decide import AttemptOutcome
 from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
@@ -204,7 +204,7 @@ class SlurmJob:
             options = srun_node_options(cluster, max([size for size in sizes if size <= there], default=sizes[0]))
         elif cluster.spare_nodes:
             options = srun_node_options(cluster, cluster.node_range.most)
-        explained = explained_srun(
+        words = srun_words(
             self.config,
             self._run_dir.path,
             attempt_dir,
@@ -214,7 +214,7 @@ class SlurmJob:
             standby=standby,
             version=version,
         )
-        return ["env", *(word for each in explained for word in each.words)]
+        return ["env", *words]
 
     def _prepare_nodes(self, number: int) -> None:
         """Copy to the nodes what cluster.stage names, and have another node watch over this one, before the first start."""

@@ -16,7 +16,7 @@ from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.save.pending_save import DRAIN_S, PendingSave, SaveResult
-from slurmtrain.checkpoint.save.schedule import Interval, SaveSchedule, choose_last_save
+from slurmtrain.checkpoint.save.schedule import Interval, SaveSchedule, is_better_discarded
 from slurmtrain.choices import RestoreOnly
 from slurmtrain.config.schema import CheckpointConfig
 from slurmtrain.errors import ConfigError
@@ -25,8 +25,6 @@ from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.optim import apply_settings, settings_of
 from slurmtrain.training.state import StepResult, TrainingState
 from slurmtrain.training.stopping import StopPlanner
-
-LAST_SAVES = ("both", "new", "in flight")
 
 
 class Checkpointing(TrainingHook):
@@ -196,33 +194,39 @@ class Checkpointing(TrainingHook):
                 self._planner.plan_stop(state.longest_step_s, self._longest_save_s)
 
     def _save_last(self, state: TrainingState) -> SaveResult | None:
-        """Save before the process ends, and wait for the commit.
+        """Save before the process ends, and wait for the commit; what is in flight, and then the present step if there is time.
 
-        If a save is in flight, choose what is best for the time left.
+        Clocks and the state of the save differ between ranks: rank 0 decides.
         """
+        saved = None
         if state.stopping:
             self._checkpointer.hurry()
-        choice = self._choose_last_save(state) if state.stopping and state.is_finite() else "both"
-        if choice == "in flight":
-            try:
-                return self._checkpointer.wait()
-            except CheckpointError:  # the error has been reported
-                choice = "both"
-        if choice == "new":
-            self._checkpointer.discard()
+        pending = self._pending_save
+        in_flight = pending is not None and not pending.done()
+        if state.stopping and state.is_finite() and state.ranks.of_rank_0(int(in_flight)):
+            if state.ranks.of_rank_0(int(self._is_better_discarded(state))):
+                self._checkpointer.discard()
+            else:
+                with suppress(CheckpointError):  # it has been reported
+                    saved = self._checkpointer.wait()
+                self._measure(state)
+                if saved is not None and not state.ranks.of_rank_0(int(self._has_time_to_save())):
+                    return saved
         self._save(state)
-        return self._checkpointer.wait()
+        return self._checkpointer.wait() or saved
 
-    def _choose_last_save(self, state: TrainingState) -> str:
-        """Return rank 0's choice on all ranks, since clocks and the state of the save differ between ranks."""
-        pending, choice = self._pending_save, "both"
-        if pending is not None and not pending.done() and state.ranks.rank == 0:
-            running_s = time.monotonic() - pending.begun
-            longest_s = self._longest_save_s
-            choice = choose_last_save(
-                grace_s=self._planner.seconds_left() if self._planner is not None else None,
-                in_flight_left_s=None if longest_s is None else max(0.0, longest_s - running_s),
-                save_s=longest_s,
-                steps_behind=state.step - pending.step,
-            )
-        return LAST_SAVES[state.ranks.of_rank_0(LAST_SAVES.index(choice))]
+    def _is_better_discarded(self, state: TrainingState) -> bool:
+        pending = self._pending_save
+        return pending is not None and is_better_discarded(
+            grace_s=self._grace_s(),
+            running_s=time.monotonic() - pending.begun,
+            save_s=self._longest_save_s,
+            steps_behind=state.step - pending.step,
+        )
+
+    def _has_time_to_save(self) -> bool:
+        grace_s, save_s = self._grace_s(), self._longest_save_s
+        return grace_s is None or save_s is None or save_s <= grace_s
+
+    def _grace_s(self) -> float | None:
+        return self._planner.seconds_left() if self._planner is not None else None

@@ -12,8 +12,8 @@ from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.save.schedule import (
     Interval,
     SaveSchedule,
-    choose_last_save,
     daly,
+    is_better_discarded,
     latest_stop,
     mean_time_between_failures,
 )
@@ -233,25 +233,23 @@ def test_a_stop_is_asked_for_early_enough(
     assert latest_stop(10_000, step_s=step_s, save_s=save_s, **options) == 10_000 - before_s
 
 
-CHOICES: dict[str, tuple[float | None, float | None, float | None, int, str]] = {
-    # grace, left of the one in flight, a whole save, steps behind
-    "time for both": (30, 10, 20, 5, "both"),
-    "time for a whole one only": (25, 10, 20, 5, "new"),
-    "time for the one in flight only": (15, 10, 20, 5, "in flight"),
-    "time for none, and the one in flight is the nearest to its end": (5, 10, 20, 5, "in flight"),
-    "nothing done since": (30, 10, 20, 0, "in flight"),
-    "nothing done since, and nothing known": (None, None, None, 0, "in flight"),
-    "grace not known": (None, 10, 20, 5, "both"),
-    "grace not known, nothing measured": (None, None, None, 5, "both"),
-    "how far it is not known, time for two": (40, None, 20, 5, "both"),
-    "how far it is not known, time for one": (39, None, 20, 5, "new"),
-    "the very first save is in flight": (60, 1, None, 5, "in flight"),
-    "no grace": (0, 0, 20, 5, "in flight"),
+DISCARDED: dict[str, tuple[tuple[float | None, float, float | None, int], bool]] = {
+    # grace, since the one in flight began, a whole save, steps behind
+    "time for both": ((30, 10, 20, 5), False),
+    "time for a whole one only": ((25, 10, 20, 5), True),
+    "time for the one in flight only": ((15, 10, 20, 5), False),
+    "time for none, and the one in flight is the nearest to its end": ((5, 10, 20, 5), False),
+    "nothing done since": ((25, 10, 20, 0), False),
+    "grace not known": ((None, 10, 20, 5), False),
+    "how far it is not known, time for two": ((40, 0, 20, 5), False),
+    "it takes longer than any before": ((20, 30, 20, 5), False),
+    "the very first save is in flight": ((60, 1, None, 5), False),
+    "no grace": ((0, 0, 20, 5), False),
 }
 
 
-@pytest.mark.parametrize("case", CHOICES)
-def test_the_save_in_flight_is_finished_or_discarded_for_the_better(case: str) -> None:
-    grace_s, left_s, save_s, behind, choice = CHOICES[case]
-    made = choose_last_save(grace_s=grace_s, in_flight_left_s=left_s, save_s=save_s, steps_behind=behind)
-    assert made == choice
+@pytest.mark.parametrize("case", DISCARDED)
+def test_the_save_in_flight_is_discarded_only_where_that_saves_more_steps(case: str) -> None:
+    (grace_s, running_s, save_s, behind), discarded = DISCARDED[case]
+    made = is_better_discarded(grace_s=grace_s, running_s=running_s, save_s=save_s, steps_behind=behind)
+    assert made is discarded

@@ -22,8 +22,6 @@ PACKAGE = Path(slurmtrain.__file__).parent
 PICKLE = {
     "data/loading/shared_memory.py",
     "data/loading/workers.py",
-    "sweep/hydra_launcher.py",
-    "runtime/jobs/hydra_task.py",
     "control/mapping.py",
     "runtime/jobs/map_task.py",
     "checkpoint/dcp.py",

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from slurmtrain import __version__
-from slurmtrain.cli import main, remote
+from slurmtrain.cli import main
 from slurmtrain.cli.arguments import parse, visible_verbs
 from slurmtrain.cli.help import topics
 from slurmtrain.cli.sandbox import OF_SPEC
@@ -178,7 +178,7 @@ def test_the_help_of_every_verb_shows_its_usage_its_flags_and_examples_that_can_
     lines = re.findall(r"^  (?:python -m )?slurmtrain (.*)$", examples, re.MULTILINE)
     assert lines or verb == "help"
     for line in lines:
-        assert parse(remote.split_host(shlex.split(line, comments=True))[1]).verb == verb
+        assert parse(shlex.split(line, comments=True)).verb == verb
     assert max(map(len, shown.out.splitlines())) <= 140
 
 
@@ -373,8 +373,8 @@ def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
         (["logs", "last", "--rnk", "1"], "there is no option '--rnk'", "--rank"),
         (["sandbox", "up", "--nods", "3"], "there is no option '--nods'", "--nodes"),
         (["sandbox", "upp"], "'upp' is not one of up|down|status|env", "did you mean up"),
-        (["runs"], "runs needs one of compare|bundle|prune", "runs --help"),
-        (["runs", "compre"], "'compre' is not one of compare|bundle|prune", "did you mean compare"),
+        (["runs"], "runs needs one of compare|prune", "runs --help"),
+        (["runs", "compre"], "'compre' is not one of compare|prune", "did you mean compare"),
         (["runs", "prune", "--dryrun"], "there is no option '--dryrun'", "--dry-run"),
         (["logs"], "required: RUN", "logs"),
         (["help", "sekrets"], "there is no topic 'sekrets'", "did you mean secrets"),

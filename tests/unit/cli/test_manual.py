@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-from slurmtrain.cli import main, remote
+from slurmtrain.cli import main
 from slurmtrain.cli.arguments import find_verb, parse
 from slurmtrain.cli.help import WIDEST, topics
 from slurmtrain.cli.verbs import VERBS
@@ -95,7 +95,6 @@ def test_every_command_that_a_page_shows_is_understood(project: Path) -> None:
     assert len(commands) > 60
     composed: set[tuple[str, ...]] = set()
     for words in commands:
-        _, words = remote.split_host(words)
         verb = find_verb(words)
         if "--help" in words:
             assert main(words) == 0

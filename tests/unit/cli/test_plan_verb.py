@@ -62,12 +62,11 @@ def test_without_gpus_units_are_small_and_without_a_peak_memory_and_saves_are_pl
     assert answer(["+experiment=smoke"])["step"] is None
 
 
-def test_plan_and_layout_say_the_same_memory() -> None:
+def test_the_parts_of_the_memory_of_a_rank_are_told() -> None:
     words = ["+cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "parallel.param_dtype=bfloat16"]
     words += ["data.seq_len=8192", "train.global_batch_size=8", "train.micro_batch_size=1"]
     parts = "69.0 GB{} (parameters 3.7, gradients 3.7, optimiser 7.5, gathered 3.2, activations 50.9)\n"
     assert f"memory        {parts.format(' of 79.0 on a rank')}" in said(words)
-    assert f"a rank needs about {parts.format('')}" in printed(*words, "layout")
     (stage,) = answer(words)["memory"]
     assert stage["total"] / 2**30 == pytest.approx(69.0, abs=0.05)
 
@@ -190,6 +189,7 @@ def test_of_a_range_of_nodes_the_memory_on_the_fewest_is_told_too() -> None:
     words += ["parallel.param_dtype=null", "data.seq_len=256"]
     text = " ".join(said([*words, "cluster.nodes=2-16"]).split())
     assert "77.8 GB of 79.0 on a rank" in text
+    assert "note: of cluster.nodes=2-16, the job can use 2, 4, 8, 16; the plan" in text
     note = "the plan is for 16 nodes; on 2, the fewest that SLURM may give, a rank has 135.3 GB, and it does not fit"
     assert note in text
     assert "the fewest" not in said([*words, "cluster.nodes=16"])

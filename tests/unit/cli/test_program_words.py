@@ -153,7 +153,7 @@ def test_what_only_a_rank_knows_is_filled_in_where_no_shell_does_it(words: list[
     [
         (["submit", "--"], "there is no program after --"),
         (["--", "submit"], "works with submit and render and train and drill, not with no verb at all"),
-        (["layout", "--", "python"], "not with layout"),
+        (["plan", "--", "python"], "not with plan"),
         (
             ["job.command=date", "submit", "--", "python"],
             "job.command=date and a program after -- contradict each other",

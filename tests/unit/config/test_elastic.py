@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.evaluation import evaluation_config
+from slurmtrain.config.fields import NodeRange
 from slurmtrain.config.frozen import freeze, load_frozen, to_config
 from slurmtrain.config.parallel_dims import (
     at_most,
@@ -21,7 +22,6 @@ from slurmtrain.config.parallel_dims import (
     parallel_dims_of,
     usable_sizes,
 )
-from slurmtrain.config.ranges import NodeRange
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError

@@ -12,9 +12,8 @@ from slurmtrain.config.launched_program import NodeShape, launched_program, node
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.directives import JobPaths
-from slurmtrain.launch.script import render_script
-from slurmtrain.launch.srun import explained_srun
+from slurmtrain.launch.script import JobPaths, render_script
+from slurmtrain.launch.srun import srun_words
 
 
 def config_of(*words: str, command: str = "train.py", launcher: str = "torchrun") -> Config:
@@ -45,8 +44,7 @@ def test_a_launcher_is_one_task_of_each_node_with_all_of_its_cpus(nodes: str) ->
     config, run = config_of(*sizes), Path("/runs/train/RUN")
     lines = render_script(config, JobPaths([run], "code", "python")).splitlines()
     assert "#SBATCH --cpus-per-task=32" in lines and ("#SBATCH --ntasks-per-node=1" in lines) == (nodes == "2")
-    started = [word for each in explained_srun(config, run, run / "attempts/0001", run / "code") for word in each.words]
-    assert "--cpus-per-task=32" in started
+    assert "--cpus-per-task=32" in srun_words(config, run, run / "attempts/0001", run / "code")
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.cli import main
-from slurmtrain.cli.plan import ranks_text
 from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import AXES, ParallelDims, parallel_dims_of
 
@@ -20,35 +15,17 @@ KNOWN = [
 ]
 
 
-def run_layout(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main([*words, "layout"]) == 0
-    return capsys.readouterr().out
-
-
-def test_64_gpus_are_8_data_parallel_groups_x_tp_4_x_pp_2(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = run_layout(KNOWN, capsys).splitlines()
-    assert lines[0] == "64 ranks = 8 data-parallel groups x TP 4 x PP 2"
-    rows = [line.split() for line in lines if line.strip()[:1].isdigit()][1:]
-    assert rows[0] == "0 0 0 of 0,32 0 of 0-28:4 0 of 0-3".split()
-    assert rows[37] == "37 4 1 of 5,37 1 of 33-61:4 1 of 36-39".split()
-    assert len(rows) == 64
-
-
-def test_as_json_every_rank_has_its_node_place_and_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(run_layout([*KNOWN, "--json"], capsys))
-    assert found["axes"] == {"pp": 2, "dp_replicate": 8, "dp_shard": 1, "cp": 1, "tp": 4}
-    assert found["ranks"][13] == {
-        "rank": 13,
-        "node": 1,
-        "local_rank": 5,
-        "coordinates": {"pp": 0, "dp_replicate": 3, "dp_shard": 0, "cp": 0, "tp": 1},
-        "groups": {
-            "pp": [13, 45],
-            "dp_replicate": [1, 5, 9, 13, 17, 21, 25, 29],
-            "dp_shard": [13],
-            "cp": [13],
-            "tp": [12, 13, 14, 15],
-        },
+def test_64_gpus_are_8_data_parallel_groups_x_tp_4_x_pp_2() -> None:
+    dims = parallel_dims_of(compose(KNOWN))
+    assert str(dims) == "64 ranks = 8 data-parallel groups x TP 4 x PP 2"
+    assert dims.coordinates(13) == {"pp": 0, "dp_replicate": 3, "dp_shard": 0, "cp": 0, "tp": 1}
+    groups = {axis: dims.group(13, axis) for axis in AXES}
+    assert groups == {
+        "pp": [13, 45],
+        "dp_replicate": [1, 5, 9, 13, 17, 21, 25, 29],
+        "dp_shard": [13],
+        "cp": [13],
+        "tp": [12, 13, 14, 15],
     }
 
 
@@ -96,8 +73,3 @@ def test_a_step_has_a_micro_batch_for_every_stage_unless_told_otherwise() -> Non
         config = compose(["cluster=a100x8", "model.tie_embeddings=false", override])
         dims = parallel_dims_of(config)
         assert (dims.micro_batches(config.train), dims.micro_batch_size(config.train)) == (count, size)
-
-
-@pytest.mark.parametrize(("ranks", "text"), [([3], "3"), ([0, 32], "0,32"), ([4, 5, 6], "4-6"), ([1, 5, 9], "1-9:4")])
-def test_ranks_are_written_as_slurm_writes_them(ranks: list[int], text: str) -> None:
-    assert ranks_text(ranks) == text

@@ -46,7 +46,7 @@ def test_a_recipe_says_what_it_reaches_and_its_commands_are_valid_as_they_stand(
     ]
     assert any(command[-1] == "submit" for command in commands)
     for command in commands:
-        if find_verb(command) not in ("submit", "layout"):
+        if find_verb(command) not in ("submit", "plan"):
             continue
         config = compose(parse(command).overrides)
         dims = validate(config)

@@ -20,10 +20,9 @@ import pytest
 
 from slurmtrain.config import schema
 from slurmtrain.config.compose import compose
-from slurmtrain.config.fields import hints, words_of
+from slurmtrain.config.fields import Range, hints, share_in, words_of
 from slurmtrain.config.folders import PACKAGE
 from slurmtrain.config.frozen import to_values
-from slurmtrain.config.ranges import Range, share_in
 
 COLUMNS = 120
 UNITS = {

@@ -16,15 +16,17 @@ from slurmtrain.choices import RequeueMode
 from slurmtrain.cli.drill import exit_code
 from slurmtrain.config.compose import compose
 from slurmtrain.config.validate import validate
-from slurmtrain.control.drill.comparison import (
+from slurmtrain.control.drill.judge import (
     Comparison,
     Divergence,
+    Evidence,
+    Result,
     compare_logs,
     describe,
+    judge,
     likely_causes,
     with_checkpoint,
 )
-from slurmtrain.control.drill.judge import Evidence, Result, judge
 from slurmtrain.control.drill.run import ScratchRun, is_due
 from slurmtrain.control.drill.ways import (
     TINY,

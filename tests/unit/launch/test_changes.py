@@ -16,8 +16,15 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE, UsageError
-from slurmtrain.launch.change_rules import check_meaning, describe, differences
-from slurmtrain.launch.changes import change, changed, check_of_one_run, finish_change
+from slurmtrain.launch.changes import (
+    change,
+    changed,
+    check_meaning,
+    check_of_one_run,
+    describe,
+    differences,
+    finish_change,
+)
 from slurmtrain.planner.schedule import learning_rate
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir

@@ -25,7 +25,7 @@ from slurmtrain.report.prune import plan
 from slurmtrain.report.status.look import state
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.supervise.finish import finish_attempt
+from slurmtrain.supervise.end_of_attempt import finish_attempt
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
@@ -211,6 +211,7 @@ def test_a_checkpoint_is_let_go_when_its_evaluation_has_failed_or_its_save_has(
         (["cluster.nodes=1,2"], "cluster.nodes=1,2: only single fields can be set"),
         (["cluster.nodez=1"], "cluster has no field 'nodez'"),
         (["--step", "15"], "no checkpoint of step 15"),
+        (["cluster.backend=kubernetes", "--submit"], "`evaluate --submit` needs SLURM, but cluster.backend=kubernetes"),
     ],
 )
 def test_the_verb_says_what_it_cannot_do(

@@ -355,25 +355,3 @@ def test_local_runs_take_no_part(project: Path, capsys: Out) -> None:
     assert main(["+cluster=local", "submit", "--after", "last"]) == 2
     assert "has no queue" in capsys.readouterr().err
     assert os.listdir(project) == []
-
-
-@pytest.mark.parametrize("ending", ["done", "end"])
-def test_a_run_that_ends_while_one_is_submitted_after_it(
-    make: Make, slurm: FakeSlurm, capsys: Out, ending: str, project: Path
-) -> None:
-    """SLURM remembers a job for a while only: then it takes what waits for it as free to start."""
-    run = make(job_ids=("7",))
-    slurm.add("7", state="RUNNING")
-    record = run.attempt(1).path / "attempt.json"
-    stopped(run, ending, job_id="7", reason="finished" if ending == "done" else "crash")
-    record.rename(project / "ended")
-    attempts.write_attempt(run, Attempt(1, job_id="7", started=time.time()))
-    slurm.meanwhile("sbatch", f"mv {project}/ended {record}; rm {slurm.directory}/job-7.json")
-    code = main(["+cluster=a100x4", "submit", "--after", run.id])
-    error = capsys.readouterr().err
-    if ending == "done":
-        assert code == 0, error
-        assert slurm.jobs[-1]["dependency"] == "afterok:7"
-    else:
-        assert code == 2 and f"run {run.id} will not finish: failed" in error
-        assert slurm.calls("scancel") == ["scancel 101"]

@@ -134,9 +134,35 @@ REFUSED = {
         "cluster.pods.secrets.TOKEN='wandb' is not a key of a Secret",
     ),
     "a queue that cannot be": ([*NEEDED, "cluster.pods.queue=My_queue"], "is not a name as Kubernetes has them"),
+    "a claim that cannot be": (
+        [IMAGE, "+cluster.pods.volumes={SHARED: My_claim}"],
+        "My_claim' is not a name as Kubernetes has them (RFC 1123)",
+    ),
+    "an empty part of a name": ([IMAGE, "+cluster.pods.volumes={SHARED: a..b}"], "'a..b' is not a name"),
+    "neither claim nor source": ([IMAGE, "+cluster.pods.volumes={SHARED: [a]}"], "is not a name as Kubernetes has"),
+    "a label that cannot be": ([*NEEDED, "+cluster.pods.labels={team: a b}"], "'a b' is not a value of a label"),
+    "no quantity": ([*NEEDED, "+cluster.pods.resources={memory: 2GB}"], "'2GB' is not a quantity as Kubernetes has"),
+    "nothing of it": ([*NEEDED, "+cluster.pods.resources={rdma/hca: 0}"], "'0' is not a quantity"),
+    "a size with a unit": (
+        [*NEEDED, "cluster.pods.shm_gb=64Gi"],
+        "cluster.pods.shm_gb is a number of GiB, without a unit, such as 64",
+    ),
+    "memory with a unit": (
+        [*NEEDED, "cluster.mem_per_node_gb=960Gi"],
+        "cluster.mem_per_node_gb is a number of GiB, without a unit, such as 960",
+    ),
+    "a chain of jobs": ([*NEEDED, "requeue=chain"], "requeue.mode=chain needs SLURM: Kubernetes starts the same pods"),
+    "nodes to leave out": (
+        [*NEEDED, "preflight.mode=full", "preflight.exclude_slow=true"],
+        "preflight.exclude_slow=true needs SLURM, which can leave nodes out",
+    ),
     "other volumes": (
         [*NEEDED, "+cluster.pods.spec.volumes=[{name: scratch, emptyDir: {}}]"],
         "cluster.pods.spec.volumes would take the place of the run's own volumes",
+    ),
+    "other variables": (
+        [*NEEDED, "+cluster.pods.container.env=[{name: A, value: b}]"],
+        "cluster.pods.container.env would take the place of the run's own env",
     ),
     "too little time": (
         [*NEEDED, "cluster.signal_lead_s=300", "cluster.pods.grace_s=100"],
@@ -154,6 +180,50 @@ def test_what_cannot_work_in_pods_is_refused_before_anything_is_made(
     monkeypatch.setenv("WANDB_API_KEY", "none-of-your-business")
     assert sentence in refused("+cluster=kubernetes", *here(words, project), "render", code=78)
     assert list(project.iterdir()) == []
+
+
+def test_resources_are_quantities_and_the_container_takes_what_else_a_cluster_wants(project: Path) -> None:
+    safe = "{allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}"
+    words = ["+cluster.pods.resources={ephemeral-storage: 1.5Ti, cpu: 1500m, memory: 2Gi, hugepages-2Mi: 4Gi}"]
+    words += ["cluster.gpus_per_node=0", "cluster.gpu_type=null", "cluster.gpu_memory_gb=null"]
+    words += [f"+cluster.pods.container={{securityContext: {safe}, envFrom: [{{configMapRef: {{name: proxy}}}}]}}"]
+    (found,) = documents("+cluster=kubernetes", *here([*NEEDED, *words], project))
+    check_by_schema(found)
+    (container,) = pod_of(found)["spec"]["containers"]
+    wanted = {"ephemeral-storage": "1.5Ti", "cpu": "1500m", "memory": "2Gi", "hugepages-2Mi": "4Gi"}
+    assert container["resources"] == {"requests": wanted, "limits": wanted}
+    # None of these is a device, which would need to pin memory: a namespace with restrictions takes the pod.
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container["envFrom"] == [{"configMapRef": {"name": "proxy"}}]
+
+
+OF_SLURM = ["cluster.partition=gpu", "cluster.exclude=n1", "requeue.in_place=true", "cluster.pods.ttl_s=60"]
+ON_SLURM = "cluster.partition=gpu, cluster.exclude=n1, requeue.in_place=true"
+WITHOUT_EFFECT = {
+    "jobset": (OF_SLURM, ON_SLURM),
+    "trainjob": (OF_SLURM, f"{ON_SLURM}, cluster.pods.ttl_s=60"),
+    "rayjob": (OF_SLURM[:2], "cluster.partition=gpu, cluster.exclude=n1"),
+    "skypilot": (
+        ["cluster.pods.queue=gpus"],
+        "cluster.pods.queue=gpus, cluster.pods.shm_gb=64, cluster.pods.tolerations=",
+    ),
+}
+
+
+@pytest.mark.parametrize("target", WITHOUT_EFFECT)
+def test_settings_that_a_target_has_no_use_for_are_named_once(
+    target: str, project: Path, kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, named = WITHOUT_EFFECT[target]
+    own = ["+cluster=kubernetes", "cluster.gpu_memory_gb=null", *here(NEEDED, project)]
+    said = f"without effect with the target {target}: {named}"
+    printed(*own, *words, "render", "--target", target)
+    assert capsys.readouterr().err.count(said) == 1
+    if target != "skypilot":
+        printed(*own, *words, f"cluster.pods.target={target}", "submit")
+        assert capsys.readouterr().err.count(said) == 1
+        printed(*own, f"cluster.pods.target={target}", "submit")
+        assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", ["a" * 64, "9lives", "Über_all+1"])
@@ -201,6 +271,10 @@ def test_a_submission_that_was_interrupted_is_completed_by_resume_and_never_made
     run = submitted(project, f"cluster.pods.target={target}")
     made = kubectl.objects
     run.update_info(job_ids=[])  # killed before it could note the object
+    assert "has not ended: starting" in refused("resume", run.id, code=1)
+    assert kubectl.objects == made
+    for name in made:
+        kubectl.remove(name)  # killed before kubectl has made it
     printed("resume", run.id)
     assert kubectl.objects == made and len(run.info()["job_ids"]) == 1
 
@@ -254,6 +328,63 @@ def test_status_reads_the_run_directory_and_asks_whether_the_pods_run(
         add_attempt(run, job_id=run.info()["job_ids"][0], **attempt)
     found = shown("status", run.id)
     assert (found["state"], sentence in found["sentence"]) == (state, True), found
+
+
+@pytest.mark.parametrize("target", ["jobset", "trainjob", "rayjob"])
+def test_an_object_that_is_created_by_hand_has_its_status_and_resume_makes_the_next(
+    target: str, project: Path, kubectl: FakeKubectl
+) -> None:
+    own = ["+cluster=kubernetes", "cluster.gpu_memory_gb=null", *here(NEEDED, project)]
+    printed(*own, "render", "--target", target, "-o", "run.yaml")
+    (run,) = all_runs(project / "runs")
+    found = shown("status", run.id)
+    assert found["state"] == "prepared" and f"kubectl create -f {run.manifest}" in found["sentence"]
+    kubectl.create(project / "run.yaml")
+    found = shown("status", run.id)
+    assert found["state"] == "starting" and f"kubectl get pods -l slurmtrain/run={run.id}" in found["sentence"]
+    name = list(kubectl.objects)[-1].partition("/")[2]
+    add_attempt(run, job_id=name, host="far", pid=1)
+    assert shown("status", run.id)["state"] == "running"
+    assert "is told to end" in printed("cancel", run.id)
+    assert kubectl.objects == {} and shown("status", run.id)["state"] == "stopped"
+    printed("resume", run.id)
+    assert run.info()["job_ids"] == [name, f"{name[:-1]}1"]
+    assert {each.partition("/")[2] for each in kubectl.objects} == {f"{name[:-1]}1"}
+
+
+def test_a_run_that_something_else_has_started_is_not_lost_because_kubernetes_does_not_know_it(
+    project: Path, kubectl: FakeKubectl
+) -> None:
+    """`ray job submit` on a Ray that is there."""
+    own = ["+cluster=kubernetes", "cluster.gpu_memory_gb=null", *here(NEEDED, project)]
+    printed(*own, "render", "--target", "rayjob", "-o", "run.yaml")
+    (run,) = all_runs(project / "runs")
+    add_attempt(run, job_id="pods", host="far", pid=1)
+    found = shown("status", run.id)
+    assert found["state"] == "unknown" and "ask what started it, such as `ray job list`" in found["sentence"]
+
+
+def test_a_task_of_skypilot_is_not_a_matter_of_kubectl(project: Path, kubectl: FakeKubectl) -> None:
+    own = ["+cluster=kubernetes", "cluster.gpu_memory_gb=null", *here(NEEDED, project)]
+    assert "sky jobs launch FILE" in refused(*own, "cluster.pods.target=skypilot", "submit", code=1)
+    assert all_runs(project / "runs") == []
+    printed(*own, "render", "--target", "skypilot", "-o", "task.yaml")
+    (run,) = all_runs(project / "runs")
+    assert "kubectl does not know SkyPilot's tasks; attempt 1 is next" in shown("status", run.id)["sentence"]
+    assert "kubectl does not know SkyPilot's tasks" in refused("cancel", run.id, code=1)
+    assert kubectl.calls == []
+
+
+def test_a_trainjob_that_is_gone_is_gone_although_its_runtime_is_there(project: Path, kubectl: FakeKubectl) -> None:
+    run = submitted(project, "cluster.pods.target=trainjob")
+    kubectl.remove(next(name for name in kubectl.objects if name.startswith("TrainJob")))
+    assert shown("status", run.id)["state"] == "lost"
+
+
+def test_resume_without_an_answer_says_whom_to_wait_for(project: Path, kubectl: FakeKubectl) -> None:
+    run = submitted(project)
+    kubectl.fail("The connection to the server localhost:8080 was refused")
+    assert "try again when kubectl answers" in refused("resume", run.id, code=1)
 
 
 def test_status_without_an_answer_says_what_the_files_know(project: Path, kubectl: FakeKubectl) -> None:

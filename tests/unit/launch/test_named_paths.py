@@ -15,8 +15,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.launch.job import submit_existing_script
-from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
-from slurmtrain.launch.program_check import check_in_snapshot
+from slurmtrain.launch.named_paths import check_in_snapshot, check_named_paths, with_absolute_paths
 from slurmtrain.runs import lookup
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir

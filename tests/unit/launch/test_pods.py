@@ -166,6 +166,22 @@ def test_pods_that_wait_for_others_leave_when_they_are_told_and_that_costs_nothi
         run.jobset.reap()
 
 
+def test_a_pod_that_is_stopped_in_its_set_up_leaves_after_the_line_at_work_and_that_costs_nothing(
+    tmp_path: Path,
+) -> None:
+    run = program(
+        tmp_path, "exit 0", "cluster.setup=['touch $SLURMTRAIN_RUN_DIR/begun', 'until [ -e go ]; do sleep 0.05; done']"
+    )
+    run.jobset.start()
+    try:
+        wait_until(lambda: (run.run_dir.path / "begun").exists(), "in its set-up")
+        run.jobset.pods[1].send_signal(signal.SIGTERM)
+        assert run.jobset.pods[1].wait(60) == 75
+        assert run.run_dir.attempt_numbers() == []
+    finally:
+        run.jobset.reap()
+
+
 TOLD = {
     "an Indexed Job": ({"JOB_COMPLETION_INDEX": "1", "MASTER_ADDR": "r-node-0-0.r"}, Pod(1, None, "r-node-0-0.r")),
     "a TrainJob": (

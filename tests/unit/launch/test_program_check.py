@@ -12,7 +12,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.launched_program import paths_in, script_and_module
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.errors import EXIT_CONFIG, ConfigError, exit_code_of
-from slurmtrain.launch.memory_check import host_memory
+from slurmtrain.launch.checks import host_memory
 from slurmtrain.planner.fit import GIB, check_host_memory
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm

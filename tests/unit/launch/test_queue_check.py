@@ -1,13 +1,10 @@
-"""What submit says before it queues a job that would never start, or could not save in time.
+"""What submit says before it queues a job that would never start.
 
 The clusters answer as recorded ones did.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,12 +14,9 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.launch.queue_check import check_request, hint_of_facts
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.recorded_slurm import CLUSTERS, answers_of, facts_of
-from tests.support.runs import add_attempt, submitted_run
 
 # What a node of the default partition has: 64 CPUs, 4 GPUs.
 JOB = {
@@ -180,68 +174,3 @@ def test_a_time_limit_above_that_of_an_account_or_a_qos_is_refused() -> None:
     (found,) = check_request(facts, ClusterConfig(time_limit_min=1441))
     assert found.fatal and "account biology allows, 1440" in found.message and "time_limit_min=1440" in found.hint
     assert check_request(facts, ClusterConfig(time_limit_min=1440)) == []
-
-
-# What earlier runs of the same experiment have measured.
-
-
-def trained(project: Path, *, step_s: float, save_s: float, ranks: int = 8, words: tuple[str, ...] = ()) -> RunDir:
-    """A run of the same experiment that has ended."""
-    run_dir = submitted_run(project, "cluster=a100x4", "cluster.nodes=2", *words)
-    add_attempt(run_dir, world_size=ranks, verdict="done", started=1.0, stepping=2.0)
-    records = [{"step": step, "loss": 1.0, "step_time_s": step_s} for step in range(1, 6)]
-    lines = [*records, {"step": 5, "valid_loss": 1.0}]
-    run_dir.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 6, "los')
-    for seconds in (save_s / 2, save_s, save_s / 3):
-        run_dir.event(Event.CHECKPOINT, step=5, seconds=seconds, stall_s=0.1)
-    return run_dir
-
-
-slow = functools.partial(trained, step_s=12.0, save_s=41.0)
-SHORT = "cluster.signal_lead_s=30 is shorter than one step (12 s) plus a save (41 s), as measured in run"
-
-
-@pytest.mark.parametrize(
-    ("field", "code", "said"),
-    [
-        ("signal_lead_s=30", 78, SHORT),
-        ("signal_lead_s=30", 78, "set at least cluster.signal_lead_s=70"),
-        ("signal_lead_s=53", 0, ""),
-        ("signal_lead_s=0", 0, ""),
-    ],
-)
-def test_a_plan_without_time_to_save_is_refused_with_one_that_works(
-    field: str, code: int, said: str, project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    slow(project)
-    assert main(["+cluster=a100x4", "cluster.nodes=2", f"cluster.{field}", "submit"]) == code
-    assert said in capsys.readouterr().err
-    assert len(slurm.jobs) == (code == 0) and len(list(project.glob("runs/train/*"))) == 1 + (code == 0)
-
-
-@pytest.mark.parametrize("other", ["another experiment", "other ranks", "no save", "never trained", "no run.json"])
-def test_other_runs_tell_nothing(project: Path, slurm: FakeSlurm, other: str) -> None:
-    steps = ("train.steps=7",) if other == "another experiment" else ()
-    run = slow(project, ranks=4 if other == "other ranks" else 8, words=steps)
-    if other == "no save":
-        run.events_file.unlink()
-    elif other == "never trained":
-        (run.attempt(1).path / "attempt.json").unlink()
-    elif other == "no run.json":
-        run.info_file.unlink()
-    assert main(["+cluster=a100x4", "cluster.nodes=2", "cluster.signal_lead_s=30", "submit"]) == 0
-
-
-def test_the_newest_run_of_the_same_experiment_counts_also_under_another_name(
-    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [trained(project, step_s=step_s, save_s=10 * step_s) for step_s in (90.0, 3.0)]
-    with runs[-1].metrics_file.open("ab") as file:
-        file.truncate(1 << 40)  # a hole: nobody could read all of it
-        file.seek(0, os.SEEK_END)
-        file.writelines(b'\n{"step": %d, "step_time_s": 4.0}' % step for step in range(1000))
-        file.write(b"\n")
-    words = ["+cluster=a100x4", "cluster.nodes=2", "cluster.signal_lead_s=10", "job.name=other", "job.singleton=true"]
-    assert main([*words, "submit"]) == 78
-    said = capsys.readouterr().err
-    assert f"one step (4 s) plus a save (30 s), as measured in run {runs[-1].id}" in said, said

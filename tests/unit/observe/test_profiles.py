@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from slurmtrain.config.compose import compose
-from slurmtrain.config.ranges import profiled_steps
+from slurmtrain.config.fields import profiled_steps
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.profile_request import ProfileRequest, parse_request

@@ -9,7 +9,7 @@ import pytest
 from slurmtrain.config.compose import compose
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.memory_check import memory_by_dry_run
+from slurmtrain.launch.checks import memory_by_dry_run
 from slurmtrain.planner.fit import GIB, ROOM, check_fits
 from slurmtrain.planner.plan import Plan, on_nodes, plan_of, search
 from slurmtrain.planner.step_time import Measured

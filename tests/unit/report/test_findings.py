@@ -13,7 +13,8 @@ from slurmtrain.choices import FindingKind
 from slurmtrain.cli.preflight import print_record
 from slurmtrain.report.preflight import read_preflight
 from slurmtrain.runtime.preflight.check import record_of
-from slurmtrain.runtime.preflight.facts import GatheredFacts, NodeFacts, RankFacts
+from slurmtrain.runtime.preflight.compare import Gathered
+from slurmtrain.runtime.preflight.facts import NodeFacts, RankFacts
 from slurmtrain.runtime.preflight.findings import Fault, Finding
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import T0
@@ -92,15 +93,9 @@ def test_slow_ranks_that_no_run_would_write_are_left_out_and_odd_times_do_no_har
 
 # The checks before training.
 
-FACTS = GatheredFacts(
-    (RankFacts(0, "n0"), RankFacts(1, "n1")),
-    (
-        NodeFacts("n0", 0, {"torch": "2.13.0"}),
-        NodeFacts("n1", 1),
-    ),
-)
+FACTS = Gathered([RankFacts(rank, f"n{rank}", of_node=NodeFacts()) for rank in (0, 1)])
 FINDING = Finding(FindingKind.DISK_FULL, ("n1",), "/tmp has 0 GB left", "at least 0.05 GB", True, Fault.NODE)
-LINKS = {"links": [["n0", "n1", 2.5]], "pairs": []}
+LINKS = {"links": [["n0", "n1", 2.5]]}
 RATES = {"tflops": {"0": 1.5, "1": 1.4}, "all_reduce": 0.7, **LINKS}
 STRANGE: list[Any] = [
     [],
@@ -122,7 +117,7 @@ def test_what_the_checks_have_found_is_shown_with_what_to_do(job: Job, capsys: p
     report = capsys.readouterr().out
     assert "preflight, full: 2 ranks on 2 nodes compared in 0.05 s: 1 finding" in report
     assert f"ends a training, {said}" in report and "-> make room there" in report
-    assert "measured: 2.5 GB/s in a pair of ranks between nodes" in report and "1.4 to 1.5 TFLOP/s" in report
+    assert "measured: 2.5 GB/s between two nodes" in report and "1.4 to 1.5 TFLOP/s" in report
 
 
 @pytest.mark.parametrize("values", [*STRANGE, '{"mode": "qu', "a link"])

@@ -1,27 +1,18 @@
-"""How far runs are and why they wait, as `status` and `sweep status` tell it; and `--watch`."""
+"""How far runs are and why they wait, as `status` and `sweep status` tell it."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
-import pty
 import re
-import select
-import signal
-import subprocess
-import sys
-import termios
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from slurmtrain.cli import main
-from slurmtrain.cli.columns import PROGRESS, View, table_lines, watch
+from slurmtrain.cli.columns import PROGRESS, table_lines
 from slurmtrain.cli.verbs import STATES
 from slurmtrain.report.progress import Lowest, Progress, at_about, lowest
 from slurmtrain.report.status.state import RunStatus
@@ -301,106 +292,3 @@ def test_a_terminal_of_80_letters_has_the_run_its_state_its_step_and_its_eta() -
 
 def test_what_a_program_has_left_as_its_last_words_steers_no_terminal() -> None:
     assert table_lines(["run", ""], [["a", "x\n\x1b[31mred"]])[2] == "a     x  [31mred"
-
-
-# --watch
-
-
-class Terminal:
-    """A terminal and its clock; `watch` sees these looks, which take no time unless it is said."""
-
-    def __init__(self, *looks: View):
-        self.text = io.StringIO()
-        self.console = Console(file=self.text, force_terminal=True, width=100, height=20, color_system=None)
-        self.now, self.slept = 1000.0, list[float]()
-        self.looks, self.looks_take_s = iter(looks), iter(list[float]())
-
-    def look(self) -> View:
-        self.now += next(self.looks_take_s, 0.0)
-        return next(self.looks)
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.slept.append(seconds)
-
-    def watch(self) -> int:
-        return watch(self.look, 5.0, console=self.console, clock=lambda: self.now, sleep=self.sleep)
-
-
-def view(words: str, *doubts: str, over: bool = False) -> View:
-    return View([words], list(doubts), over)
-
-
-def test_watching_draws_in_place_until_all_is_over() -> None:
-    long = View([f"row {number}" for number in range(40)], [], over=False)
-    terminal = Terminal(view("files alone", "no controller"), view("step 1"), long, view("all ended", over=True))
-    assert terminal.watch() == 0
-    drawn = terminal.text.getvalue()
-    assert drawn.index("files alone") < drawn.index("step 1") < drawn.rindex("all ended")
-    assert "row 15\n" in drawn and "row 16" not in drawn and "... 24 more" in drawn
-    assert terminal.slept == [10.0, 5.0, 5.0]
-    assert "\x1b[?25l" in drawn and drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # the cursor is back
-    assert "Ctrl-C" not in drawn[drawn.rindex("all ended") :]
-
-
-def test_while_slurm_is_silent_the_last_table_stays_with_its_age_and_it_is_asked_less() -> None:
-    silent = [view("nothing known", "no controller")] * 3
-    terminal = Terminal(view("step 1"), *silent, view("step 2"), view("all ended", over=True))
-    assert terminal.watch() == 0
-    drawn = terminal.text.getvalue()
-    assert "nothing known" not in drawn
-    assert "35 s ago; SLURM cannot be asked: no controller" in drawn  # 5 + 10 + 20
-    assert terminal.slept == [5.0, 10.0, 20.0, 40.0, 5.0]
-
-
-def test_who_answers_slowly_or_never_is_asked_less() -> None:
-    terminal = Terminal(*[view("slow")] * 2, *[view("", "no controller")] * 12, view("all ended", over=True))
-    terminal.looks_take_s = iter([1.0, 30.0])
-    assert terminal.watch() == 0
-    assert terminal.slept[:5] == [9.0, 270.0, 10.0, 20.0, 40.0] and terminal.slept[-1] == 300.0
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--watch"], "--watch needs a terminal"),
-        (["--watch", "--json"], "--watch and --json exclude each other"),
-        (["--watch", "--every", "0"], "--every: '0' is not a number of at least 1"),
-        (["--watch", "--every", "nan"], "--every: 'nan' is not a number of at least 1"),
-    ],
-)
-def test_what_cannot_be_watched_is_one_sentence(words: list[str], sentence: str, project: Path, capsys: Out) -> None:
-    submitted_run(project, "cluster=local")
-    assert main(["status", *words]) == 2
-    assert sentence in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [("status",), ("sweep", "status", "last")])
-def test_what_runs_is_watched_above_what_waits_and_that_above_what_has_ended(
-    words: tuple[str, ...], project: Path, slurm: FakeSlurm
-) -> None:
-    """A terminal shows the beginning of a long table."""
-    sweep = json.loads(printed("-m", "cluster=a100x4", "train.seed=1,2,3,4", "submit", "--json"))
-    ended, _, trains, _ = (RunDir(path.parent) for path in sorted(Path(sweep["path"]).glob("*/run.json")))
-    add_attempt(ended, job_id="101_0", ended=time.time(), verdict="done", reason="finished", sentence="finished")
-    slurm.change("101_0", state="COMPLETED")
-    add_attempt(trains, job_id="101_2", host="elsewhere", pid=1)
-    slurm.change("101_2", state="RUNNING")
-    controller, terminal = pty.openpty()
-    termios.tcsetwinsize(terminal, (40, 200))
-    command = [sys.executable, "-m", "slurmtrain", *words, "--watch"]
-    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as process:
-        os.close(terminal)
-        screen = ""
-        while "Ctrl-C leaves" not in screen and select.select([controller], [], [], 60)[0]:
-            screen += os.read(controller, 100_000).decode()
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
-        last = os.read(controller, 100_000).decode()
-    assert "\x1b[?25h" in last and "\x1b[?25l" not in last.rpartition("\x1b[?25h")[2]  # the cursor is back
-    os.close(controller)
-    if words == ("status",):
-        assert "4 points: 2 waiting, 1 running, 1 finished" in " ".join(screen.split())
-    else:
-        states = [word for word in screen.split() if word in ("running", "waiting", "finished")]
-        assert states[-4:] == ["running", "waiting", "waiting", "finished"]

@@ -21,7 +21,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext, open_attempt
 from slurmtrain.runtime.jobs.own_checkpoints import look_before_start
 from slurmtrain.slurm.environment import Environment
-from slurmtrain.supervise.finish import finish_attempt
+from slurmtrain.supervise.end_of_attempt import finish_attempt
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import Job, no_waiting, printed, shown
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from slurmtrain.config.ranges import ports_of
+from slurmtrain.config.fields import ports_of
 from slurmtrain.errors import ConfigError
 from slurmtrain.runtime.addresses import HeldPort, RendezvousError, bind_port, is_taken
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch import memory_check
-from slurmtrain.planner.fit import GIB, memory_of
+from slurmtrain.launch import checks
+from slurmtrain.planner.fit import memory_of
 from slurmtrain.runtime.jobs.dry_run import dry_run
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
@@ -111,28 +110,6 @@ def test_arithmetic_agrees_with_the_model_that_is_built(words: list[str]) -> Non
         assert expected.optimizer < stage.optimizer < expected.optimizer + 4 * 200
 
 
-@pytest.mark.usefixtures("project")
-def test_layout_memory_tells_bytes_and_whether_they_fit(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("slurmtrain.launch.memory_check.memory_by_dry_run", dry_run)
-    assert main([*TIGHT, "layout", "--memory", "--json"]) == 0
-    (stage,) = json.loads(capsys.readouterr().out)["memory"]
-    (here,) = dry_run(compose([word.lstrip("+") for word in TIGHT]))
-    assert stage == {**vars(here), "total": here.total, "kept": here.kept}
-
-    assert main([*TIGHT, "layout", "--memory"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    row = lines[3].split()
-    assert row[:4] == ["0", "0", f"{here.parameters / GIB:.1f}", f"{here.gradients / GIB:.1f}"]
-    assert row[-1] == f"{here.total / GIB:.1f}" and lines[-1] == "fits into cluster.gpu_memory_gb=40"
-
-    assert main([*TIGHT, "cluster.gpu_memory_gb=20", "layout", "--memory"]) == 78
-    out, err = capsys.readouterr()
-    assert out.splitlines()[3].split() == row
-    assert "more" not in err and f"needs {here.total / GIB:.1f} GB" in err and "what would fit: " in err
-
-
 REPORT = """
 import sys
 from slurmtrain.cli import main
@@ -148,10 +125,10 @@ def test_submit_builds_what_is_tight_and_imports_no_torch(cli: Cli, slurm: FakeS
 
 def test_a_model_of_ones_own_is_refused_when_its_state_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     config = own_model(100_000)
-    monkeypatch.setattr(memory_check, "memory_by_dry_run", dry_run)
+    monkeypatch.setattr(checks, "memory_by_dry_run", dry_run)
     with pytest.raises(ConfigError, match=r"needs 149\.0 GB \(parameters 37\.3, gradients 37\.3, optimiser 74\.5\)"):
-        memory_check.check_memory(config, parallel_dims_of(config))
-    assert memory_check.check_memory(own_model(50_000), parallel_dims_of(config)) == []
+        checks.check_memory(config, parallel_dims_of(config))
+    assert checks.check_memory(own_model(50_000), parallel_dims_of(config)) == []
 
 
 def own_model(width: int) -> Config:
@@ -166,7 +143,7 @@ def test_a_layout_for_which_the_model_is_not_made_is_refused(monkeypatch: pytest
     config = own_model(8)
     config.parallel.tp = 2
     with pytest.raises(ConfigError, match=r"parallel\.tp: Linear has no plan for tensor parallelism"):
-        memory_check.check_memory(config, parallel_dims_of(config))
+        checks.check_memory(config, parallel_dims_of(config))
 
 
 @pytest.mark.usefixtures("project")
@@ -180,8 +157,8 @@ def test_where_it_cannot_be_known_there_is_a_warning(
         monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     else:
         config.model = {"_target_": "only.in.the.Container"}
-        monkeypatch.setattr(memory_check, "memory_by_dry_run", dry_run)
-    (warning,) = memory_check.check_memory(config, parallel_dims_of(config))
+        monkeypatch.setattr(checks, "memory_by_dry_run", dry_run)
+    (warning,) = checks.check_memory(config, parallel_dims_of(config))
     assert warning.startswith("whether it fits into cluster.gpu_memory_gb=79 is not known: ")
     assert ("no torch here" if missing == "torch" else "only.in.the.Container") in warning
 
@@ -196,7 +173,7 @@ def test_of_a_sweep_the_largest_point_is_built(
         asked.append(config.model["n_layers"])
         return list(dry_run(config))
 
-    monkeypatch.setattr(memory_check, "memory_by_dry_run", built)
+    monkeypatch.setattr(checks, "memory_by_dry_run", built)
     sweep = ["-m", *TIGHT, "submit", "--dry-run"]
     assert main([*sweep, "model.n_layers=2,32,3"]) == 0
     assert asked == [32]
@@ -213,6 +190,6 @@ def test_a_point_with_a_range_of_nodes_is_as_large_as_on_the_fewest(monkeypatch:
         asked.append(config.cluster.nodes)
         return list(dry_run(config))
 
-    monkeypatch.setattr(memory_check, "memory_by_dry_run", built)
+    monkeypatch.setattr(checks, "memory_by_dry_run", built)
     assert main(["-m", *TIGHT, "cluster.nodes=2,1-4", "submit", "--dry-run"]) == 0
     assert asked == [1]  # on 4 nodes there is no doubt

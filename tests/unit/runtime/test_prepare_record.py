@@ -14,7 +14,7 @@ from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.jobs.prepare import done_before
-from slurmtrain.supervise.finish import finish_attempt
+from slurmtrain.supervise.end_of_attempt import finish_attempt
 from tests.support.runs import add_attempt
 
 

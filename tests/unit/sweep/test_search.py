@@ -26,10 +26,9 @@ from slurmtrain.report.progress import Progress
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.sweep.adaptive import OpenSweep, open_sweep
 from slurmtrain.sweep.jobs import Submission
 from slurmtrain.sweep.plan import SweepPlan, choices_of
-from slurmtrain.sweep.search import Search, result_of, to_ask, to_report
+from slurmtrain.sweep.search import OpenSweep, Search, open_sweep, result_of, to_ask, to_report
 from slurmtrain.sweep.study import Study, Trial, TrialState
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
@@ -121,7 +120,7 @@ def test_slurm_is_asked_whether_it_accepts_each_point_of_a_search(project: Path,
     large, small = (
         with_absolute_paths(composer.compose([*words, f"cluster.nodes={nodes}"]), project) for nodes in (99, 2)
     )
-    look = PointLook(large, varies=True)  # whose points may have fewer nodes
+    look = PointLook(large)  # whose points may have fewer nodes
     opened = open_sweep(SweepPlan(large, search="this search"), [], None, look=look)
     opened.add({}, large)
     slurm.command("sbatch", REFUSING)

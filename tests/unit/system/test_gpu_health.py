@@ -13,7 +13,8 @@ import pytest
 from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.preflight.check import record_of
-from slurmtrain.runtime.preflight.facts import GatheredFacts, NodeFacts
+from slurmtrain.runtime.preflight.compare import Gathered
+from slurmtrain.runtime.preflight.facts import NodeFacts, RankFacts
 from slurmtrain.slurm.node_ledger import HARDWARE
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.gpu import GpuFacts, broken_gpus
@@ -66,7 +67,7 @@ def test_errors_that_preflight_has_counted_already_have_ended_no_rank(
     attempt_dir = RunDir(tmp_path / "run").attempt(1)
     attempt_dir.path.mkdir(parents=True)
     gpu = GpuFacts(0, ecc_errors=4, remap_pending=False, remap_failed=False)
-    facts = GatheredFacts((), (NodeFacts("n3", 0, gpus=(gpu,)),))
+    facts = Gathered([RankFacts(0, "n3", of_node=NodeFacts(gpus=(gpu,)))])
     write_json(attempt_dir.preflight_file, record_of("quick", facts, [], 0.1, None))
     monkeypatch.setenv("SLURMD_NODENAME", "n3")
     for errors, said in ((4, "ValueError"), (5, "ValueError (GPU 0 has 5 uncorrectable ECC errors)")):

@@ -1,8 +1,12 @@
-"""Check before a job is queued that the model fits into the GPUs, by a child process, since torch takes seconds to import."""
+"""What is checked of a config before anything is created or asked, also for a dry run.
+
+Whether a model fits into the GPUs is built by a child process where it is in doubt, since torch takes seconds to import.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -13,11 +17,52 @@ from slurmtrain.choices import JobKind
 from slurmtrain.config.frozen import to_values
 from slurmtrain.config.parallel_dims import ParallelDims, extreme_sizes, parallel_dims_of
 from slurmtrain.config.schema import Config
+from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 from slurmtrain.planner.fit import StageMemory, check_fits, check_host_memory, share_of_gpu
 
+log = logging.getLogger(__name__)
+
 DOUBTFUL = 0.5  # share of a GPU's memory: a model estimated below it is not built, so that submit answers at once
 TIMEOUT_S = 120.0
+
+
+def check(
+    config: Config,
+    dims: ParallelDims,
+    cwd: Path,
+    *,
+    later: bool = False,
+    look_at_files: bool = True,
+    said: set[str] | None = None,
+) -> None:
+    """Check what a validated config needs of the GPUs, of prepared data and of this machine's files.
+
+    Args:
+        cwd: the folder to which paths in the config are relative.
+        later: the job waits for other jobs, which may still make files.
+        look_at_files: check that the files that the config names exist.
+        said: warnings about other points of the same sweep, which are not logged again.
+
+    Raises:
+        ConfigError: it cannot work.
+    """
+    check_fits(config, dims)
+    check_prepared(config, later=later)
+    if look_at_files:
+        from slurmtrain.launch.named_paths import check_named_paths
+
+        said = said if said is not None else set()
+        for warning in check_named_paths(config, cwd, later=later):
+            if warning not in said:
+                log.warning(warning)
+            said.add(warning)
+
+
+def warn_of_memory(config: Config, dims: ParallelDims) -> None:
+    """Log a warning if the model will hardly fit. That takes seconds for a large one."""
+    for warning in check_memory(config, dims):
+        log.warning(warning)
 
 
 def check_memory(config: Config, dims: ParallelDims) -> list[str]:

@@ -1,6 +1,6 @@
 """The steps after the last rank has exited: gather the evidence, decide the outcome, complete the record, tell the ledger.
 
-`evidence` gathers, and runs/outcome.py decides. It has to be quick: in a preemption the grace time is still running.
+`gather_evidence` gathers, and runs/decide.py decides. It has to be quick: in a preemption the grace time is still running.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config.schema import Config
 from slurmtrain.runs import attempts, jobs, node_blame
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.outcome import AttemptOutcome, decide_outcome
+from slurmtrain.runs.decide import AttemptOutcome, decide_outcome
 from slurmtrain.runs.reasons import FAILURES, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.slurm.node_ledger import append_to_ledger, is_worth_telling, ledger_file, read_ledger
 from slurmtrain.supervise import in_place
-from slurmtrain.supervise.evidence import evidence_of, policy
+from slurmtrain.supervise.gather_evidence import evidence_of, policy
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The evidence on an attempt that has ended: what its ranks, srun, SLURM and the run's own files say of it.
 
-What is decided from it is in runs/outcome.py.
+What is decided from it is in runs/decide.py.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Place:
     variables: dict[str, str] = field(default_factory=dict)
 
 
-class RanksHere:
+class LocalRanks:
     """The ranks of an attempt on this machine."""
 
     def __init__(self, run_dir: RunDir, config: Config, number: int, place: Place) -> None:
