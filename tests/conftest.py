@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest.register_assert_rewrite(
-    "tests.support"
-)  # before it is imported: its asserts show what they compare, as a test's do
+# Before it is imported: its asserts show what they compare, as those of a test do.
+pytest.register_assert_rewrite("tests.support")
 
 from slurmtrain.config.compose import Composer
 from slurmtrain.config.folders import PACKAGE

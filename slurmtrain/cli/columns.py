@@ -24,7 +24,7 @@ INDENT = 4  # indentation of the last column below the others
 PROGRESS = ("step", "loss", "valid loss", "tokens/s", "ETA")
 # Columns that a narrow terminal leaves out, in this order.
 LEAST_WANTED = (
-    *("queue h", "checkpoint", "evaluation", "startup", "idle end", "between", "unknown", "by SLURM", "lost"),
+    *("queue h", "checkpoint", "evaluation", "startup", "idle end", "between", "unknown", "lost"),
     *("GPUs idle", "redone", "hung", "attempts", "valid loss", "tokens/s", "name", "run", "loss"),
 )
 

@@ -1,4 +1,4 @@
-"""report: a run or a sweep as one HTML page and as pictures; or the page served on this machine."""
+"""report: a run or a sweep as one HTML page; or the page served on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main(options: argparse.Namespace) -> int:
 
     `--json` prints
 
-    files        paths of the page and the pictures that were written
+    file         path of the page that was written
     state        one word on the run; of a sweep, how many points are in which state
     sentences    what it is, how far it got, what was lost and why
     advice       what to do
@@ -53,19 +53,12 @@ def main(options: argparse.Namespace) -> int:
         raise UsageError(f"--out {path} is a folder", hint=f"give a file, such as {path / f'report-{page.slug}.html'}")
     else:
         write_whole(path, content)
-    pictures: list[Path] = []
-    if options.png is not None:
-        from slurmtrain.report.page.pictures import draw_all
-
-        pictures = draw_all(page, Path(options.png))
     if options.json:
-        print_json({"files": [path, *pictures], **fields_of(page, "state sentences advice")})
+        print_json({"file": path, **fields_of(page, "state sentences advice")})
     elif options.out != "-":
         print(f"{printable(str(path))}: {format_size(len(content))}; open it in a browser; it needs no network")
         if options.what == "last" and page.sweep:
             print(f"it is a point of a sweep: `report {printable(page.sweep)}` shows all of its points")
-        if pictures:
-            print(f"{len(pictures)} pictures in {options.png}")
     return 0
 
 
@@ -74,8 +67,8 @@ def _check(options: argparse.Namespace) -> None:
         raise UsageError("--port needs --serve", hint="add --serve, or leave it out")
     if options.port is not None and not 1024 <= options.port <= 65535:
         raise UsageError(f"--port {options.port}: expected a port from 1024 to 65535")
-    if options.serve and (options.out or options.png or options.json):
-        raise UsageError("--serve does not write files", hint="without it, --out and --png do")
+    if options.serve and (options.out or options.json):
+        raise UsageError("--serve does not write files", hint="without it, --out does")
     if options.out == "-" and options.json:
         raise UsageError("--out - and --json both print on standard output", hint="give --out a file")
 

@@ -39,8 +39,7 @@ def main(options: argparse.Namespace) -> int:
     found = usage_of(runs, by=by, since=options.since, now=time.time())
     if options.json:
         rows, total = [usage_object(row) for row in found.rows], usage_object(found.total)
-        left_out = {"left_out": found.unreadable, "no_accounting": found.no_accounting}
-        print_json({"by": by, "since": options.since, "rows": rows, "total": total, **left_out})
+        print_json({"by": by, "since": options.since, "rows": rows, "total": total, "left_out": found.unreadable})
         return 0
     print_table(*table_of(found, by))
     for sentence in found.unreadable:
@@ -61,7 +60,6 @@ def table_of(found: Usage, by: Grouping) -> tuple[list[str], list[tuple[str, ...
         **{_name(cause): [_percent(each.shares.get(cause)) for each in spent] for cause in UNPRODUCTIVE},
         "queue h": ["" if by is Grouping.NODE else hours(each.seconds.get(Cause.QUEUE, 0.0)) for each in spent],
         "GPUs idle": [_percent(row.gpus.idle_share) for row in rows],
-        "by SLURM": ["" if row.accounted_gpu_s is None else hours(row.accounted_gpu_s) for row in rows],
         "lost GPU h" if gpus else "lost h": [hours(lost) if (lost := _lost_s(each)) else "" for each in spent],
     }
     columns = {name: cells for name, cells in columns.items() if any(cells)}

@@ -283,7 +283,6 @@ VERBS: dict[str, Verb] = {
         (
             option("RUN|SWEEP", RUN_OR_SWEEP, dest="what"),
             option("--out FILE", "the page (default: report-NAME.html here); - for standard output"),
-            option("--png FOLDER", "also draw each chart into FOLDER as a PNG file"),
             option("--metric NAME", "for a sweep: compare the points by the best value of this metric"),
             MODE,
             option("--serve", "show the page on this machine, refreshed, until Ctrl-C"),

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 import msgspec
 
 from slurmtrain.system import process
+from slurmtrain.system.patience import begin
 
 T = TypeVar("T")
 
@@ -253,7 +254,7 @@ def last_collectives() -> dict[str, Collective]:
     module = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump: Callable[[bool, bool], bytes] = getattr(module, name, lambda *_: b"{}")
-        text = within(2.0, partial(dump, True, False), b"{}")
+        text = _within(2.0, partial(dump, True, False), b"{}")
         with contextlib.suppress(msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeError):
             for entry in msgspec.json.decode(text).get("entries", []):
                 number, group = int(entry["collective_seq_id"]), str(entry["process_group"][0])
@@ -265,21 +266,14 @@ def last_collectives() -> dict[str, Collective]:
 def write_nccl_trace(path: Path) -> None:
     """Write NCCL's flight record, which torch's `torchfrtrace` reads, if there is one."""
     dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
-    record: bytes = within(5.0, dump, b"") if dump is not None else b""
+    record: bytes = _within(5.0, dump, b"") if dump is not None else b""
     if record:
         with contextlib.suppress(OSError):
             path.write_bytes(record)
 
 
-def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
+def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
     """Return the result of a call that may never return, such as one that asks the driver of a device that hangs."""
-    results: list[T] = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            results.append(call())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else otherwise
+    with contextlib.suppress(Exception):
+        return begin(call).result(seconds)
+    return otherwise

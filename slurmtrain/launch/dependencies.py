@@ -14,8 +14,9 @@ from slurmtrain.launch.submit import slurm_conf_of
 from slurmtrain.report.status.look import states
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import lookup
-from slurmtrain.runs.attempts import Attempt, was_preempted
+from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.failures import was_preempted
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import SlurmClient

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.observe.profile_request import ProfileRequest
+from slurmtrain.observe.profile_switch import ProfileRequest
 from slurmtrain.system.files import replace_file, temporary_beside, write_text
 from slurmtrain.system.modes import file_mode
 

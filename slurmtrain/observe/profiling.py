@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from slurmtrain.errors import ConfigError
-from slurmtrain.observe.profile_request import ProfileRequest
-from slurmtrain.observe.profile_switch import ProfileSwitch, new_folder, those_there
+from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
 from slurmtrain.observe.profiler import StepProfiler
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.records import printable
 
 log = logging.getLogger(__name__)
@@ -63,7 +62,6 @@ class Profiling:
         self._profiler: StepProfiler | None = None
         self._left = 0  # steps until the profile is done, with the one that warms up
         self._facts: dict[str, Any] = {}
-        self._by_switch = False
 
     @property
     def active(self) -> bool:
@@ -94,8 +92,8 @@ class Profiling:
         plan = self._ranks.on_rank_0(lambda: self._plan(step, most, request, warmup))
         if plan is None:
             return
-        self._facts, self._by_switch = plan, request is None
-        asked = ProfileRequest.from_json(plan)
+        self._facts = plan
+        asked = ProfileRequest(plan["steps"], tuple(plan["ranks"]), plan["stacks"])
         self._left = plan["warmup"] + asked.steps
         if self._ranks.rank in plan["ranks"]:
             folder = Path(plan["folder"])
@@ -120,8 +118,6 @@ class Profiling:
         if self._profiler is not None:
             self._profiler.stop(write=True)
             self._profiler = None
-        if self._switch is not None:
-            self._switch.done()
         return self._tell(missing)
 
     def cut_short(self) -> str | None:
@@ -139,8 +135,8 @@ class Profiling:
         """Drop the profile that is under way, if one is: the attempt ends before it is done.
 
         Args:
-            failed: by an error, for which the profile may be the reason: the next attempt does not begin it again, and says
-                so.
+            failed: by an error, for which the profile may be the reason: its folder stays, so that the next attempt does not
+                profile the same steps of the config again.
         """
         if not self.active:
             return
@@ -151,49 +147,36 @@ class Profiling:
         if self._ranks.rank == 0 and not failed:
             folder = Path(self._facts["folder"])
             for path in (folder, folder.parent):
-                try:
+                with contextlib.suppress(OSError):  # other ranks have left files in it
                     path.rmdir()
-                except OSError:  # other ranks have left files in it
-                    break
-            if self._switch is not None and self._by_switch:
-                self._switch.give_back()
-            elif self._switch is not None:
-                self._switch.done()
 
     def _plan(self, step: int, most: int | None, request: ProfileRequest | None, warmup: int) -> dict[str, Any] | None:
         """Decide on rank 0 what is profiled, and make its folder."""
-        asked = request or (self._switch.asked() if self._switch is not None else None)
+        asked = request
+        if asked is None and self._switch is not None:
+            asked = self._switch.asked()
+            self._switch.take()
         if asked is None:  # it has been taken back since
             return None
-        ranks, remark = those_there(asked, self._ranks.size)
+        size = self._ranks.size
+        ranks = [rank for rank in range(size) if asked.ranks is None or rank in asked.ranks]
         if not ranks:
-            impossible = ConfigError(str(remark), hint="ranks=0, or ranks=all")
-            if self._switch is not None and request is None:
-                self._switch.refuse(impossible)
-            else:
-                self._refused(impossible.message)
+            self._refused(f"none of the ranks that it is asked of exists: this attempt has {size}, from 0 on")
             return None
         warmup = warmup if most is None or most > warmup else 0
         steps = asked.steps if most is None else min(asked.steps, most - warmup)
         try:
-            if self._switch is not None and request is None:
-                self._switch.take()
-            folder = new_folder(self._run_dir, step + warmup)
+            folder = _new_folder(self._run_dir, step + warmup)
         except OSError as error:
-            if self._switch is not None:
-                self._switch.done()
             self._refused(str(error))
             return None
-        if self._switch is not None and request is not None:
-            self._switch.begun(request)
-        if remark is not None:
-            log.warning("%s; profiling %s", remark, _in_words(ranks))
         return {
-            **ProfileRequest(steps, tuple(ranks), asked.stacks).to_json(),
+            "steps": steps,
+            "ranks": ranks,
+            "stacks": asked.stacks,
             "warmup": warmup,
             "folder": str(folder),
             "first": step + warmup,
-            "remark": remark,
         }
 
     def _refused(self, sentence: str) -> None:
@@ -211,12 +194,24 @@ class Profiling:
         facts = self._facts
         first, last = facts["first"], facts["first"] + facts["steps"] - 1 - missing
         ranks = facts["ranks"]
-        told = {"first": first, "last": last, "ranks": ranks, "folder": facts["folder"]}
-        remark = facts["remark"]
-        self._event(Event.PROFILED, told if remark is None else {**told, "remark": remark})
+        self._event(Event.PROFILED, {"first": first, "last": last, "ranks": ranks, "folder": facts["folder"]})
         which = f"step {first}" if first == last else f"steps {first} to {last}"
-        return f"profile of {which} on {_in_words(ranks)}: {facts['folder']}" + (f" ({remark})" if remark else "")
+        of_ranks = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+        return f"profile of {which} on {of_ranks}: {facts['folder']}"
 
 
-def _in_words(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+def _new_folder(run_dir: RunDir, first: int) -> Path:
+    """Make the folder of a profile that begins with step `first`: profiles/step_0000100; of a second one with .2 behind.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    run_dir.profiles.mkdir(mode=folder_mode(run_dir.path), exist_ok=True)
+    number = 1
+    while True:
+        folder = run_dir.profile(first, number)
+        try:
+            folder.mkdir(mode=folder_mode(run_dir.profiles))
+            return folder
+        except FileExistsError:
+            number += 1

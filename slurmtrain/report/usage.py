@@ -1,7 +1,6 @@
 """Where the hours of many runs went: by run, by user or by node.
 
-From the run directories. What they cannot know is added where it can be had: from SLURM's accounting, for how long jobs held
-their GPUs; from NVML, which of the GPUs stood idle although a run held them.
+From the run directories, and what NVML has shown of the GPUs that stood idle although a run held them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from slurmtrain.choices import Choice
-from slurmtrain.errors import ClusterError, UnreadableRecordError
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Goodput, Segment, over_all, sums_of
 from slurmtrain.report.goodput.history import History, read_history
 from slurmtrain.report.goodput.run import of_history
@@ -22,12 +21,7 @@ from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.gpu_use import GpuTotals, NodeGpus, read_gpu_use, total_of
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.command_environment import trusted_slurm_conf
-from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.system.trust import name_of
-
-STALE_S = 86400.0  # ids of jobs are used again: a start of a job this long before or after a run is another job's
 
 
 class Grouping(Choice):
@@ -47,14 +41,12 @@ class Row:
         runs: number of runs.
         goodput: the sum over them.
         gpus: what was sampled of their GPUs.
-        accounted_gpu_s: GPUs x seconds that SLURM's accounting has for their jobs; None if it was not asked, or by node.
     """
 
     who: str
     runs: int
     goodput: Goodput
     gpus: GpuTotals
-    accounted_gpu_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,35 +55,26 @@ class Usage:
 
     Attributes:
         unreadable: why runs are left out, a sentence each.
-        no_accounting: why SLURM's accounting is not in it; None if it is.
     """
 
     rows: tuple[Row, ...]
     total: Row
     unreadable: tuple[str, ...] = ()
-    no_accounting: str | None = None
 
 
 class _Run(NamedTuple):
     """What is kept of a run: its events and segments would fill the memory, if there are thousands of runs.
 
     Attributes:
-        jobs: ids of its jobs; none if SLURM did not run it.
-        slurm_conf: the slurm.conf that it names.
         attempts: numbers of those of its attempts that count and have records of how busy their GPUs were.
         goodput: where its time went, without its segments.
         parts: its segments, those of an attempt with the same cause as one.
-        begin, end: of its time, in unix seconds.
     """
 
     run_dir: RunDir
-    jobs: tuple[str, ...]
-    slurm_conf: str | None
     attempts: tuple[int, ...]
     goodput: Goodput
     parts: tuple[Segment, ...]
-    begin: float
-    end: float
 
 
 def usage_of(
@@ -106,11 +89,8 @@ def usage_of(
     now = time.time() if now is None else now
     found, unreadable = _read_all(_with_evaluations(run_dirs), since, now)
     samples = {each.run_dir: _samples(each) for each in found if each.attempts}
-    accounted, no_accounting = _accounted(found, since)
     make = {Grouping.RUN: _by_run, Grouping.USER: _by_user, Grouping.NODE: _by_node}[by]
-    rows = make(found, samples, accounted)
-    total = _row("total", found, samples, accounted)
-    return Usage(tuple(rows), total, tuple(unreadable), no_accounting)
+    return Usage(tuple(make(found, samples)), _row("total", found, samples), tuple(unreadable))
 
 
 def _with_evaluations(run_dirs: Iterable[RunDir]) -> list[RunDir]:
@@ -161,13 +141,9 @@ def _kept(run_dir: RunDir, history: History, alive: bool | None, since: float | 
     sampled = (each for each in history.tries if each.gpus and each.sampled and each.record.number in numbers)
     return _Run(
         run_dir,
-        () if history.local or not spent.gpu_seconds else history.jobs,
-        history.slurm_conf,
         tuple(each.record.number for each in sampled),
         replace(spent, segments=()),
         tuple(key._replace(end=seconds) for key, seconds in lengths.items()),
-        spent.begin,
-        spent.end,
     )
 
 
@@ -176,80 +152,35 @@ def _samples(run: _Run) -> list[NodeGpus]:
     return [node for number in run.attempts for node in read_gpu_use(run.run_dir.attempt(number))]
 
 
-def _accounted(found: Sequence[_Run], since: float | None) -> tuple[dict[RunDir, float], str | None]:
-    """Return the GPU seconds of each run by SLURM's accounting, and why there are none, if so.
-
-    Runs that shared a job share its GPUs. Only jobs of runs that held GPUs are asked about.
-    """
-    of_conf: dict[str | None, dict[str, list[_Run]]] = {}
-    known: dict[str, str | None] = {}
-    why: str | None = None
-    for each in found:
-        if not each.jobs:
-            continue
-        try:
-            conf = trusted_slurm_conf(each.slurm_conf, named_by=each.run_dir.info_file, known=known)
-        except ClusterError as error:
-            why = error.message
-            continue
-        for job_id in each.jobs:
-            of_conf.setdefault(conf, {}).setdefault(job_id, []).append(each)
-    result: dict[RunDir, float] = {}
-    for conf, jobs in of_conf.items():
-        try:
-            allocations = SlurmClient(conf).accounted(sorted(jobs))
-        except (ClusterError, OSError) as error:
-            why = error.message if isinstance(error, ClusterError) else str(error)
-            continue
-        for allocation in allocations:
-            start = parse_time(allocation.start)
-            sharing = [run for run in jobs.get(allocation.job_id, ()) if start is not None and _is_of(run, start)]
-            for run in sharing:
-                seconds = allocation.seconds
-                if since is not None and start is not None:
-                    seconds = max(0.0, min(seconds, start + seconds - since))
-                result[run.run_dir] = result.get(run.run_dir, 0.0) + seconds * allocation.gpus / len(sharing)
-    return result, why
-
-
-def _is_of(run: _Run, start: float) -> bool:
-    return run.begin - STALE_S <= start <= run.end + STALE_S
-
-
 # The rows.
 
 Samples = Mapping[RunDir, Sequence[NodeGpus]]
-Accounted = Mapping[RunDir, float]
 
 
-def _row(who: str, runs: Sequence[_Run], samples: Samples, accounted: Accounted) -> Row:
-    asked = [accounted[each.run_dir] for each in runs if each.run_dir in accounted] if accounted else []
+def _row(who: str, runs: Sequence[_Run], samples: Samples) -> Row:
     whole = {each.run_dir.evaluated_run or each.run_dir for each in runs}
     return Row(
         who,
         len({run_dir.path for run_dir in whole}),
         over_all(each.goodput for each in runs),
         total_of(node for each in runs if each.attempts for node in samples[each.run_dir]),
-        sum(asked) if asked else None,
     )
 
 
-def _grouped(
-    runs: Sequence[_Run], name_of_run: Callable[[_Run], str], samples: Samples, accounted: Accounted
-) -> list[Row]:
+def _grouped(runs: Sequence[_Run], name_of_run: Callable[[_Run], str], samples: Samples) -> list[Row]:
     groups: dict[str, list[_Run]] = {}
     for each in runs:
         groups.setdefault(name_of_run(each), []).append(each)
-    return [_row(name, members, samples, accounted) for name, members in groups.items()]
+    return [_row(name, members, samples) for name, members in groups.items()]
 
 
-def _by_run(runs: Sequence[_Run], samples: Samples, accounted: Accounted) -> list[Row]:
-    return _grouped(runs, lambda each: (each.run_dir.evaluated_run or each.run_dir).id, samples, accounted)
+def _by_run(runs: Sequence[_Run], samples: Samples) -> list[Row]:
+    return _grouped(runs, lambda each: (each.run_dir.evaluated_run or each.run_dir).id, samples)
 
 
-def _by_user(runs: Sequence[_Run], samples: Samples, accounted: Accounted) -> list[Row]:
+def _by_user(runs: Sequence[_Run], samples: Samples) -> list[Row]:
     """Return a row for each owner of folders of runs: what run.json says of its user anybody can write."""
-    return sorted(_grouped(runs, _owner, samples, accounted), key=_cost, reverse=True)
+    return sorted(_grouped(runs, _owner, samples), key=_cost, reverse=True)
 
 
 def _owner(run: _Run) -> str:
@@ -260,7 +191,7 @@ def _owner(run: _Run) -> str:
     return name_of(uid) or str(uid)
 
 
-def _by_node(runs: Sequence[_Run], samples: Samples, accounted: Accounted) -> list[Row]:
+def _by_node(runs: Sequence[_Run], samples: Samples) -> list[Row]:
     """Return a row for each node on which ranks ran. Its seconds are those of the node, its GPUs a node's part of the run's."""
     parts: dict[str, list[Segment]] = {}
     of_node: dict[str, set[str]] = {}  # paths of the runs

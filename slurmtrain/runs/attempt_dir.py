@@ -77,7 +77,6 @@ class AttemptDir:
     stop_file = PathBelow(STOP_NAME)  # why the ranks were told to stop
     master_file = PathBelow("master.json")  # its address and port, for programs that rendezvous by themselves
     preflight_file = PathBelow("preflight.json")  # what the checks before training have found
-    profiles_marker = PathBelow("takes-profiles")  # empty: the user's own program looks for a wish for a profile
     prepared_file = PathBelow("prepared")  # empty: rank 0 of a preparation of data needs no other rank any more
     stopping_file = PathBelow("stopping")  # empty: a rank of a preparation of data was told to stop, so all stop
 

@@ -2,7 +2,7 @@
 
 Rank 0 writes it while the job runs, the supervisor completes it after the last rank has exited, and the next attempt closes
 one that nobody could complete, because its node was gone. It is read by `status`, and by the budgets that end a run which
-crashes again and again: pure functions of the records, on which `outcome.budget_spent` decides.
+crashes again and again: pure functions of the records, on which `decide.budget_spent` decides.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import socket
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
-from slurmtrain.runs.decide import QUICK_FAILURE_S, AttemptOutcome
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.failures import cancelled_due_to
-from slurmtrain.runs.reasons import Reason, Verdict, joined
+from slurmtrain.runs.reasons import QUICK_FAILURE_S, Reason, Verdict, joined
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system import process, records
 from slurmtrain.system.files import read_json
 from slurmtrain.system.process import ProcessMark
 from slurmtrain.system.records import Count, Number, Time, typed, typed_or_none
+
+if TYPE_CHECKING:
+    from slurmtrain.runs.decide import AttemptOutcome
 
 log = logging.getLogger(__name__)
 
@@ -382,17 +382,3 @@ def came_to_an_end(run_dir: RunDir, last: Attempt) -> bool:
     """
     unfinished = last.verdict is None and failed_set_up(run_dir.attempt(last.number)) is not None
     return last.verdict == Verdict.END or unfinished
-
-
-def was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
-    """Return whether SLURM has said that it preempts this attempt, to rank 0 or in the job's log.
-
-    Without a GraceTime, which is SLURM's default, only the log says so: the job is requeued in the same moment, and
-    with that the time of its preemption is gone from what `scontrol show job` prints.
-    """
-    if attempt.facts_when_told is not None and attempt.facts_when_told.preempted:
-        return True
-    log = run_dir.job_log(attempt.job_id or own_job_id() or "")
-    before = read_attempt(run_dir, attempt.number - 1) if attempt.number > 1 else None
-    since = max(attempt.started, (before.ended or 0.0) if before is not None else 0.0)
-    return log is not None and cancelled_due_to(log, since) == "PREEMPTION"

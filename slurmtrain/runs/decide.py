@@ -27,6 +27,7 @@ from slurmtrain.runs.reasons import (
     ENDS_RUN,
     FAILURES,
     PRUNED_BY_SEARCH,
+    QUICK_FAILURE_S,
     STARTS_ANEW,
     GoesOn,
     LastWord,
@@ -41,7 +42,6 @@ from slurmtrain.slurm.node_ledger import NodeRecord
 from slurmtrain.system.signals import StopCause
 
 IN_PLACE_LEAST_S = 60.0  # to start up and do something useful, before the warning of the time limit
-QUICK_FAILURE_S = 60.0
 PAUSES_S = (0.0, 5.0, 20.0, 60.0)  # before a start after so many quick failures in a row, the first excepted
 _NOT_REQUEUED = "it is not requeued (requeue.mode=off)"
 _NEXT_STEPS = {

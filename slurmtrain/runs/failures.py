@@ -17,7 +17,9 @@ from pathlib import Path
 
 from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError, UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.slurm.environment import own_node_name
+from slurmtrain.runs.attempts import Attempt, read_attempt
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.environment import own_job_id, own_node_name
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.system import records
@@ -335,3 +337,17 @@ def cancelled_due_to(log: Path, since: float) -> str | None:
     words = re.findall(r"error: \*\*\* JOB \S+ ON \S+ CANCELLED AT (\S+) DUE TO ([A-Z ]+) \*\*\*", text)
     later = [why for at, why in words if (parse_time(at) or 0.0) >= int(since)]
     return later[-1] if later else None
+
+
+def was_preempted(run_dir: RunDir, attempt: Attempt) -> bool:
+    """Return whether SLURM has said that it preempts this attempt, to rank 0 or in the job's log.
+
+    Without a GraceTime, which is SLURM's default, only the log says so: the job is requeued in the same moment, and
+    with that the time of its preemption is gone from what `scontrol show job` prints.
+    """
+    if attempt.facts_when_told is not None and attempt.facts_when_told.preempted:
+        return True
+    log = run_dir.job_log(attempt.job_id or own_job_id() or "")
+    before = read_attempt(run_dir, attempt.number - 1) if attempt.number > 1 else None
+    since = max(attempt.started, (before.ended or 0.0) if before is not None else 0.0)
+    return log is not None and cancelled_due_to(log, since) == "PREEMPTION"

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 
+QUICK_FAILURE_S = 60.0  # an attempt that fails sooner has done nothing useful
+
 
 class Reason(StrEnum):
     """The reason why an attempt ended."""

@@ -105,8 +105,6 @@ class RunDir:
     stop_switch = PathBelow("stop")  # to end the run for good, as `cancel` does
     save_switch = PathBelow("save")  # to have a checkpoint saved now
     profile_switch = PathBelow("profile")  # to have some steps profiled
-    profile_taken = PathBelow("profile.taken")  # asks for the profile that is under way; later: it was never done
-    profile_refused = PathBelow("profile.refused")  # the last one that asked for a profile and got none
 
     def attempt(self, number: int) -> AttemptDir:
         return AttemptDir(self.attempts / f"{number:04d}")

@@ -126,7 +126,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
         rendezvous_timeout_s: seconds to wait for the other ranks, unless the job's config sets them.
         watchdog: end the program when a rank does not get on, and name that rank: when `should_stop`, which is called once a
             step, is not called for so many seconds, nor for watchdog.factor times the longest step. True: for
-            watchdog.program_s seconds. Choose more than an evaluation of yours takes.
+            watchdog.program_s seconds. Choose more than an evaluation of yours takes. Only in a program that was submitted.
 
     Raises:
         EnvironmentMismatchError, PreflightError, RendezvousError: shown as one sentence; the process ends with the right exit
@@ -160,8 +160,12 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
         rendezvous_dir = attempt_context.rendezvous_directory(environment, runs_root())
 
     def watch(met: DistributedContext) -> None:
-        if watchdog:
-            session.watchdog = _watch(replace(limits, min_s=limits.program_s if watchdog is True else watchdog), met)
+        if watchdog and session.context is not None:
+            from slurmtrain.runtime.watchdog.watchdog import Watchdog
+
+            own_limits = replace(limits, min_s=limits.program_s if watchdog is True else watchdog)
+            # The ranks of a program may end at different times, so one that is gone has not failed.
+            session.watchdog = Watchdog(own_limits, met, session.context.attempt_dir, leaves_with_rank_0=False)
 
     try:
         session.distributed = init_distributed(cluster, device, environment, rendezvous_dir, stop_flag, on_met=watch)
@@ -182,15 +186,6 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
     return Run(environment.rank, environment.world_size, environment.local_rank, session.distributed.device, run_path)
 
 
-def _watch(limits: WatchdogConfig, met: DistributedContext) -> Watchdog:
-    """Start to watch this rank."""
-    from slurmtrain.runtime.watchdog.watchdog import Watchdog
-
-    attempt_dir = session.context.attempt_dir if session.context is not None else None
-    # The ranks of a program may end at different times, so one that is gone has not failed.
-    return Watchdog(limits, met, attempt_dir, leaves_with_rank_0=False)
-
-
 def _follow(watchdog: Watchdog | None, agreement: StopAgreement) -> None:
     """Watch from now on whether this rank calls `should_stop`."""
     from slurmtrain.hangs.beats import Position
@@ -202,15 +197,12 @@ def _follow(watchdog: Watchdog | None, agreement: StopAgreement) -> None:
 def _profiling(context: AttemptContext, distributed: DistributedContext, ranks: Sequence[int]) -> Profiling:
     """Return what takes profiles between calls of `should_stop`, when somebody touches RUN/profile."""
     from slurmtrain.checkpoint.ranks import RankGroup
-    from slurmtrain.observe.profile_request import DEFAULT_STEPS, ProfileRequest
-    from slurmtrain.observe.profile_switch import ProfileSwitch
+    from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
     from slurmtrain.observe.profiling import Profiling
 
     switch = None
     if distributed.environment.rank == 0:
-        switch = ProfileSwitch(context.run_dir, ProfileRequest(DEFAULT_STEPS, tuple(ranks) or None))
-        with suppress(OSError):
-            context.attempt_dir.profiles_marker.touch()
+        switch = ProfileSwitch(context.run_dir, ProfileRequest(ranks=tuple(ranks) or None))
 
     def event(event: Event, values: dict[str, Any]) -> None:
         with suppress(OSError):

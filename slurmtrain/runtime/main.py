@@ -22,6 +22,7 @@ from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.parallel_dims import on_given_nodes, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
+from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runs.run_dir import RunDir
@@ -29,7 +30,6 @@ from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.gpu_sampler import start_gpu_sampler
 from slurmtrain.runtime.leaving import fail, leave, show, undeterred
-from slurmtrain.runtime.profiles import profile_switch_of
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.runtime.stop_watcher import ANSWER_S, StopWatcher, stated_seconds_left
 from slurmtrain.slurm.client import SlurmClient, run_command
@@ -159,6 +159,10 @@ def _begin(
     in_slurm = environment.source == "slurm"
     # A program of the user's own does not notice a switch: only a signal reaches it.
     run_dir = context.run_dir if config.job.kind != JobKind.COMMAND else None
+    switch = None
+    if config.job.kind == JobKind.TRAIN:
+        request = ProfileRequest(ranks=tuple(config.observe.profile_ranks) or None)
+        switch = ProfileSwitch(context.run_dir, request)
     return StopWatcher(
         stop_flag,
         context.attempt_dir,
@@ -166,7 +170,7 @@ def _begin(
         signal_lead_s=config.cluster.signal_lead_s,
         left_s=stated_seconds_left(context.run_dir, context.number) if in_slurm else None,
         run_dir=run_dir,
-        profile_switch=profile_switch_of(context, config),
+        profile_switch=switch,
     )
 
 

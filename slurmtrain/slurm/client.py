@@ -21,13 +21,10 @@ from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.answers import is_no_answer
 from slurmtrain.slurm.command_environment import clean_environment
 from slurmtrain.slurm.job_facts import (
-    SACCT_FORMAT,
-    Allocation,
     JobFacts,
     QueuedJob,
     met_dependency,
     moved_dependency,
-    parse_sacct,
     parse_show_job,
 )
 from slurmtrain.slurm.job_states import GONE, JobState
@@ -45,7 +42,6 @@ UNIX_TIMES = MappingProxyType({"SLURM_TIME_FORMAT": "%s"})
 # Without --all, squeue leaves out jobs of hidden partitions, also to the person whose jobs they are.
 SQUEUE = ("squeue", "--noheader", "--all")
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
-JOBS_AT_ONCE = 1000  # asked of accounting in one call: a list of all would not fit into a command line
 GLANCE_S = 2  # longest wait for an answer that nothing depends on
 CONFIG_MISSING = "configuration source"  # said where there is neither a slurm.conf nor a controller that hands one out
 INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
@@ -185,29 +181,6 @@ class SlurmClient:
             for job_id in (raw, element):
                 if job_id in ids:
                     found[job_id] = QueuedJob(state, reason, start, words)
-        return found
-
-    def accounted(self, job_ids: Sequence[str]) -> list[Allocation]:
-        """Return what SLURM's accounting has of these jobs, each start of a requeued job by itself.
-
-        Raises:
-            ClusterError: there is no sacct, the cluster keeps no accounting, or it does not answer.
-        """
-        found: list[Allocation] = []
-        for begin in range(0, len(job_ids), JOBS_AT_ONCE):
-            jobs = ",".join(job_ids[begin : begin + JOBS_AT_ONCE])
-            command = [
-                "sacct",
-                "--noheader",
-                "--parsable2",
-                "--allocations",
-                "--duplicates",
-                f"--format={SACCT_FORMAT}",
-            ]
-            answer = self._answer([*command, f"--jobs={jobs}"])
-            if answer.returncode != 0:
-                raise ClusterError(f"`sacct` failed: {_last_line(answer)}")
-            found += parse_sacct(answer.stdout)
         return found
 
     def find_by_comment(self, word: str, *, ended: bool = False) -> list[str]:

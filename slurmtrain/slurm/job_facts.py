@@ -1,7 +1,4 @@
-"""What SLURM says of jobs: `scontrol show job`, squeue, sacct. Parsing only: `SlurmClient` asks.
-
-Many clusters keep no accounting, and on others it is slow: whoever asks sacct continues without an answer.
-"""
+"""What SLURM says of jobs: `scontrol show job` and squeue. Parsing only: `SlurmClient` asks."""
 
 from __future__ import annotations
 
@@ -110,39 +107,3 @@ def met_dependency(text: str, job_id: str) -> str | None:
     if left == words:
         return None
     return "" if "?" in text else ",".join(left)  # "?": one of them is enough
-
-
-SACCT_FORMAT = "JobID,ElapsedRaw,Start,AllocTRES"
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """One start of a job, as accounting has it: a requeued job has several.
-
-    Attributes:
-        seconds: for which it held its nodes.
-        start: when it began, as SLURM writes it; "Unknown" if it has not begun.
-        gpus: GPUs on all its nodes.
-    """
-
-    job_id: str
-    seconds: float
-    start: str
-    gpus: int
-
-    @property
-    def gpu_seconds(self) -> float:
-        """GPUs x seconds."""
-        return self.gpus * self.seconds
-
-
-def parse_sacct(text: str) -> list[Allocation]:
-    """Return the allocations in the output of sacct with SACCT_FORMAT; other lines are left out."""
-    found = []
-    for line in text.splitlines():
-        job_id, seconds, start, tres = [*line.strip().split("|", 3), "", "", "", ""][:4]
-        if not re.fullmatch(r"[0-9]+([_+][0-9]+)?", job_id) or not seconds.isdigit():
-            continue
-        match = re.search(r"(?:^|,)gres/gpu=([0-9]{1,6})(?:,|$)", tres)
-        found.append(Allocation(job_id, float(seconds), start, int(match[1]) if match else 0))
-    return found

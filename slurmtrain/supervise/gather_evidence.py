@@ -24,6 +24,7 @@ from slurmtrain.runs.failures import (
     found_hang,
     in_its_words,
     node_of_killed_tasks,
+    was_preempted,
     with_last_words,
 )
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
@@ -152,7 +153,7 @@ def evidence_of(
         request=request,
         facts=facts,
         told=attempt.facts_when_told,
-        preempted_when_told=attempts.was_preempted(run_dir, attempt),
+        preempted_when_told=was_preempted(run_dir, attempt),
         restart_count=own_restart_count(),
         progressed=attempt.progressed,
         progress_visible=_progress_is_visible(attempt, config),

@@ -19,8 +19,7 @@ from torch import Tensor
 from slurmtrain.models import Decoder
 from slurmtrain.observe import read_metrics
 from slurmtrain.observe.phases import HostTimer, Window
-from slurmtrain.observe.profile_request import ProfileRequest
-from slurmtrain.observe.profile_switch import ProfileSwitch
+from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.signals import StopCause, StopFlag
@@ -288,7 +287,6 @@ class Asks(TrainingHook):
         if state.step in self._wishes:
             self._run.profile_switch.write_text(self._wishes[state.step])
         self._switch.look()
-        self._switch.look()
         if state.step == self._stop_at:
             self._stop.request(StopCause.SIGTERM)
 
@@ -347,24 +345,19 @@ def test_a_touch_profiles_the_next_steps_on_the_chosen_ranks_once_and_no_bit_cha
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
 
 
-def test_a_preemption_during_a_profile_saves_first_and_the_next_attempt_takes_it(tmp_path: Path) -> None:
+def test_a_preemption_during_a_profile_saves_first_and_drops_it(tmp_path: Path) -> None:
     stopped = profiled(alone(), tmp_path / "run", {1: "steps=4"}, stop_at=4)
     assert not stopped.finished and stopped.saved is not None
-    assert (tmp_path / "run" / "profile").read_text() == "steps=4" and not (tmp_path / "run" / "profiles").exists()
-    profiled(alone(), tmp_path / "run", {}, ["train.steps=20", "checkpoint.allow=[config]"], attempt=2)
-    (event,) = events(tmp_path / "run", "profiled")
-    assert event["attempt"] == 2 and event["last"] - event["first"] == 3
+    assert not (tmp_path / "run" / "profile").exists() and not (tmp_path / "run" / "profiles").exists()
 
 
-def test_an_attempt_that_fails_during_a_profile_does_not_ask_the_next_one_for_it(tmp_path: Path) -> None:
+def test_an_attempt_that_fails_during_a_profile_does_not_hand_it_on_to_the_next_one(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         profiled(alone(), tmp_path / "run", {1: "steps=4"}, fails=True)
     assert not (tmp_path / "run" / "profile").exists() and profile_names(tmp_path / "run") == ["step_0000004"]
     planned = ["observe.profile_steps=4-6"]
     profiled(alone(), tmp_path / "run", {}, planned, attempt=2)
     assert events(tmp_path / "run", "profiled") == []
-    (event,) = events(tmp_path / "run", "profile refused")
-    assert "'steps=4' is lost" in event["sentence"] and (tmp_path / "run/profile.refused").read_text() == "steps=4"
 
 
 @pytest.mark.parametrize(("steps", "first", "recorded"), [("1", 1, 1), ("7-20", 7, 2)])
@@ -411,6 +404,5 @@ def test_an_own_loop_is_profiled_between_its_calls_of_should_stop(tmp_path: Path
     folder, cut_short = sorted(run.profiles.iterdir())
     assert recorded_steps(folder / "rank-0.trace.json.gz") == 2 and not run.profile_switch.exists()
     assert "aten::mm" in (folder / "rank-0.txt").read_text()
-    assert 1 < recorded_steps(cut_short / "rank-0.trace.json.gz") < 10  # the end of the program
+    assert 1 < recorded_steps(cut_short / "rank-0.trace.json.gz") < 50  # the end of the program
     assert [event["event"] for event in run.events() if event["event"].startswith("profile")] == ["profiled"] * 2
-    assert not run.profile_taken.exists()

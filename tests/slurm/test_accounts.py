@@ -23,7 +23,7 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.read_facts import read_facts
 from slurmtrain.system.trust import own_user
-from tests.slurm.project import SMALL, make_project
+from tests.slurm.project import make_project
 from tests.slurm.test_drill import drill
 from tests.support.gloo import wait_until
 from tests.support.slurm_cluster import Cluster
@@ -250,25 +250,6 @@ def test_a_run_is_preempted_by_a_job_of_a_higher_qos_and_comes_back_with_the_sam
         assert f"you may not use --qos={HIGH}" in ways["preemption"]["sentence"], found
     finally:
         sacctmgr(accounts, "modify", *qos(LOW, "GraceTime=10").split())
-
-
-def test_usage_shows_the_gpu_hours_of_a_real_accounting(accounts: Cluster, tmp_path: Path) -> None:
-    project = make_project(tmp_path / "project", accounts)
-    conf = f"cluster.slurm_conf={accounts.sandbox.slurm_conf}"
-    overrides = ["+cluster=sandbox", "cluster.sandbox=null", conf, *SMALL, "train.steps=2", "train.device=cpu"]
-    overrides += ["cluster.nodes=1", "cluster.tasks_per_node=2", "cluster.gpus_per_node=2"]
-    assert "finished" in said(accounts, project.path, *overrides, "submit", "--follow")
-
-    def accounted() -> dict[str, Any] | None:  # slurmctld hands the end of a job on to slurmdbd a moment later
-        found = json.loads(said(accounts, project.path, "usage", "--json"))
-        assert found["no_accounting"] is None, found
-        (row,) = found["rows"]
-        return row if row["accounted_gpu_s"] else None
-
-    row = wait_until(accounted, "accounted")
-    # SLURM counts whole seconds, and those in which the job begins and ends on its nodes as well.
-    assert row["gpu_hours"] == pytest.approx(row["accounted_gpu_s"] / 3600, abs=2 * 10 / 3600)
-    assert "by SLURM" in said(accounts, project.path, "usage")
 
 
 def said(cluster: Cluster, folder: Path, *words: str) -> str:

@@ -57,8 +57,6 @@ class History:
         submitted: when it was submitted first; None if it never was.
         kind: job.kind; None if it is not known.
         local: it was started here, without SLURM.
-        jobs: ids of the jobs that it was submitted as.
-        slurm_conf: the slurm.conf that it names, of which nobody has checked who has written it.
         tries: its attempts, in order.
         events: its events, oldest first.
     """
@@ -68,8 +66,6 @@ class History:
     local: bool
     tries: Sequence[AttemptTimes]
     events: Sequence[Mapping[str, Any]]
-    jobs: tuple[str, ...] = ()
-    slurm_conf: str | None = None
 
     @property
     def is_open(self) -> bool:
@@ -100,8 +96,7 @@ def read_history(run_dir: RunDir) -> History:
         if each.last_sign is None and each.record.ended is not None and each.record.ended >= after.begun:
             found[index] = each._replace(last_sign=_last_sign(run_dir, each.record.number, with_log=False))
     kind = next((each.record.kind for each in reversed(found) if each.record.kind), None)
-    jobs, conf = tuple(info.get("job_ids") or ()), info.get("slurm_conf")
-    return History(_submitted(events, info), kind, local, found, events, jobs, conf)
+    return History(_submitted(events, info), kind, local, found, events)
 
 
 def _submitted(events: Sequence[Mapping[str, Any]], info: Mapping[str, Any]) -> float | None:

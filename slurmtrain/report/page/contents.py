@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-from slurmtrain.report.page import units
-from slurmtrain.report.page.series import Series, rows_of
 
 _NUMBER = re.compile(
     r"[-+]?(?:[\d,]*\.?\d+(?:e[-+]?\d+)?|nan|inf)(?: ?[%A-Za-z/²°]{1,12}(?: \d+ [a-z]{1,3})?)?", re.IGNORECASE
@@ -71,11 +68,11 @@ class Chart:
     """One chart.
 
     Attributes:
-        key: names it within the page, and its picture and table as files.
+        key: names it within the page.
         figure: `data` and `layout` as plotly has them; its colours are variables of the style sheet, such as "--c0".
         unit: of the values.
         legend: (colour, words) of each thing drawn; "" in place of a colour where the words begin with a symbol.
-        curves: (name, series) of each curve over the steps, from which its table of numbers is made.
+        over_steps: its curves are over the steps, which all such charts of a page show alike.
         note: what a person should know who sees it.
         summary: what it shows, in a sentence, for those who do not see it.
         scalable: its values are positive, so that a logarithmic scale can be chosen.
@@ -87,23 +84,11 @@ class Chart:
     figure: Mapping[str, Any]
     unit: str = ""
     legend: tuple[tuple[str, str], ...] = ()
-    curves: tuple[tuple[str, Series], ...] = field(default=(), repr=False)
+    over_steps: bool = False
     note: str = ""
     summary: str = ""
     scalable: bool = False
     wide: bool = False
-
-    @property
-    def table(self) -> Grid | None:
-        """Some steps of its curves, evenly spread; None if it has none."""
-        if not self.curves:
-            return None
-        rows = [
-            (f"{step:,.0f}", *("" if value is None else units.number(value) for value in values))
-            for step, values in rows_of([series for _, series in self.curves])
-        ]
-        title = f"{self.title}{f', in {self.unit}' if self.unit else ''}: {len(rows)} steps, evenly spread"
-        return grid(title, ("step", *(name for name, _ in self.curves)), rows)
 
 
 @dataclass(frozen=True)

@@ -68,16 +68,12 @@ class CurveSections:
             return Section("phases", title, missing="The phases of the steps have not been logged.")
         means = {name: max(0.0, series.mean or 0.0) for name, series in parts}
         total = sum(means.values())
-        shares = [
-            (name, figures.color_of(index), mean, f"{units.brief(mean)} s")
-            for index, (name, mean) in enumerate(means.items())
-        ]
-        about = f"A step took {units.brief(total)} s on average, over all logged steps."
+        parts_s = units.listed((f"{name} {units.brief(mean)} s" for name, mean in means.items()), len(means))
+        about = f"A step took {units.brief(total)} s on average, over all logged steps: {parts_s}."
         share = means.get("communication, not hidden")
         if share is not None and total > 0:
             about += f" {units.percent(share / total)} of it was communication that no computation hid."
-        bar = figures.share_chart("phases-shares", "Mean share of each phase", shares)
-        return Section("phases", title, about, (chart, bar))
+        return Section("phases", title, about, (chart,))
 
     def training(self) -> Section | None:
         """Return the section of the learning rate, norms and memory; None: none of them has been logged."""

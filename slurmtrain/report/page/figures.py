@@ -1,4 +1,4 @@
-"""The charts of a page as figures of plotly: plain JSON that plotly.js draws in the page, and matplotlib in files.
+"""The charts of a page as figures of plotly: plain JSON that plotly.js draws in the page.
 
 Colours are variables of the style sheet, such as "--c0", since a page has two themes. plotly reads tags such as <b> and
 <a> in text, so everything that a run may have written goes through `plain`.
@@ -14,7 +14,7 @@ from typing import Any
 
 from slurmtrain.report.page import units
 from slurmtrain.report.page.contents import Chart
-from slurmtrain.report.page.series import Series, column_means, m4
+from slurmtrain.report.page.series import Series, column_means, thinned
 
 HEIGHT = 260  # pixels
 COLUMNS, LEAST_COLUMNS, ALL_COLUMNS = 500, 60, 9000  # of one curve, at least, and of all curves of a page together
@@ -105,7 +105,7 @@ def line_chart(
     Args:
         log: None: if the values span decades.
     """
-    drawn = [(curve, m4(curve.series, columns, *span)) for curve in curves]
+    drawn = [(curve, thinned(curve.series, columns, *span)) for curve in curves]
     values = [value for _, kept in drawn for value in kept.finite.values.tolist()]
     if not values:
         return None
@@ -124,10 +124,10 @@ def line_chart(
         tuple(
             (color_of(each.color), f"{each.name}{' (thin)' if each.thin else ''}") for each in curves if len(curves) > 1
         ),
-        tuple((curve.name, curve.series) for curve in curves),
-        f"Gaps: {', '.join(broken)}." if broken else "",
-        _summary([(curve.name, curve.series) for curve in curves], unit),
-        min(values) > 0,
+        over_steps=True,
+        note=f"Gaps: {', '.join(broken)}." if broken else "",
+        summary=_summary([(curve.name, curve.series) for curve in curves], unit),
+        scalable=min(values) > 0,
     )
 
 
@@ -195,7 +195,7 @@ def stacked_chart(
     ]
     legend = tuple((color_of(number), name) for number, (name, _) in enumerate(parts))
     figure = {"data": data, "layout": _over_steps(span, {"rangemode": "tozero"})}
-    return Chart(key, title, figure, unit, legend, tuple(parts), summary=_summary(parts, unit), wide=True)
+    return Chart(key, title, figure, unit, legend, over_steps=True, summary=_summary(parts, unit), wide=True)
 
 
 def share_chart(key: str, title: str, parts: Sequence[tuple[str, str, float, str]]) -> Chart:

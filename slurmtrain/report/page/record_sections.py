@@ -1,12 +1,12 @@
-"""Sections of what is on record: attempts, where the time went, nodes, events, machines, environment and config."""
+"""Sections of what is on record: attempts, where the time went, nodes, machines and config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from slurmtrain.report.compare import MISSING
-from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Cause, Goodput
+from slurmtrain.report.goodput.causes import Cause, Goodput
 from slurmtrain.report.page import figures, sentences, units
 from slurmtrain.report.page.contents import Section, grid
 from slurmtrain.report.page.run_facts import RunFacts
@@ -18,11 +18,7 @@ from slurmtrain.runs.node_blame import records_of
 from slurmtrain.runs.software import words_for_changes
 from slurmtrain.slurm.node_ledger import NodeEvent
 
-MOST_EVENTS, MOST_SLOW, MOST_GPUS, MOST_SETTINGS, MOST_FACTS = 300, 50, 512, 2000, 400  # rows
-SHOWN_ELSEWHERE = frozenset(
-    """name overrides backend user host created slurm_conf job_ids config_hash steps code workdir submit_dir packed
-    own_checkpoints chain chain_after varied id""".split()
-)
+MOST_SLOW, MOST_GPUS, MOST_SETTINGS = 50, 512, 2000  # rows
 SETTINGS = ("gpu_type", "partition", "account", "qos", "time_limit_min", "container.image")
 
 
@@ -65,10 +61,7 @@ def goodput_section(goodput: Goodput | None) -> Section:
         return Section("goodput", title, missing="It is not known yet where the time went.")
     spent = [(cause, goodput.seconds[cause]) for cause in Cause if goodput.seconds.get(cause, 0.0) > 0]
     parts = [(sentences.CAUSES[cause], f"--{cause}", seconds, units.duration(seconds)) for cause, seconds in spent]
-    held = [part for part, (cause, _) in zip(parts, spent, strict=True) if cause not in HOLDS_NO_GPUS]
-    charts = [figures.share_chart("goodput", "All time since the run was submitted", parts)]
-    if 0 < len(held) < len(parts):
-        charts.append(figures.share_chart("goodput-held", "Time in which the run held nodes", held))
+    charts = (figures.share_chart("goodput", "All time since the run was submitted", parts),)
     gpus, shares = goodput.gpu_hours > 0, goodput.shares
     rows = [
         (
@@ -96,7 +89,7 @@ def goodput_section(goodput: Goodput | None) -> Section:
         ]
         lost = ("reason", "attempts", "time lost", *(["GPU hours lost"] if gpus else []))
         grids.append(grid("What interruptions cost", lost, costs))
-    return Section("goodput", title, sentences.what_was_lost(goodput), tuple(charts), tuple(grids))
+    return Section("goodput", title, sentences.what_was_lost(goodput), charts, tuple(grids))
 
 
 def nodes_section(facts: RunFacts) -> Section:
@@ -143,34 +136,6 @@ def _slow_cells(slow: SlowRanks) -> tuple[str, ...]:
     )
 
 
-def events_section(facts: RunFacts) -> Section:
-    """Return the section of the newest events."""
-    rows = [_event_cells(event) for event in facts.events[-MOST_EVENTS:]]
-    if not rows:
-        return Section("events", "Events", missing="No event has been recorded.")
-    hidden = len(facts.events) > len(rows)
-    about = (
-        f"The last {len(rows)} of {len(facts.events):,} events; events.jsonl contains all of them." if hidden else ""
-    )
-    table = grid("Events", ("time", "attempt", "event", "details"), rows, folded=True)
-    return Section("events", "Events", about, grids=(table,))
-
-
-def _event_cells(event: Mapping[str, Any]) -> tuple[str, ...]:
-    words = ", ".join(
-        f"{name}: {value if isinstance(value, str) else units.json_words(value)}"
-        for name, value in event.items()
-        if name not in ("time", "event", "attempt")
-    )
-    attempt = event.get("attempt")
-    return (
-        units.moment(event["time"]),
-        str(attempt) if isinstance(attempt, int) else "",
-        units.clean(event["event"], 60),
-        units.clean(words, 240),
-    )
-
-
 def system_section(facts: RunFacts) -> Section:
     """Return the section of the machines and the environment of the run."""
     info, last = facts.info, facts.attempts[-1] if facts.attempts else None
@@ -198,16 +163,13 @@ def system_section(facts: RunFacts) -> Section:
         "run directory": facts.run_dir.path,
         "submitted from": info.get("submit_dir"),
     }
-    grids = [grid("The run and its machines", ("item", "value"), _rows(known.items()))]
+    rows = [(key, units.clean(value)) for key, value in known.items() if value not in (None, "", [], {})]
+    grids = [grid("The run and its machines", ("item", "value"), rows)]
     used = _gpu_rows(facts)
     if used:
         header = ("node", "GPU", "busy", "idle", "power", "peak memory", "highest temperature", "errors")
         grids.append(grid("GPUs in the newest attempt", header, used, folded=len(used) > 16))
-    rest = environment_rows({**facts.environment, **info})
-    if rest:
-        title = "Environment, as recorded when the run started"
-        grids.append(grid(title, ("item", "value"), rest, folded=len(rest) > 12))
-    return Section("system", "System and environment", grids=tuple(grids))
+    return Section("system", "Machines and code", grids=tuple(grids))
 
 
 def _gpu_rows(facts: RunFacts) -> list[tuple[str, ...]]:
@@ -233,24 +195,13 @@ def _gpu_rows(facts: RunFacts) -> list[tuple[str, ...]]:
     return rows[:MOST_GPUS]
 
 
-def environment_rows(info: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what is recorded beyond what is shown elsewhere: packages, driver, CUDA, image, variables."""
-    return _rows(_flat({name: value for name, value in info.items() if name not in SHOWN_ELSEWHERE}))[:MOST_FACTS]
-
-
-def _rows(found: Iterable[tuple[str, object]]) -> list[tuple[str, str]]:
-    return [(units.clean(key, 120), units.clean(value)) for key, value in found if value not in (None, "", [], {})]
-
-
 def config_section(facts: RunFacts) -> Section:
-    """Return the section of the config: what differs from the defaults, and all of it."""
+    """Return the section of the config: what differs from the defaults."""
     if facts.config is None:
         return Section("config", "Config", missing="The config cannot be read.")
     changed = facts.changed_settings
     rows = [(units.clean(key, 120), _setting(value), _setting(default)) for key, default, value in changed]
-    everything = [(units.clean(key, 120), _setting(value)) for key, value in _flat(facts.config)]
     grids = [grid("Fields that differ from the defaults", ("field", "value", "default"), rows[:MOST_SETTINGS])]
-    grids.append(grid("All fields", ("field", "value"), everything[:MOST_SETTINGS], folded=True))
     about = f"{units.plural(len(changed), 'field')} differ{'s' if len(changed) == 1 else ''} from the defaults."
     return Section("config", "Config", about, grids=tuple(each for each in grids if each.rows))
 
@@ -260,14 +211,3 @@ def _setting(value: Any) -> str:
     if value is MISSING:
         return "(no such field)"
     return units.clean(value) or '""' if isinstance(value, str) else units.clean(units.json_words(value))
-
-
-def _flat(value: Any, where: str = "", depth: int = 0) -> Iterable[tuple[str, Any]]:
-    """Yield dotted keys and values; what is nested very deep stays as it is."""
-    if isinstance(value, Mapping) and value and depth < 5:
-        for key, each in value.items():
-            yield from _flat(each, f"{where}.{key}" if where else str(key), depth + 1)
-    elif isinstance(value, list) and all(isinstance(each, str | int | float) for each in value):
-        yield where, ", ".join(map(str, value[:50]))
-    else:
-        yield where, value

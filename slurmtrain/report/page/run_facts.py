@@ -21,7 +21,6 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.gpu_use import NodeGpus, read_gpu_use
 from slurmtrain.runs.node_blame import left_out_of
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.software import newest_environment
 from slurmtrain.slurm.node_ledger import Blamed
 
 MOST_EVENTS = 20_000  # of the newest ones
@@ -40,7 +39,6 @@ class RunFacts:
         goodput: its time by cause; None if it is not known.
         left_out: nodes that its latest job leaves out.
         gpu_use: how busy the GPUs of the newest attempt were, by node.
-        environment: what the newest attempt that recorded it ran with, in groups.
         hang_pages: number of an attempt that hung -> the page with the stacks of its ranks.
         troubles: why parts could not be read, each in a sentence.
         now: unix seconds at which all this was read.
@@ -58,7 +56,6 @@ class RunFacts:
     left_out: tuple[Blamed, ...] = ()
     hang_pages: Mapping[int, str] = field(default_factory=dict)
     gpu_use: tuple[NodeGpus, ...] = ()
-    environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     troubles: tuple[str, ...] = ()
 
     @property
@@ -114,7 +111,6 @@ def read_run(run_dir: RunDir, *, now: float) -> RunFacts:
     config = tried(run_dir.config_values, None)
     events = tried(run_dir.events, [])
     series, left_out = series_of(tried(lambda: metrics_of(run_dir), []))
-    environment = tried(lambda: newest_environment(run_dir), None)
     pages = {each.number: run_dir.attempt(each.number).hang_page for each in known.attempts if each.reason == "hang"}
     return RunFacts(
         run_dir,
@@ -129,7 +125,6 @@ def read_run(run_dir: RunDir, *, now: float) -> RunFacts:
         tuple(tried(lambda: left_out_of(run_dir, known.job_id), [])),
         {number: str(page) for number, page in pages.items() if page.exists()},
         tuple(read_gpu_use(run_dir.attempt(known.attempts[-1].number))) if known.attempts else (),
-        environment[1].to_json() if environment is not None else {},
         tuple(dict.fromkeys(troubles)),
     )
 

@@ -10,7 +10,6 @@ from slurmtrain.report.page.curve_sections import CurveSections
 from slurmtrain.report.page.record_sections import (
     attempts_section,
     config_section,
-    events_section,
     goodput_section,
     nodes_section,
     system_section,
@@ -44,7 +43,6 @@ def run_page(facts: RunFacts) -> Page:
         curves.others(),
         system_section(facts),
         config_section(facts),
-        events_section(facts),
     )
     return Page(
         title,

@@ -1,6 +1,6 @@
 """Series of a run's metrics by step, and what of them is drawn.
 
-A page draws a curve of 100,000 steps in some hundred columns of pixels. `m4` keeps of each column the first, the last, the
+A page draws a curve of 100,000 steps in some hundred columns of pixels. `thinned` keeps of each column the first, the last, the
 least and the greatest value, by which the line looks as if all points were drawn: Jugel, Jerzak, Hackenbroich, Markl, "M4:
 A Visualization-Oriented Time Series Data Aggregation", PVLDB 7(10), 2014.
 """
@@ -106,36 +106,24 @@ def series_of(found: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Series], in
     return {name: Series.of(name, *column) for name, column in columns.items()}, len(left_out)
 
 
-def m4(series: Series, columns: int, low: float, high: float) -> Series:
-    """Return the points of a series that a line over [low, high] needs in so many columns of pixels.
+def thinned(series: Series, columns: int, low: float, high: float) -> Series:
+    """Return the points of a series that a line over [low, high] needs in so many columns of pixels: least and greatest.
 
-    A NaN stays in the place of values that are not finite, so that the line has a gap there. At most five points of a
+    A NaN stays in the place of values that are not finite, so that the line has a gap there. At most three points of a
     column are kept.
     """
-    steps = series.steps
-    values = np.where(is_drawable(series.values), series.values, np.nan)
+    steps, sound = series.steps, is_drawable(series.values)
+    values = np.where(sound, series.values, np.nan)
     if len(steps) <= 3 * columns:
         return Series(series.name, steps, values)
     place = np.clip((steps - low) * (columns / (high - low or 1.0)), 0, columns - 1).astype(np.int64)
-    begins = np.flatnonzero(np.diff(place, prepend=-1))
-    ends = np.append(begins[1:], len(place))
-    kept: list[int] = []
-    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-        part = values[begin:end]
-        broken = np.isnan(part)
-        if broken.any():
-            first = begin + int(broken.argmax())
-            if broken.all():
-                kept.append(first)
-                continue
-            sound = np.flatnonzero(~broken)
-            chosen = {begin + int(sound[0]), begin + int(sound[-1]), first}
-            chosen |= {begin + int(np.nanargmin(part)), begin + int(np.nanargmax(part))}
-        else:
-            chosen = {begin, begin + int(part.argmin()), begin + int(part.argmax()), end - 1}
-        kept += sorted(chosen)
-    chosen_points = np.asarray(kept)
-    return Series(series.name, steps[chosen_points], values[chosen_points])
+    sound_ones, broken = np.flatnonzero(sound), np.flatnonzero(~sound)
+    order = sound_ones[np.lexsort((values[sound_ones], place[sound_ones]))]  # by column, and from the least of it on
+    least = order[np.diff(place[order], prepend=-1) > 0]
+    greatest = order[np.diff(place[order], append=columns) > 0]
+    _, gaps = np.unique(place[broken], return_index=True)
+    chosen = np.unique(np.concatenate((least, greatest, broken[gaps])))
+    return Series(series.name, steps[chosen], values[chosen])
 
 
 def trailing_mean(series: Series, points: int) -> Series:
@@ -174,19 +162,3 @@ def column_means(found: Sequence[Series], columns: int) -> tuple[list[float], li
     sizes = np.diff(np.append(begins, len(steps)))
     means = [(np.add.reduceat(series.at(steps), begins) / sizes).tolist() for series in found]
     return steps[begins + sizes - 1].tolist(), means
-
-
-def rows_of(found: Sequence[Series], most: int = 40) -> list[tuple[float, list[float | None]]]:
-    """Return (step, values) of at most so many steps, evenly spread, the last one included, as a table shows them."""
-    every = [series.steps for series in found if len(series.steps)]
-    if not every:
-        return []
-    steps = np.unique(np.concatenate(every))
-    count = min(most, len(steps))
-    wanted = steps[np.unique(np.round(np.linspace(0, len(steps) - 1, count)).astype(np.int64))]
-    known = [np.isin(wanted, series.steps) for series in found]
-    values = [series.at(wanted) for series in found]
-    return [
-        (step, [float(value[index]) if there[index] else None for value, there in zip(values, known, strict=True)])
-        for index, step in enumerate(wanted.tolist())
-    ]

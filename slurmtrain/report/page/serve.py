@@ -8,7 +8,6 @@ or read from another origin.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import secrets
@@ -30,8 +29,6 @@ ADDRESS = "127.0.0.1"
 # A tunnel (ssh -L) may end at another port of the reader's machine.
 HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
 REQUEST_S = 10.0  # a client that says nothing is hung up on after this long
-MOST_REQUESTS = 16  # at a time
-HANG_UP_S = 1.0  # until a connection that was hung up on has left its place
 SHARE = 0.1  # greatest share of the time that is spent on looking, also where many browsers ask
 
 
@@ -96,53 +93,17 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     allow_reuse_address = True
-    request_queue_size = MOST_REQUESTS
+    request_queue_size = 16
 
     def __init__(self, latest: Latest, port: int):
         self.latest = latest
         self.token = secrets.token_urlsafe(24)
-        self._room = threading.BoundedSemaphore(MOST_REQUESTS)
-        # Connections that have not shown the token, the oldest first. Anybody on this machine can hold them open.
-        self._strangers: dict[Any, None] = {}
-        self._strangers_lock = threading.Lock()
         super().__init__((ADDRESS, port), _Handler)
 
     @property
     def url(self) -> str:
         """The address of the page, with its token."""
         return f"http://{ADDRESS}:{self.server_address[1]}/{self.token}/"
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread. Where too many are being answered, hang up on the oldest that has not shown the token."""
-        if not self._room.acquire(blocking=False):
-            self._hang_up_on_oldest()
-            if not self._room.acquire(timeout=HANG_UP_S):
-                self.shutdown_request(request)
-                return
-        with self._strangers_lock:
-            self._strangers[request] = None
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer one request."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.is_known(request)
-            self._room.release()
-
-    def is_known(self, request: Any) -> None:
-        """Note that a connection has shown the token, or has ended: nobody hangs up on it."""
-        with self._strangers_lock:
-            self._strangers.pop(request, None)
-
-    def _hang_up_on_oldest(self) -> None:
-        with self._strangers_lock:
-            oldest = next(iter(self._strangers), None)
-            if oldest is not None:
-                del self._strangers[oldest]
-                with contextlib.suppress(OSError):  # it has just ended
-                    oldest.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Pass over a client that has gone away; anything else is told in one line."""
@@ -171,7 +132,6 @@ class _Handler(BaseHTTPRequestHandler):
             return self._say(
                 HTTPStatus.NOT_FOUND, b"not found; the address is in the terminal that serves it\n", with_body
             )
-        self.server.is_known(self.request)
         try:
             page = self.server.latest.get()
         except SlurmtrainError as error:

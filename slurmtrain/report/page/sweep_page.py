@@ -1,4 +1,4 @@
-"""The page of a sweep: its points as a table, parallel coordinates, results over each key, and all curves together."""
+"""The page of a sweep: its points as a table, parallel coordinates, and all curves together."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _tiles(facts: SweepFacts) -> Iterable[Tile]:
         yield Tile(f"best {units.name_of(metric)}", units.number(results[0].value), note)
     if len(results) > 1:
         low, high = sorted((results[0].value, results[-1].value))
-        yield Tile("range of results", f"{units.short(low)} to {units.short(high)}", f"{len(results)} points")
+        yield Tile("range of results", f"{units.brief(low)} to {units.brief(high)}", f"{len(results)} points")
     if time.gpu_hours > 0:
         yield Tile("GPU hours", units.hours(3600 * time.gpu_hours))
     elif time.held_s > 0:
@@ -246,11 +246,7 @@ def _coordinates(facts: SweepFacts, colors: Mapping[int, int]) -> Section:
         return Section("coordinates", title, missing="No config field differs between the points.")
     keys = varied[:MOST_AXES]
     about = f"The first {MOST_AXES} of {len(varied)} varied fields are drawn." if len(varied) > MOST_AXES else ""
-    charts = [_parallel(facts, good[:MOST_THREADS], keys, colors)]
-    for number, key in enumerate(keys):
-        found = [result for result in good if key in result.point.varied]
-        charts += [_scatter(facts, found, key, number)] if found else []
-    return Section("coordinates", title, about, tuple(charts))
+    return Section("coordinates", title, about, (_parallel(facts, good[:MOST_THREADS], keys, colors),))
 
 
 def _places(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
@@ -265,7 +261,7 @@ def _places(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]
         room = scale(high) - scale(low)
         place_of = {each: (scale(each) - scale(low)) / room if room else 0.5 for each in sorted(numbers)}
         places = [place_of[each] for each in numbers]
-        named = [(place, units.short(each)) for each, place in place_of.items()]
+        named = [(place, units.brief(each)) for each, place in place_of.items()]
     else:
         names = list(dict.fromkeys(map(str, values)))
         places = [names.index(str(value)) / (len(names) - 1) if len(names) > 1 else 0.5 for value in values]
@@ -326,25 +322,6 @@ def _parallel(facts: SweepFacts, good: Sequence[Result], keys: Sequence[str], co
     return Chart(
         "parallel", "Parallel coordinates: each line is a point, the best at the top", figure, note=note, wide=True
     )
-
-
-def _scatter(facts: SweepFacts, found: Sequence[Result], key: str, number: int) -> Chart:
-    """Return the result of points over a key that they vary, the best one, which comes first, marked."""
-    cells = [result.point.varied[key] for result in found]
-    numbers = [value for cell in cells if (value := _number(cell)) is not None]
-    xs: list[Any] = [figures.plain(units.clean(cell, 40)) for cell in cells]
-    xaxis: dict[str, Any] = {"type": "category"}
-    if len(numbers) == len(cells):
-        xs, xaxis = list(numbers), {"type": "log" if figures.is_log(numbers) else "linear"}
-    ys, words = [result.value for result in found], [facts.reached(result) for result in found]
-    data = [figures.points(xs[1:], ys[1:], words[1:], color="--c0")]
-    data.append(figures.points(xs[:1], ys[:1], words[:1], color="--c1", symbol="star", size=14))
-    yaxis = {"type": "log" if figures.is_log(ys) else "linear"}
-    title = f"{units.name_of(facts.goal.metric)} over {units.clean(key, 80)}"
-    left = len(facts.points) - len(found)
-    note = f"{units.plural(left, 'point')} without a result {'is' if left == 1 else 'are'} not drawn." if left else ""
-    figure = {"data": data, "layout": figures.layout(220, xaxis=xaxis, yaxis=yaxis, hovermode="closest")}
-    return Chart(f"over-{number}-{units.slug(key)}", title, figure, note=note)
 
 
 def _curves(facts: SweepFacts, colors: Mapping[int, int]) -> Section:

@@ -117,18 +117,6 @@ def brief(value: float) -> str:
     return number(float(f"{value:.3g}"))
 
 
-def short(value: float) -> str:
-    """Format a number for the mark of an axis, seven letters at most: 12k, 0.0025, 1e-08."""
-    if value == 0:
-        return "0"
-    if not 1e-4 <= abs(value) < 1e15:
-        return f"{value:.0e}" if float(f"{value:.0e}") == value else f"{value:.1e}"
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size * (10 if letter == "k" else 1):
-            return f"{value / size:.4g}{letter}"
-    return f"{value:.5g}"
-
-
 def percent(share: float) -> str:
     """Format a share: 81 %, 0.4 %."""
     return f"{100 * share:.0f} %" if share == 0 or share >= 0.0995 else f"{100 * share:.1f} %"

@@ -32,7 +32,7 @@ from slurmtrain.data.sources.protocol import (
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.logger_thread import loggers_of
 from slurmtrain.observe.phases import CudaTimer, HostTimer, PhaseClock
-from slurmtrain.observe.profile_switch import ProfileSwitch
+from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
 from slurmtrain.observe.textfile import text_file_of
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
@@ -46,7 +46,6 @@ from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.runtime.exports import Exports, finish_waits_s
 from slurmtrain.runtime.jobs.build_model import build, distribute_model, pretrained
 from slurmtrain.runtime.jobs.run_record import RunRecord
-from slurmtrain.runtime.profiles import default_request
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.redaction import redacted
@@ -290,7 +289,8 @@ def _step_profiles(config: Config, context: AttemptContext, switch: ProfileSwitc
     """Return the hook that profiles steps, when the config or somebody asks for it."""
     planned = config.observe.profile_steps
     steps = profiled_steps(planned) if planned is not None else None
-    return StepProfiles(context.run_dir, switch, steps, default_request(config))
+    request = ProfileRequest(ranks=tuple(config.observe.profile_ranks) or None)
+    return StepProfiles(context.run_dir, switch, steps, request)
 
 
 def _configured_hooks(config: Config) -> list[TrainingHook]:

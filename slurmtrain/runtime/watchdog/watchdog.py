@@ -48,7 +48,7 @@ class Watchdog:
     Args:
         limits: the config group `watchdog`.
         distributed: this rank, and how it reaches the others.
-        attempt_dir: where the page is written; None: there is no run, and the ranks write to stderr what they know.
+        attempt_dir: where the page is written.
         leaves_with_rank_0: when rank 0's process is gone without a word, this rank leaves, too. Not for programs whose ranks
             may end at different times.
     """
@@ -57,7 +57,7 @@ class Watchdog:
         self,
         limits: WatchdogConfig,
         distributed: DistributedContext,
-        attempt_dir: AttemptDir | None,
+        attempt_dir: AttemptDir,
         *,
         leaves_with_rank_0: bool = True,
     ):
@@ -102,7 +102,7 @@ class Watchdog:
             self._stacks.close()
             with contextlib.suppress(OSError):
                 os.unlink(self._stacks.name)
-        if self._attempt_dir is not None and self._environment.world_size == 1:
+        if self._environment.world_size == 1:
             self._attempt_dir.heartbeat_file.unlink(missing_ok=True)
         self._exchange.close()
 
@@ -169,7 +169,7 @@ class Watchdog:
         self._progress.look(self._clock.look(time.monotonic()), self._position(), self._phase(), blocks_moved())
         self._beat = self._make_beat(self._beat.number + 1)
         self._set_timer()
-        if self._attempt_dir is not None and self._environment.world_size == 1:
+        if self._environment.world_size == 1:
             with contextlib.suppress(OSError):  # for the supervisor, to which a new time of the file is enough
                 self._attempt_dir.heartbeat_file.write_bytes(msgspec.json.encode(self._beat))
 
@@ -206,7 +206,7 @@ class Watchdog:
         """Return what this rank knows."""
         beat, workers = self._make_beat(0), []
         if not beat.waits:
-            file = self._attempt_dir.stacks_file(beat.rank) if self._attempt_dir is not None else None
+            file = self._attempt_dir.stacks_file(beat.rank)
             workers = evidence.describe_processes(process.living_descendants(os.getpid()), file)
         return Report(
             beat,
@@ -230,24 +230,12 @@ class Watchdog:
         self._exchange.tell(HANG, TELL_S)
         report, rank, world_size = self._make_report(), self._environment.rank, self._environment.world_size
         expected_nodes = {each: self._environment.expected_node(each) for each in range(world_size)}
-        if self._attempt_dir is None:
-            silence = self._silence.look(report.heard, self._clock.seconds)
-            # Rank 0 hears all; those that another rank does not hear may live.
-            live = {
-                each for each in range(world_size) if silence.get(each, 0 if rank else math.inf) < judge.SILENT_AFTER_S
-            }
-            known = {each: Report(report.heard.get(each, report.beat)) for each in live} | {rank: report}
-            culprits = judge.find_culprits(known, world_size, expected_nodes, {})
-            page.say(f"slurmtrain: hung: {page.sentence_of(culprits, known, world_size)}\n{report.stacks}")
-        else:
-            evidence.write_nccl_trace(self._attempt_dir.nccl_trace(rank))
-            try:
-                live = page.write_together(
-                    self._attempt_dir, report, world_size, self._exchange.every_s, expected_nodes
-                )
-            except OSError as error:
-                live = set(self._attempt_dir.hang_reports())
-                page.say(f"slurmtrain: hung: (the page cannot be written: {error})")
+        evidence.write_nccl_trace(self._attempt_dir.nccl_trace(rank))
+        try:
+            live = page.write_together(self._attempt_dir, report, world_size, self._exchange.every_s, expected_nodes)
+        except OSError as error:
+            live = set(self._attempt_dir.hang_reports())
+            page.say(f"slurmtrain: hung: (the page cannot be written: {error})")
         if rank == min({rank, *(live & self._near)}):
             for each in self._near - live & report.heard.keys():
                 if evidence.kill_tree(report.heard[each].pid, report.heard[each].born):
@@ -260,20 +248,17 @@ class Watchdog:
         if self._closed.wait(SAVING_GRACE_S if saves else FAILED_GRACE_S):
             return
         sentence = f"left since rank {failed} has failed, at {activity.told()}: {self._where()}"
-        if self._attempt_dir is not None:
-            with contextlib.suppress(OSError):
-                record_failure(
-                    self._attempt_dir, self._environment.rank, Failure(EXIT_CODE, sentence, because_of_peer=True)
-                )
+        with contextlib.suppress(OSError):
+            failure = Failure(EXIT_CODE, sentence, because_of_peer=True)
+            record_failure(self._attempt_dir, self._environment.rank, failure)
         page.say(f"slurmtrain: {sentence}")
         end_process()
 
 
-def _open_stacks(attempt_dir: AttemptDir | None, rank: int) -> TextIO | None:
-    """Open the file for a rank's stacks; None: they go to its stderr."""
-    if attempt_dir is not None:
-        with contextlib.suppress(OSError):  # a full disk
-            return attempt_dir.stacks_file(rank).open("a")
+def _open_stacks(attempt_dir: AttemptDir, rank: int) -> TextIO | None:
+    """Open the file for a rank's stacks; None, with a full disk: they go to its stderr."""
+    with contextlib.suppress(OSError):
+        return attempt_dir.stacks_file(rank).open("a")
     return None
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.observe.profile_request import ProfileRequest
-from slurmtrain.observe.profile_switch import ProfileSwitch
+from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
 from slurmtrain.observe.profiling import Profiling
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir

@@ -1,9 +1,8 @@
-"""RUN/profile: what it may say, that it is taken once, and what a person is told who asks where there is nothing to take."""
+"""RUN/profile: what it may say, that it is taken once, and what a person is told who asks for what cannot be."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +14,10 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.fields import profiled_steps
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
-from slurmtrain.observe.profile_request import ProfileRequest, parse_request
-from slurmtrain.observe.profile_switch import ProfileSwitch
+from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch, parse_request
 from slurmtrain.observe.profiler import StepProfiler
 from slurmtrain.observe.profiling import Profiling
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.profiles import ProgramSwitch
 
 T = TypeVar("T")
 
@@ -82,7 +79,7 @@ def test_the_steps_of_the_config_are_a_range() -> None:
 
 
 @pytest.mark.parametrize("make", ["unknown", "link", "folder", "large"])
-def test_a_file_that_cannot_be_read_is_set_aside_and_the_run_goes_on(make: str, run: RunDir) -> None:
+def test_a_file_that_cannot_be_read_is_removed_and_the_run_goes_on(make: str, run: RunDir) -> None:
     path = run.profile_switch
     if make == "unknown":
         path.write_text("stepz=3\x1b[2J")
@@ -96,38 +93,21 @@ def test_a_file_that_cannot_be_read_is_set_aside_and_the_run_goes_on(make: str, 
     for _ in range(4):
         switch.look()
     assert switch.asked() is None and not path.exists() and not path.is_symlink()
-    assert os.path.lexists(run.path / "profile.refused")
     (said,) = events(run)
     assert said["event"] == "profile refused" and said["sentence"]
 
 
-def test_a_program_that_never_looks_for_the_file_is_spoken_for(run: RunDir) -> None:
-    early, late = (ProgramSwitch(run, run.attempt(1), begins_s=seconds) for seconds in (60, 0))
-    late.look()
-    run.profile_switch.touch()
-    early.look()
-    assert run.profile_switch.exists()  # it may not have come that far
-    run.attempt(1).profiles_marker.touch()
-    late.look()
-    assert run.profile_switch.exists()
-    run.attempt(1).profiles_marker.unlink()
-    late.look()
-    assert not run.profile_switch.exists()
-    (said,) = events(run)
-    assert "does not call slurmtrain.should_stop()" in said["sentence"] and "torch.profiler" in said["hint"]
-
-
-def test_ranks_that_are_not_there_are_refused_by_name(run: RunDir) -> None:
+def test_ranks_that_are_not_there_are_refused(run: RunDir) -> None:
     switch = ProfileSwitch(run, ProfileRequest())
-    profiling = Profiling(run, OneRank(), on_gpu=False, switch=switch)
+    told: list[Any] = []
+    profiling = Profiling(run, OneRank(), on_gpu=False, switch=switch, event=lambda event, values: told.append(values))
     run.profile_switch.write_text("ranks=5,7")
-    switch.look()
-    assert not profiling.wanted
     switch.look()
     assert profiling.wanted
     profiling.begin(10)
     assert not profiling.active and not profiling.wanted and not run.profiles.exists()
-    assert events(run)[0]["sentence"] == "ranks 5, 7 do not exist: this attempt has rank 0 alone"
+    assert told[0]["sentence"] == "none of the ranks that it is asked of exists: this attempt has 1, from 0 on"
+    assert not run.profile_switch.exists()
 
 
 def test_a_profile_that_cannot_begin_ends_nothing(run: RunDir) -> None:
@@ -136,7 +116,6 @@ def test_a_profile_that_cannot_begin_ends_nothing(run: RunDir) -> None:
     told: list[Any] = []
     profiling = Profiling(run, OneRank(), on_gpu=False, switch=switch, event=lambda event, values: told.append(values))
     run.profile_switch.touch()
-    switch.look()
     switch.look()
     profiling.begin(10)
     assert not profiling.active and str(run.profiles) in told[0]["sentence"]

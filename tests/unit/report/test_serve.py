@@ -14,7 +14,7 @@ import pytest
 
 from slurmtrain.errors import UnreadableRecordError, UsageError
 from slurmtrain.report.page.contents import Page
-from slurmtrain.report.page.serve import MOST_REQUESTS, Latest, Server, is_own_host, serve
+from slurmtrain.report.page.serve import Latest, Server, is_own_host, serve
 
 SENTENCES = (("It goes on.",), ("Nothing needs to be done.",))
 PAGE = Page("a run", "run", "running", "busy", *SENTENCES, (), (), "Made now", alive=True)
@@ -131,16 +131,12 @@ def test_a_run_is_looked_at_only_so_often_however_many_ask_and_less_often_where_
 
 @pytest.mark.parametrize("words", [b"", b"GET / HT", b"GET /wrong/ HTTP/1.1\r\nHost: localhost\r\nX: "])
 def test_who_holds_all_connections_open_keeps_nobody_out(server: Server, words: bytes) -> None:
-    held = [socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) for _ in range(MOST_REQUESTS)]
+    held = [socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) for _ in range(64)]
     try:
         for each in held:
             each.sendall(words)
         for _ in range(3):  # again and again, as a page that refreshes itself
             assert ask(server)[0] == 200
-        assert held[0].recv(1) == b""  # the oldest were hung up on
-        held[-1].setblocking(False)
-        with pytest.raises(BlockingIOError):
-            held[-1].recv(1)  # and the newest were not
     finally:
         for each in held:
             each.close()

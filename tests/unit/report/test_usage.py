@@ -19,7 +19,6 @@ from slurmtrain.errors import EXIT_USAGE
 from slurmtrain.report.usage import Grouping, usage_of
 from slurmtrain.runs.gpu_use import GpuUse, NodeGpus, write_gpu_use
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.job_facts import SACCT_FORMAT
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import GPUS, T0, RunFiles, interrupted_run
 from tests.support.runs import no_waiting, printed
@@ -143,27 +142,6 @@ def test_slurm_is_asked_once_and_only_about_runs_that_have_not_ended(run: RunDir
     assert len(slurm.calls("squeue")) == 1
     rows = [row for row in found["rows"] if row["running"]]
     assert [round(row["gpu_hours"], 1) for row in rows] == [GPUS, GPUS]
-
-
-def test_slurms_accounting_is_shown_beside_where_it_answers(run: RunDir, root: Path, slurm: FakeSlurm) -> None:
-    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(T0 + 100))
-    lines = [f"7|530|{start}|billing=4,cpu=4,gres/gpu=16,node=2", "7|100|Unknown|", "7.batch|530|x|gres/gpu=16"]
-    lines += [f"8|200|{start}|cpu=4,gres/gpu=16", "7|999|1999-01-01T00:00:00|gres/gpu=16"]  # an older job 7
-    lines += ["nonsense", "1|x|y|z", "8|5|Unknown|"]
-    ask = f"sacct --noheader --parsable2 --allocations --duplicates --format={SACCT_FORMAT} --jobs=7,8"
-    slurm.answer(ask, "".join(f"{line}\n" for line in lines))
-    run.update_info(job_ids=["7", "8"])
-    found = shown()
-    assert found["total"]["accounted_gpu_s"] == pytest.approx(730 * GPUS)
-    assert found["no_accounting"] is None
-    assert "by SLURM" in printed("usage")
-
-
-def test_without_accounting_the_table_is_that_of_the_run_directories(run: RunDir) -> None:
-    found = shown()
-    assert found["no_accounting"] == "`sacct` failed: sacct: error: Slurm accounting storage is disabled"
-    assert found["total"]["accounted_gpu_s"] is None and found["total"]["gpu_hours"] > 0
-    assert "by SLURM" not in printed("usage")
 
 
 def test_gpus_that_stood_idle_are_shown_with_their_errors(run: RunDir) -> None:

@@ -13,12 +13,11 @@ from slurmtrain.choices import RequeueMode
 from slurmtrain.runs.decide import (
     IN_PLACE_LEAST_S,
     PAUSES_S,
-    QUICK_FAILURE_S,
     decide_abandoned_outcome,
     decide_outcome,
 )
 from slurmtrain.runs.evidence import Evidence, Policy, fault_of_node, nodes_of_next_start
-from slurmtrain.runs.reasons import Reason, Verdict
+from slurmtrain.runs.reasons import QUICK_FAILURE_S, Reason, Verdict
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.slurm.node_ledger import NodeEvent, NodeRecord
 
