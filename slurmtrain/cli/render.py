@@ -1,4 +1,4 @@
-"""render: the script of a job, to read or written into a file; or the manifest of another engine."""
+"""render: the script of a job, to read, explained line by line, or written into a file; or the manifest of another engine."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 from slurmtrain.choices import Backend, Target
+from slurmtrain.cli.columns import sentence_lines, terminal_width
+from slurmtrain.cli.json_output import emit
 from slurmtrain.cli.submit import compose_and_validate
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.checks import check
-from slurmtrain.launch.script import dry_manifest, dry_run
+from slurmtrain.launch.script import dry_manifest, dry_run, explained
 from slurmtrain.launch.submit import preparing
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -33,6 +36,18 @@ def main(arguments: argparse.Namespace) -> int:
     target = arguments.output
     if arguments.target is not None or config.cluster.backend == Backend.KUBERNETES:
         return _manifest(arguments, config)
+    if arguments.explain:
+        if target is not None:
+            raise UsageError("--explain prints, but -o writes a script", hint="leave one of them out")
+        lines = explained(config, current_folder())
+        text: list[str] = []
+        for why, group in groupby(lines, key=lambda line: line.why):
+            text += [line.text for line in group]
+            text += sentence_lines(f"    | {why}", len("    | "), terminal_width()) if why else []
+        emit([{"line": line.text, "why": line.why} for line in lines], "\n".join(text), as_json=arguments.json)
+        return 0
+    if arguments.json:
+        raise UsageError("--json needs --explain", hint="render --explain --json")
     if target is None:
         print(dry_run(config, current_folder()), end="")
         return 0
@@ -46,6 +61,8 @@ def _manifest(arguments: argparse.Namespace, config: Config) -> int:
     """Print the manifest of another engine, or write it with a run directory for it."""
     from slurmtrain.launch.targets import on_engine
 
+    if arguments.explain or arguments.json:
+        raise UsageError("--explain explains the lines of an sbatch script only", hint="leave it out")
     pods, output = config.cluster.pods, arguments.output
     there = on_engine(config, Target(arguments.target or pods.target))
     validate(there)

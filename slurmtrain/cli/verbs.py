@@ -149,10 +149,12 @@ VERBS: dict[str, Verb] = {
         runs_program=True,
     ),
     "render": Verb(
-        "Print the sbatch script, to read, edit and submit by hand. With -o, also "
+        "Print the sbatch script, to read, edit and submit by hand; --explain explains each line. With -o, also "
         "prepare a run directory and write the script to FILE: edit it and give it to sbatch yourself. With --target, it is "
         "the manifest of another engine instead.",
         (
+            option("--explain", "explain each line: the config field or SLURM requirement that it comes from"),
+            option("--json", "with --explain: print a list of {line, why}, for a program"),
             option("-o, --output FILE", "write the script to FILE and prepare a run for it"),
             option(
                 f"--target {'|'.join(Target)}",

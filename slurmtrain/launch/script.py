@@ -7,11 +7,12 @@ clusters lie beside it as golden files.
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slurmtrain import __version__
 from slurmtrain.choices import RequeueMode
@@ -30,7 +31,7 @@ from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.system.node_copies import shared_interpreter
 
 if TYPE_CHECKING:
-    pass
+    import jinja2
 
 
 TEMPLATE = "job.sbatch.j2"
@@ -38,6 +39,10 @@ PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates
 # How the submitting shell reached SLURM, where a node has a configuration of its own; and what would change how bash works.
 OF_SHELL = ("SLURM_CLUSTERS", "SBATCH_CLUSTERS", "SLURM_JWT", "POSIXLY_CORRECT")
 EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not the nodes' fault
+# A remark of the template, {#! why #}, is the reason of the lines after it. It is left out of the script; to explain the
+# script, it is rendered between these letters, which no line has.
+_REMARK = re.compile(r"\{#!\s*(.*?)\s*#\}", re.DOTALL)
+_BEGIN, _END = "\x01", "\x02"
 
 
 def dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> str:
@@ -47,10 +52,25 @@ def dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> str:
         source: the code; None: that of `cwd`, as job.snapshot says.
     """
     config = with_absolute_paths(config, cwd)
-    run_dir = folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID
-    source = source or find_source(config.job, cwd, config.cluster)
-    paths = JobPaths([run_dir], source.workdir, shared_interpreter(), roots=source.roots, submit_dir=cwd)
-    return render_script(config, paths)
+    return render_script(config, _paths_of_a_dry_run(config, cwd, source))
+
+
+def explained(config: Config, cwd: Path) -> list[Line]:
+    """Return the lines of `dry_run`, each with the reason why it is there."""
+    from slurmtrain.launch.srun import explained_srun
+
+    config = with_absolute_paths(config, cwd)
+    paths = _paths_of_a_dry_run(config, cwd)
+    source = (shipped("jobs") / TEMPLATE).read_text()
+    template = _environment().from_string(_REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", source))
+    run_dir = paths.run_dirs[0]
+    srun = explained_srun(config, run_dir, run_dir / "attempts" / "0001", run_dir / paths.workdir)
+    return [
+        *_with_reasons(render_script(config, paths, template)),
+        Line("", ""),
+        Line("# `supervise` starts the ranks with:", ""),
+        *(each.line for each in srun),
+    ]
 
 
 def dry_manifest(config: Config, cwd: Path, *, placeholders: bool = False) -> str:
@@ -68,8 +88,29 @@ def dry_manifest(config: Config, cwd: Path, *, placeholders: bool = False) -> st
     return manifest(config, run, placeholders=placeholders)
 
 
-def render_script(config: Config, paths: JobPaths) -> str:
-    """Return the text that is passed to sbatch."""
+def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> JobPaths:
+    run_dir = folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID
+    source = source or find_source(config.job, cwd, config.cluster)
+    return JobPaths([run_dir], source.workdir, shared_interpreter(), roots=source.roots, submit_dir=cwd)
+
+
+def _with_reasons(marked: str) -> list[Line]:
+    """Return the lines of a text in which reasons stand before the lines that they hold for, each until the next one."""
+    lines, why = [], ""
+    for line in marked.splitlines():
+        text = ""
+        for part in re.split(f"({_BEGIN}[^{_END}]*{_END})", line):
+            if part.startswith(_BEGIN):
+                why = part[1:-1]
+            else:
+                text += part
+        if text.strip() or _BEGIN not in line:
+            is_prose = not text.strip() or re.match(r"\s*#(?!SBATCH |!)", text) is not None
+            lines.append(Line(text, "" if is_prose else why))
+    return lines
+
+
+def _environment() -> jinja2.Environment:
     import jinja2
 
     environment = jinja2.Environment(
@@ -82,6 +123,11 @@ def render_script(config: Config, paths: JobPaths) -> str:
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
     environment.filters["sh_secret"] = _quote_secret
+    return environment
+
+
+def render_script(config: Config, paths: JobPaths, template: jinja2.Template | None = None) -> str:
+    """Return the text that is passed to sbatch."""
     folders = [  # of each run, or absolute, as words of the script
         shlex.quote(folder) if folder.startswith("/") else '"$run_dir"/' + shlex.quote(folder)
         for folder in pythonpath_folders(paths.workdir, paths.roots)
@@ -90,9 +136,9 @@ def render_script(config: Config, paths: JobPaths) -> str:
     if config.cluster.exclude:
         with contextlib.suppress(EnvironmentMismatchError):  # a file of nodes, which only sbatch reads
             excluded = expand_nodelist(config.cluster.exclude)
-    return environment.get_template(TEMPLATE).render(
+    return (template or _environment().get_template(TEMPLATE)).render(
         version=__version__,
-        directives=directives(config, paths),
+        directives=explained_directives(config, paths),
         run_dirs=paths.run_dirs,
         pack=paths.pack,
         tasks=paths.tasks,
@@ -131,12 +177,19 @@ def setup_lines(cluster: ClusterConfig) -> list[str]:
     return lines
 
 
-# The #SBATCH lines: writing them, reading them again, and what may override them.
+# The #SBATCH lines: writing them with their reasons, reading them again, and what may override them.
 
 # What variables of the person's shell decide where the config says nothing: who pays, and where the job runs.
 OF_THE_SHELL = ("account", "partition", "qos", "reservation", "wckey")
 # The person chooses the cluster, and exported variables are only added to (see submit_once.export_option).
 _NO_OPTIONS = ("SBATCH_CLUSTERS", "SBATCH_EXPORT")
+
+
+class Line(NamedTuple):
+    """A line of the script, or a part of one, and why it is there; a comment explains itself, so its reason is empty."""
+
+    text: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -167,73 +220,133 @@ class JobPaths:
         return -(-len(self.run_dirs) // self.pack)
 
 
-def directives(config: Config, paths: JobPaths) -> list[str]:
-    """Return the options of the #SBATCH lines, in the order in which a person reads them."""
+def explained_directives(config: Config, paths: JobPaths) -> list[Line]:
+    """Return the #SBATCH lines with their reasons, in the order in which a person reads them."""
     cluster, mode = as_started(config).cluster, config.requeue.mode
     nodes, spare = cluster.node_range, cluster.spare_nodes
+    elastic = nodes.elastic
     gpus = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node
+    runs = f"{paths.pack} runs" if paths.pack > 1 else "one run"
+    at_once = f"; at most {paths.parallelism} tasks run at a time" if paths.parallelism else ""
     limit = f"%{paths.parallelism}" if paths.parallelism and paths.parallelism < paths.tasks else ""
     # A log in the run directory would say that the job has begun there.
     logs = paths.run_dirs[0].parent if len(paths.run_dirs) > 1 else paths.run_dirs[0]
     waits = cluster.sbatch.get("dependency")
     conditions = [*(waits if isinstance(waits, list) else [waits]), "singleton" if config.job.singleton else None]
+    preempted = "without it, SLURM cancels a job that is preempted before its first line runs"
+    may_requeue = f": {preempted}, and ends the job if a node fails"
+    must_not_requeue = (
+        ": SLURM does not start the job again"
+        if mode == RequeueMode.OFF
+        else ": another job continues the run, so SLURM must not start this one again"
+    )
     wait = "" if cluster.switches_wait_min is None else f"@{cluster.switches_wait_min}"
-    options: list[tuple[str, object]] = [
-        ("job-name", config.job.name),
-        ("partition", cluster.partition),
-        ("account", cluster.account),
-        ("qos", cluster.qos),
-        ("nodes", NodeRange(nodes.least + spare, nodes.most + spare)),
+    options: list[tuple[str, object, str]] = [
+        ("job-name", config.job.name, "job.name: the name of the job in squeue"),
+        ("partition", cluster.partition, "cluster.partition"),
+        ("account", cluster.account, "cluster.account"),
+        ("qos", cluster.qos, "cluster.qos"),
+        (
+            "nodes",
+            NodeRange(nodes.least + spare, nodes.most + spare),
+            "cluster.nodes" + (f" + cluster.spare_nodes={spare}" if spare else ""),
+        ),
         # A job of a range never has more nodes than tasks, and sbatch counts the tasks of the least nodes (seen on 22.05). So a
         # node has one task that has all of the CPUs, and srun divides them.
-        ("ntasks-per-node", None if nodes.elastic else cluster.tasks_per_node),
-        ("cpus-per-task", cluster.cpus_per_task * (cluster.tasks_per_node if nodes.elastic else 1)),
-        # Not --gpus-per-task, with which a rank would see only its own GPU, and NCCL could not use the links between GPUs.
-        ("gpus-per-node", gpus or None),
-        ("mem", _gigabytes(cluster.mem_per_node_gb)),
-        ("mem-per-cpu", _gigabytes(cluster.mem_per_cpu_gb)),
-        ("mem-per-gpu", _gigabytes(cluster.mem_per_gpu_gb)),
-        ("time", cluster.time_limit_min),
-        # SLURM warns the ranks with SIGUSR2 so many seconds before the time limit, or up to 60 s earlier; with B: it would warn
-        # only the shell of the script.
-        ("signal", f"USR2@{cluster.signal_lead_s}" if cluster.signal_lead_s else None),
-        ("constraint", cluster.constraint),
-        ("reservation", cluster.reservation),
-        ("exclude", cluster.exclude),
-        ("exclusive", cluster.exclusive),
-        ("switches", f"{cluster.switches}{wait}" if cluster.switches is not None else None),
-        ("segment", cluster.segment),
-        ("array", f"0-{paths.tasks - 1}{limit}" if paths.tasks > 1 else None),
-        ("dependency", ",".join(str(condition) for condition in conditions if condition) or None),
-        # If a node fails, the job keeps its other nodes, which are enough to continue (requeue.in_place).
-        ("no-kill", keeps_nodes(config, paths) or None),
-        # Without --requeue, SLURM cancels a job that is preempted before its first line runs, and ends it if a node fails. With
-        # the other modes, another job continues the run, or none, so SLURM must not start this one again.
-        ("requeue", mode == RequeueMode.REQUEUE),
-        ("no-requeue", mode != RequeueMode.REQUEUE),
-        ("open-mode", "append"),  # or a restarted job would overwrite the log of its earlier attempts
-        ("chdir", paths.submit_dir),  # paths in set-up lines are relative to it
-        # The output of this shell and of the set-up; each rank has its own log. In SLURM's file name patterns, %% means %
-        # (`man sbatch`, filename pattern; seen on 22.05).
+        (
+            "ntasks-per-node",
+            None if elastic else cluster.tasks_per_node,
+            "cluster.tasks_per_node: each task is a rank",
+        ),
+        (
+            "cpus-per-task",
+            cluster.cpus_per_task * (cluster.tasks_per_node if elastic else 1),
+            "cluster.cpus_per_task"
+            + " x cluster.tasks_per_node: with a range of nodes, each node has one task, whose CPUs srun divides among ranks"
+            * elastic,
+        ),
+        (
+            "gpus-per-node",
+            gpus or None,
+            "cluster.gpus_per_node and cluster.gpu_type; not --gpus-per-task, with which a rank would see only its own GPU, "
+            "and NCCL could not use the links between GPUs",
+        ),
+        (
+            "mem",
+            _gigabytes(cluster.mem_per_node_gb),
+            "cluster.mem_per_node_gb" + ": 0 requests all memory of each node" * (cluster.mem_per_node_gb == 0),
+        ),
+        ("mem-per-cpu", _gigabytes(cluster.mem_per_cpu_gb), "cluster.mem_per_cpu_gb"),
+        ("mem-per-gpu", _gigabytes(cluster.mem_per_gpu_gb), "cluster.mem_per_gpu_gb"),
+        ("time", cluster.time_limit_min, "cluster.time_limit_min, in minutes: the limit of each job, not of the run"),
+        (
+            "signal",
+            f"USR2@{cluster.signal_lead_s}" if cluster.signal_lead_s else None,
+            "cluster.signal_lead_s: SLURM warns the ranks with SIGUSR2 this many seconds before the time limit, or up to 60 s "
+            "earlier, so that they save; with B: it would warn only this shell",
+        ),
+        ("constraint", cluster.constraint, "cluster.constraint"),
+        ("reservation", cluster.reservation, "cluster.reservation"),
+        ("exclude", cluster.exclude, "cluster.exclude"),
+        ("exclusive", cluster.exclusive, "cluster.exclusive: no other job runs on these nodes"),
+        (
+            "switches",
+            f"{cluster.switches}{wait}" if cluster.switches is not None else None,
+            "cluster.switches"
+            + ", and cluster.switches_wait_min: after this wait, SLURM takes any nodes"
+            * bool(cluster.switches_wait_min),
+        ),
+        (
+            "segment",
+            cluster.segment,
+            "cluster.segment: SLURM allocates nodes in groups of this size, each within one block",
+        ),
+        (
+            "array",
+            f"0-{paths.tasks - 1}{limit}" if paths.tasks > 1 else None,
+            f"{paths.tasks} tasks, each with {runs} of the sweep{at_once}",
+        ),
+        (
+            "dependency",
+            ",".join(str(condition) for condition in conditions if condition) or None,
+            "what the job waits for: --after, job.singleton, cluster.sbatch.dependency",
+        ),
+        (
+            "no-kill",
+            keeps_nodes(config, paths) or None,
+            "if a node fails, the job keeps its other nodes, which are enough to continue (requeue.in_place)",
+        ),
+        ("requeue", mode == RequeueMode.REQUEUE, f"requeue.mode={mode}{may_requeue}"),
+        ("no-requeue", mode != RequeueMode.REQUEUE, f"requeue.mode={mode}{must_not_requeue}"),
+        ("open-mode", "append", "otherwise a restarted job would overwrite the log of its earlier attempts"),
+        ("chdir", paths.submit_dir, "the folder where you ran submit; paths in set-up lines are relative to it"),
         (
             "output",
+            # In SLURM's file name patterns, %% means % (`man sbatch`, filename pattern; seen on 22.05).
             f"{str(logs).replace('%', '%%')}/{'slurm-%A_%a.log' if paths.tasks > 1 else 'slurm-%j.log'}",
+            "the output of this shell and of the set-up; each rank has its own log",
         ),
-        *((name, value) for name, value in sorted(cluster.sbatch.items()) if name != "dependency"),
+        *(
+            (name, value, f"cluster.sbatch.{name}: your option, unchanged")
+            for name, value in sorted(cluster.sbatch.items())
+            if name != "dependency"
+        ),
     ]
-    found = []
-    for name, value in options:
-        if value is None or value is False:
-            continue
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        found.append(f"--{name}" if value is True else f"--{name}={shlex.quote(text)}")
-    return found
+    return [Line(text, why) for name, value, why in options if (text := _directive(name, value))]
 
 
 def keeps_nodes(config: Config, paths: JobPaths) -> bool:
     """Return whether a job that has lost a node can go on with its others: there are spare ones, or fewer are enough."""
     enough = config.cluster.spare_nodes > 0 or config.cluster.node_range.elastic
     return enough and config.requeue.starts_in_place and paths.pack == 1
+
+
+def _directive(name: str, value: object) -> str:
+    if value is None or value is False:
+        return ""
+    if isinstance(value, list):
+        value = ",".join(str(item) for item in value)
+    return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
 
 
 def _gigabytes(amount: int | None) -> str | None:

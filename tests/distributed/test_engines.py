@@ -90,6 +90,14 @@ def prepared(project: Project, target: str, *overrides: str) -> tuple[RunDir, An
     return all_runs(project.path / "runs")[-1], yaml.safe_load((project.path / "manifest.yaml").read_text())
 
 
+@pytest.mark.parametrize(("example", "package"), [("ray_train", "ray"), ("flare_rounds", "nvflare")])
+def test_an_example_without_its_package_says_what_to_install(example: str, package: str) -> None:
+    program = f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv[1:] = ['--folder=none']; "
+    program += f"runpy.run_path({str(JOBS / example)!r} + '.py', run_name='__main__')"
+    said = subprocess.run([sys.executable, "-c", program], env=clean_environment(), capture_output=True, text=True)
+    assert (said.returncode, f"pip install 'slurmtrain[{example.partition('_')[0]}]'" in said.stderr) == (78, True)
+
+
 # NVIDIA FLARE: two sites in its simulator.
 
 SITES = ("site-1", "site-2")
@@ -152,18 +160,24 @@ class RayCluster:
     """A Ray of two "nodes" with a CPU each."""
 
     def __init__(self, folder: Path):
-        self._folder, ports = folder, free_ports(3)
-        self.address, self.jobs = f"127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
+        self._folder, self._ports, self._started = folder, free_ports(3), list[Script]()
+        self.address, self.jobs = f"127.0.0.1:{self._ports[0]}", f"http://127.0.0.1:{self._ports[1]}"
         self.variables = {
             "RAY_TMPDIR": str(folder),
             "RAY_ADDRESS": self.address,
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled",  # whether or not this user has a token
         }
-        self.head = self._start(
-            "--head", f"--port={ports[0]}", f"--dashboard-port={ports[1]}", f"--ray-client-server-port={ports[2]}"
-        )
-        self.head.wait_for(self._takes_jobs, "ready for jobs")
+
+    def start(self) -> None:
+        ports = [f"--port={self._ports[0]}", f"--dashboard-port={self._ports[1]}"]
+        head = self._start("--head", *ports, f"--ray-client-server-port={self._ports[2]}")
+        head.wait_for(self._takes_jobs, "ready for jobs")
         self.start_node()
+
+    def end(self) -> None:
+        for script in reversed(self._started):
+            script.end()
 
     def _takes_jobs(self) -> bool:
         kind = {"Content-Type": "application/json"}
@@ -182,7 +196,8 @@ class RayCluster:
         own = ["--block", "--num-cpus=1", "--node-ip-address=127.0.0.1", "--object-store-memory=80000000"]
         own += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_ports(1)[0]}"]
         without = {name: value for name, value in self.variables.items() if name != "RAY_ADDRESS"}
-        return Script(self._folder, *RAY, "start", *words, *own, **without)
+        self._started.append(Script(self._folder, *RAY, "start", *words, *own, **without))
+        return self._started[-1]
 
     def submit(self, *words: str) -> Script:
         """`ray job submit`, which shows the output of the program and waits for its end."""
@@ -213,9 +228,11 @@ def ray_cluster() -> Iterator[RayCluster]:
     # Sockets lie in it, whose paths may have 107 letters.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         cluster = RayCluster(Path(folder))
-        yield cluster
-        cluster.node.end()
-        cluster.head.end()
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.end()
 
 
 @pytest.mark.slow
@@ -345,9 +362,8 @@ print(json.dumps([task.num_nodes, task.volumes, wanted.accelerators, wanted.cpus
 def test_skypilot_takes_the_task(project: Project, tmp_path: Path) -> None:
     pods = ["cluster.pods.image=me/train:1", f"+cluster.pods.volumes={{{project.path}: claim}}"]
     words = ["+cluster=a100x4", "cluster.nodes=2", *pods]
-    rendered = project.cli(*words, "render", "--target", "skypilot")
+    rendered = project.cli(*words, "render", "--target", "skypilot", "-o", str(tmp_path / "task.yaml"))
     assert rendered.returncode == 0, rendered.stdout
-    (tmp_path / "task.yaml").write_text(rendered.stdout)
     python = Path(shutil.which("sky") or "").parent / "python"
     environment = {**clean_environment(), "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     said = subprocess.check_output([python, "-c", PARSE, tmp_path / "task.yaml"], env=environment, text=True)

@@ -95,6 +95,7 @@ def everything(directory: Path) -> dict[str, Said]:
     }
     own = directory / "own" if ranks.rank == 2 else None  # it is not that of the others
     found["own folder"] = ranks.check(Readers(folder=own, folder_limit_s=1.0), on=ranks.rank)
+    found["no file of rank 0"] = ranks.check(Readers(folder=Path("/proc/none")), on=0)
     ranks.distributed.leave_together()
     return found
 
@@ -103,7 +104,7 @@ def test_what_is_wrong_on_one_node_is_found_by_all_ranks_and_blamed_on_that_node
     answers = gloo_ranks.start(4, everything).results()
     assert all(answer == answers[0] for answer in answers)  # the same record, and the same nodes in every rank's error
     found: dict[str, Said] = answers[0]
-    assert found["sound"] == ([], None)
+    assert found["sound"] == found["no file of rank 0"] == ([], None)  # what it cannot write, no other is blamed for
     (clock,), blamed = found["clock"]
     ahead = re.match(r"n1: its clock is ([\d.]+) s ahead", clock)
     assert ahead is not None and 290 < float(ahead[1]) <= 300.1  # what is certain, whenever the ranks came

@@ -21,12 +21,11 @@ from slurmtrain.errors import PreflightError
 from slurmtrain.runs.events import Event
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.preflight.compare import Gathered, compare
+from slurmtrain.runtime.preflight.compare import Gathered, compare, matters
 from slurmtrain.runtime.preflight.facts import RankFacts, Readers, begin_node_facts, gpus_of, rank_facts
 from slurmtrain.runtime.preflight.findings import Finding, error_of, without
 from slurmtrain.runtime.shared_file_wait import Pauses, look
 from slurmtrain.system.files import write_json
-from slurmtrain.system.redaction import redacted
 
 log = logging.getLogger(__name__)
 
@@ -80,13 +79,16 @@ def _gather(
     probe = (readers.folder or context.attempt_dir.path) / "preflight-began.json"
     begin = None
     if environment.rank == 0:
-        begin = json.dumps([secrets.token_hex(8), readers.clock()])
-        with contextlib.suppress(OSError):  # then no node sees it, and a full disk is a finding of its own
-            write_json(probe, {"token": json.loads(begin)[0]})
+        token = secrets.token_hex(8)
+        try:
+            write_json(probe, {"token": token}, durable=False)
+        except OSError:  # a full disk, say, which is a finding of its own: nobody looks for the file
+            token = ""
+        begin = json.dumps([token, readers.clock()])
     token, clock_of_rank_0 = json.loads(distributed.broadcast_text(begin))
     if node_facts is not None:
         ahead_at_most = readers.clock() - clock_of_rank_0
-        after_s = _seconds_until_seen(probe, token, readers.folder_limit_s)
+        after_s = _seconds_until_seen(probe, token, readers.folder_limit_s) if token else 0.0
         node = replace(node_facts(), folder_after_s=after_s, folder_limit_s=readers.folder_limit_s)
         own = replace(own, of_node=replace(node, clock=(readers.clock(), ahead_at_most)))
     # When the last facts are here, rank 0's clock shows more than any node's did as it sent its own.
@@ -94,7 +96,8 @@ def _gather(
     received = readers.clock()
     ranks = [_with_clock(msgspec.json.decode(text, type=RankFacts), received) for text in texts]
     if environment.rank == 0:
-        probe.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
     # SLURM's nodes have names of their own. With torchrun a node calls itself as its host is called, and two containers of one
     # image may be called the same.
     count = Counter(name for name, _ in {(each.node, each.node_rank) for each in ranks})
@@ -138,7 +141,7 @@ def _record_and_log(
     """Write down and log on rank 0 what was found."""
     file = context.attempt_dir.preflight_file
     try:
-        write_json(file, redacted(dict(record)))
+        write_json(file, dict(record))
         if found:
             kinds = sorted({str(each.kind) for each in found})
             context.run_dir.event(Event.PREFLIGHT, attempt=context.number, findings=len(found), kinds=kinds)
@@ -163,7 +166,8 @@ def record_of(
     mode, seconds  of the quick checks
     findings       the fatal first: each `Finding`, with advice and sentence
     ranks          number of ranks
-    nodes          for each node: its first rank, versions, GPUs and what is broken on them, and when it saw the folder
+    nodes          for each node: its first rank, the versions that matter, GPUs, what is broken on them, and when it saw
+                   the folder
     measured       with mode=full: what was measured
     """
     return {
@@ -175,7 +179,11 @@ def record_of(
             {
                 "node": rank.node,
                 "rank": rank.rank,
-                "versions": dict(node.same.get(FindingKind.VERSIONS, {})),
+                "versions": {
+                    name: version
+                    for name, version in node.same.get(FindingKind.VERSIONS, {}).items()
+                    if name == "driver" or matters(name)
+                },
                 "gpus": None if node.gpus is None else len(node.gpus),
                 "gpu": next((gpu.name for gpu in node.gpus or ()), None),
                 "broken": [words for gpu in node.gpus or () if (words := gpu.broken)],

@@ -23,7 +23,7 @@ from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import as_started, node_shape
 from slurmtrain.config.parallel_dims import usable_sizes
 from slurmtrain.errors import EXIT_REQUEUE, ClusterError, ConfigError, SlurmtrainError
-from slurmtrain.launch.srun import srun_node_options, srun_words
+from slurmtrain.launch.srun import explained_srun, srun_node_options
 from slurmtrain.runs import jobs
 from slurmtrain.runs.attempts import Attempt, read_attempt
 from slurmtrain.runs.decide import AttemptOutcome
@@ -204,7 +204,7 @@ class SlurmJob:
             options = srun_node_options(cluster, max([size for size in sizes if size <= there], default=sizes[0]))
         elif cluster.spare_nodes:
             options = srun_node_options(cluster, cluster.node_range.most)
-        words = srun_words(
+        explained = explained_srun(
             self.config,
             self._run_dir.path,
             attempt_dir,
@@ -214,7 +214,7 @@ class SlurmJob:
             standby=standby,
             version=version,
         )
-        return ["env", *words]
+        return ["env", *(word for each in explained for word in each.words)]
 
     def _prepare_nodes(self, number: int) -> None:
         """Copy to the nodes what cluster.stage names, and have another node watch over this one, before the first start."""

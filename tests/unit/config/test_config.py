@@ -18,7 +18,7 @@ from slurmtrain.config.frozen import config_hash, freeze, load_frozen, to_config
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
 from slurmtrain.config.validate import SBATCH_OPTIONS, validate
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
-from slurmtrain.launch.script import JobPaths, directives
+from slurmtrain.launch.script import JobPaths, explained_directives
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 SECRET = "+cluster.env.WANDB_API_KEY='${oc.env:WANDB_API_KEY}'"
@@ -238,8 +238,8 @@ def test_every_option_that_the_script_writes_itself_is_kept_from_cluster_sbatch(
     cluster = dataclasses.replace(compose(["cluster=a100x4"]).cluster, mem_per_cpu_gb=1, mem_per_gpu_gb=1, exclude="n1")
     for name in ("partition", "account", "qos", "constraint", "reservation"):
         setattr(cluster, name, "x")
-    lines = directives(Config(cluster=cluster), JobPaths([Path("/a/b"), Path("/a/c")], "code", "python"))
-    names = [line.removeprefix("--").partition("=")[0] for line in lines]
+    lines = explained_directives(Config(cluster=cluster), JobPaths([Path("/a/b"), Path("/a/c")], "code", "python"))
+    names = [line.text.removeprefix("--").partition("=")[0] for line in lines]
     assert len(names) > 15 and all(SBATCH_OPTIONS[name] for name in names)
     for owner in set(SBATCH_OPTIONS.values()) - {
         "the run directory",
@@ -257,7 +257,7 @@ def test_options_that_slurmtrain_does_not_set_itself_are_left_to_sbatch(option: 
 
 def directives_of(config: Config) -> list[str]:
     validate(config)
-    return directives(config, JobPaths([Path("/a/b")], "code", "python"))
+    return [line.text for line in explained_directives(config, JobPaths([Path("/a/b")], "code", "python"))]
 
 
 @pytest.mark.parametrize(

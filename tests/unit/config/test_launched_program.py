@@ -13,7 +13,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.script import JobPaths, render_script
-from slurmtrain.launch.srun import srun_words
+from slurmtrain.launch.srun import explained_srun
 
 
 def config_of(*words: str, command: str = "train.py", launcher: str = "torchrun") -> Config:
@@ -44,7 +44,8 @@ def test_a_launcher_is_one_task_of_each_node_with_all_of_its_cpus(nodes: str) ->
     config, run = config_of(*sizes), Path("/runs/train/RUN")
     lines = render_script(config, JobPaths([run], "code", "python")).splitlines()
     assert "#SBATCH --cpus-per-task=32" in lines and ("#SBATCH --ntasks-per-node=1" in lines) == (nodes == "2")
-    assert "--cpus-per-task=32" in srun_words(config, run, run / "attempts/0001", run / "code")
+    started = [word for each in explained_srun(config, run, run / "attempts/0001", run / "code") for word in each.words]
+    assert "--cpus-per-task=32" in started
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.config.compose import compose
 from slurmtrain.config.folders import shipped
-from slurmtrain.config.overrides import normalise
-from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.srun import srun_words
 from tests.support.fake_slurm import FakeSlurm
 
 GOLDENS = shipped("jobs") / "golden"
@@ -56,11 +53,11 @@ def rendered(capsys: Out, *words: str) -> str:
     return capsys.readouterr().out
 
 
-def started_by(project: Path, *words: str) -> list[str]:
-    """The words by which the ranks of a run in place are started."""
-    config = with_absolute_paths(compose([normalise(word) for word in words]), project)
-    run = project / "runs/train/RUN"
-    return srun_words(config, run, run / "attempts/0001", project)
+def srun_words(capsys: Out, *words: str) -> list[str]:
+    """The words by which the ranks are started, as `render --explain` shows them."""
+    assert main([*words, "render", "--explain", "--json"]) == 0
+    lines = [line["line"] for line in json.loads(capsys.readouterr().out)]
+    return shlex.split(" ".join(lines[lines.index("srun") :]))
 
 
 @pytest.mark.parametrize("name", GOLDEN_WORDS)
@@ -183,8 +180,10 @@ def test_sbatch_gets_what_the_config_says(name: str, project: Path, slurm: FakeS
         ),
     ],
 )
-def test_srun_gets_what_the_config_says(words: list[str], there: list[str], absent: list[str], project: Path) -> None:
-    found = started_by(project, "+cluster=a100x4", *words)
+def test_srun_gets_what_the_config_says(
+    words: list[str], there: list[str], absent: list[str], project: Path, capsys: Out
+) -> None:
+    found = srun_words(capsys, "+cluster=a100x4", *words)
     assert {*there} <= {*found}
     assert not [word for word in found for prefix in absent if word.startswith(prefix)]
     if "--distribution=cyclic" in there:  # the last one counts
@@ -198,7 +197,7 @@ def test_srun_gets_what_the_config_says(words: list[str], there: list[str], abse
 
 
 def test_what_a_container_image_sets_does_not_overrule_what_the_job_sets(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEN", "a-secret-token")
     words = [
@@ -208,10 +207,71 @@ def test_what_a_container_image_sets_does_not_overrule_what_the_job_sets(
         "+secrets.TOKEN=env",
     ]
     own = "cluster.container.args=['--container-env=MINE,PYTHONPATH','--other']"
-    found = started_by(project, "+cluster=a100x4", *words, own)
+    found = srun_words(capsys, "+cluster=a100x4", *words, own)
     (names,) = [word.split("=")[1].split(",") for word in found if word.startswith("--container-env=")]
     assert {"PYTHONPATH", "OMP_NUM_THREADS", "SLURMTRAIN_RUN_DIR", "SLURMTRAIN_ATTEMPT"} < {*names}
     assert {"NCCL_DEBUG", "TOKEN", "MINE"} < {*names} and len(names) == len({*names})
+
+
+# Why each line is there.
+
+
+@pytest.mark.parametrize("name", ["everything", "spare nodes", "standby"])
+def test_every_line_that_does_something_knows_why_it_is_there(
+    name: str, project: Path, slurm: FakeSlurm, capsys: Out
+) -> None:
+    words = {
+        "everything": [*ALL, "+secrets.TOKEN='file:TOKEN'".replace("TOKEN'", f"{project}/token'")],
+        "spare nodes": [
+            *("+cluster=a100x4", "cluster.nodes=2-4", "train.global_batch_size=64", "cluster.spare_nodes=1"),
+            *("checkpoint.local=/dev/shm", "hooks.on_finish=true"),
+        ],
+        "standby": ["+cluster=a100x4", "requeue.standby_ranks=true", "requeue.mode=resubmit"],
+    }[name]
+    (project / "token").touch(0o600)
+    (project / "token").write_text("a-secret-token")
+    script = rendered(capsys, *words)
+    assert main([*words, "render", "--explain", "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)
+    of_script = script.splitlines()
+    assert [line["line"] for line in lines][: len(of_script) + 3] == [
+        *of_script,
+        "",
+        lines[len(of_script) + 1]["line"],
+        "srun",
+    ]
+    prose = ("# ", "#!")
+    does = [line for line in lines if line["line"].strip() and not line["line"].lstrip().startswith(prose)]
+    assert [line["line"] for line in does if not line["why"].strip()] == []
+    assert [line["line"] for line in lines if line["line"].lstrip().startswith("# ") and line["why"]] == []
+
+    def why(begin: str) -> str:
+        return next(str(line["why"]) for line in lines if line["line"].strip().lstrip("'").startswith(begin))
+
+    if name == "everything":
+        for begin, field in {
+            "#SBATCH --partition": "cluster.partition",
+            "#SBATCH --signal": "cluster.signal_lead_s",
+            "#SBATCH --comment": "cluster.sbatch.comment",
+            "module load": "cluster.modules",
+            "export NCCL_DEBUG": "cluster.env.NCCL_DEBUG",
+            "--container-image=": "pyxis",
+            "--mpi=pmix": "cluster.srun_args",
+        }.items():
+            assert field in why(begin), begin
+
+
+def test_render_explains_below_each_line_for_people(project: Path, slurm: FakeSlurm, capsys: Out) -> None:
+    words = ["+cluster=a100x4", "cluster.nodes=2", "render"]
+    assert main(words) == 0
+    script = capsys.readouterr().out.splitlines()
+    assert main([*words, "--explain"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^#SBATCH --nodes=2\n +\| cluster.nodes", shown, re.MULTILINE)
+    assert all(line.strip() in shown for line in script)
+    assert main([*words, "--explain", "-o", "job.sbatch"]) == 2
+    assert main([*words, "--json"]) == 2
+    assert not (project / "runs").exists()
 
 
 # One source: render, --dry-run and submit.
