@@ -123,8 +123,8 @@ class PodsConfig:
     pull_policy: choices.PullPolicy = choices.PullPolicy.ABSENT
     namespace: Annotated[str, KUBERNETES_NAME] | None = None  # null: that of kubectl's current context
     # Folders of the pods: path -> the name of a PersistentVolumeClaim, or any source as in the spec of a pod, such as
-    # {hostPath: {path: /lustre}}. One of them, which all pods and this machine share, has to contain job.runs_dir under the
-    # path that it has here.
+    # {hostPath: {path: /lustre}}; with subPath or readOnly: {claim: NAME, subPath: data, readOnly: true}. One of them, which
+    # all pods and this machine share, has to contain job.runs_dir under the path that it has here.
     volumes: dict[Annotated[str, NODE_FOLDER], Any] = field(default_factory=dict)
     # Kueue's LocalQueue, which starts all pods together, or none; null: pods start one by one, as nodes get free
     queue: Annotated[str, KUBERNETES_NAME] | None = None
@@ -151,8 +151,10 @@ class PodsConfig:
     ttl_s: Natural | None = None  # delete the object and its pods this long after the end; null: they stay
     # Anything else in the spec of a pod, merged over what is there: {priorityClassName: high, serviceAccountName: train}
     spec: dict[str, Any] = field(default_factory=dict)
-    # The same for its container: {envFrom: [...], securityContext: {...}}
+    # The same for its container: {envFrom: [...], securityContext: {...}}; `env` adds to what is there
     container: dict[str, Any] = field(default_factory=dict)
+    # The same for the object that `submit` creates, or SkyPilot's task: {spec: {activeDeadlineSeconds: 86400}}
+    object: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

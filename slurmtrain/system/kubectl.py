@@ -106,5 +106,8 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 def _error(what: str, done: subprocess.CompletedProcess[str]) -> ClusterError:
     said = "; ".join(line.strip() for line in done.stderr.splitlines() if line.strip() and EXISTS not in line)
     return ClusterError(
-        f"{what} has failed: {said or f'exit code {done.returncode}'}", hint="kubectl config current-context"
+        f"{what} has failed: {said or f'exit code {done.returncode}'}",
+        hint="install JobSet, Kubeflow's trainer or KubeRay: help kubernetes"
+        if "no matches for kind" in said
+        else "kubectl config current-context",
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slurmtrain.choices import Backend, Target
+from slurmtrain.config.fields import merge
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import given_fields
 from slurmtrain.launch.targets.pod import PodRun, check
@@ -74,7 +75,8 @@ def manifest(config: Config, run: PodRun, *, placeholders: bool = False) -> str:
     check(config, run, placeholders=placeholders)
     objects: Callable[[Config, PodRun], list[dict[str, Any]]]
     objects = importlib.import_module(TARGETS[config.cluster.pods.target]).objects
+    found = objects(config, run)
+    merge(found[-1], config.cluster.pods.object)
     return "---\n".join(
-        yaml.dump(each, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=120)
-        for each in objects(config, run)
+        yaml.dump(each, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=120) for each in found
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.choices import Target
 from slurmtrain.config.fields import merge
 from slurmtrain.config.frozen import SECRET_REFERENCE, to_values
 from slurmtrain.config.launched_program import node_shape
@@ -20,6 +21,7 @@ from slurmtrain.config.secrets import ENV, scalars
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.script import setup_lines
 from slurmtrain.runs.run_dir import RUN_DIR_VARIABLE
+from slurmtrain.slurm.command_environment import is_of_ranks
 from slurmtrain.slurm.environment import JOB_VARIABLE, NODE_VARIABLE
 
 CONTAINER = "node"  # the one container of a pod, by the name that Kubeflow's trainer wants
@@ -27,10 +29,16 @@ LEFT_OVER_S = 30  # of the grace time, for what follows the last save
 NAME_MAX = 44  # of the object: the names of its pods are longer, NAME-node-0-12345-abcde, and may have 63 letters
 IMAGE, CLAIM = "IMAGE", "CLAIM"  # stand in a manifest that is only shown for what the config does not say
 # What cluster.pods.spec and cluster.pods.container cannot replace: lists, and what a run needs as it is.
-OWN = {"spec": {"containers", "volumes"}, "container": {"name", "image", "command", "args", "env", "volumeMounts"}}
-# Run before the ranks; what fails in it, fails the same each time. A stop has its say when the line at work has ended.
+OWN = {
+    "spec": {"containers", "volumes", "tolerations", "restartPolicy", "terminationGracePeriodSeconds", "hostNetwork"},
+    "container": {"name", "image", "command", "args", "resources", "volumeMounts"},
+}
+OF_MOUNT = ("subPath", "subPathExpr", "readOnly", "mountPropagation")  # of a volume's source: how the container has it
+# Run before the ranks. What fails in it may work the next time (a download), and is counted by the engine. A stop has its say
+# when the line at work has ended.
 SET_UP = """\
-trap 'exit 78' EXIT; trap 'trap - EXIT; exit 75' TERM; set -e
+trap 'echo "slurmtrain: the set-up has ended with exit code $? at: $BASH_COMMAND" >&2; exit 1' EXIT
+trap 'trap - EXIT; exit 75' TERM; set -e
 export {variable}={run_dir}
 {lines}
 trap - EXIT TERM
@@ -79,14 +87,29 @@ def check(config: Config, run: PodRun, *, placeholders: bool = False) -> None:
             hint=f"+cluster.pods.volumes='{{{run.run_dir.parents[1]}: CLAIM}}', or job.runs_dir below one of them",
         )
     for path, source in pods.volumes.items():
-        if not isinstance(source, dict):
-            KUBERNETES_NAME.check(f"cluster.pods.volumes.{path}", str(source))
+        if not isinstance(source, dict) or "claim" in source:
+            KUBERNETES_NAME.check(
+                f"cluster.pods.volumes.{path}", str(source["claim"] if isinstance(source, dict) else source)
+            )
+        elif pods.target == Target.SKYPILOT:
+            raise ConfigError(
+                f"cluster.pods.volumes.{path} is not the name of one of SkyPilot's volumes, and it mounts nothing else",
+                hint="`sky volumes ls` shows their names",
+            )
+    _check_names(config)
     for group, own in OWN.items():
         if taken := sorted(own & getattr(pods, group).keys()):
             raise ConfigError(
                 f"cluster.pods.{group}.{taken[0]} would take the place of the run's own {taken[0]}",
-                hint="cluster.pods.volumes adds volumes, and cluster.env variables; a pod has one container",
+                hint="cluster.pods has a field for it, such as volumes, resources, tolerations, grace_s and host_network",
             )
+    contexts = [group.get("securityContext", {}) for group in (pods.spec, pods.container)]
+    security = {"runAsUser": run.user} | contexts[0] | contexts[1]
+    if security.get("runAsNonRoot") is True and security["runAsUser"] == 0:
+        raise ConfigError(
+            "the pods would run as root, as the owner of the run directory, and runAsNonRoot forbids that",
+            hint="submit as a user, or set runAsUser and runAsGroup in cluster.pods.spec.securityContext",
+        )
     if pods.grace_s is not None and pods.grace_s < config.cluster.signal_lead_s:
         raise ConfigError(
             f"cluster.pods.grace_s={pods.grace_s} is less than cluster.signal_lead_s={config.cluster.signal_lead_s}, the time "
@@ -101,6 +124,23 @@ def check(config: Config, run: PodRun, *, placeholders: bool = False) -> None:
             f"the config takes {missing} from the environment, and pods do not inherit that of this shell",
             hint=f"+cluster.pods.secrets.{missing}=SECRET/KEY takes it from a Secret of Kubernetes",
         )
+
+
+def _check_names(config: Config) -> None:
+    """Raise ConfigError where the config names a variable, label, resource or folder that pods have from elsewhere."""
+    pods, gpus = config.cluster.pods, config.cluster.gpus_per_node
+    taken = {
+        "secrets": [name for name in pods.secrets if is_of_ranks(name) or name in ("HOME", "USER")],
+        "labels": [name for name in pods.labels if name.startswith(("slurmtrain/", "kueue.x-k8s.io/queue"))],
+        "resources": [name for name in pods.resources if gpus and name == pods.gpu_resource],
+        "volumes": [path for path in pods.volumes if pods.shm_gb and path == "/dev/shm"],
+    }
+    for name, found in taken.items():
+        if found:
+            raise ConfigError(
+                f"cluster.pods.{name} has {found[0]}, which the run sets itself",
+                hint="GPUs: cluster.gpus_per_node; /dev/shm: cluster.pods.shm_gb; Kueue: cluster.pods.queue",
+            )
 
 
 def metadata(config: Config, run: PodRun) -> dict[str, Any]:
@@ -170,9 +210,12 @@ def volumes(config: Config) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
     found, mounts = [], []
     for number, (path, source) in enumerate(sources.items()):
         name = f"volume-{number}"
-        source = {"persistentVolumeClaim": {"claimName": source}} if isinstance(source, str) else source
-        found.append({"name": name} | source)
-        mounts.append({"name": name, "mountPath": path})
+        source = {"claim": source} if isinstance(source, str) else dict(source)
+        mount = {key: source.pop(key) for key in OF_MOUNT if key in source}
+        if "claim" in source:
+            source["persistentVolumeClaim"] = {"claimName": source.pop("claim")}
+        found.append({"name": name} | source | {"name": name})
+        mounts.append({"name": name, "mountPath": path} | mount)
     if pods.shm_gb:
         found.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{pods.shm_gb}Gi"}})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
@@ -191,9 +234,12 @@ def container(config: Config, run: PodRun) -> dict[str, Any]:
         "resources": resources(config),
         "volumeMounts": volumes(config)[1],
     }
+    merge(found, {key: value for key, value in pods.container.items() if key != "env"})
+    found["env"] += pods.container.get("env", [])
     if any("/" in name for name in pods.resources):  # a device such as that of RDMA, which pins memory
-        found["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
-    merge(found, pods.container)
+        added = found.setdefault("securityContext", {}).setdefault("capabilities", {}).setdefault("add", [])
+        if "IPC_LOCK" not in added:
+            added.append("IPC_LOCK")
     return found
 
 

@@ -21,6 +21,7 @@ from slurmtrain.launch.targets.pod import PodRun, grace_s, metadata, pod_templat
 
 # What Ray's own processes on the head need.
 HEAD = {"cpu": "2", "memory": "8Gi"}
+CLUSTERS = 3  # more of them at most, one after the other, each with all GPUs of the run
 PORTS = {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
 
 
@@ -37,7 +38,7 @@ def objects(config: Config, run: PodRun) -> list[dict[str, Any]]:
         "submissionMode": "HTTPMode",
         # Where Ray runs, slurmtrain is there. Set-up lines are for the ranks, and run on their nodes.
         "entrypoint": shlex.join(["python", "-m", "slurmtrain", "supervise", str(run.run_dir)]),
-        "backoffLimit": config.cluster.pods.max_restarts,
+        "backoffLimit": min(config.cluster.pods.max_restarts, CLUSTERS),
         "shutdownAfterJobFinishes": True,
         "rayClusterSpec": {
             # No CPUs of Ray: it places no ranks there.
@@ -78,5 +79,5 @@ def _template(config: Config, run: PodRun) -> dict[str, Any]:
     files = shlex.quote(str(stop_files(run.run_dir))) + ".*"
     lives = '[ -e "$file" ] && kill -0 "${file##*.}" 2>/dev/null'
     hook = f'for file in {files}; do {lives} && echo stop >"$file"; while {lives}; do sleep 1; done; done; true'
-    container["lifecycle"] = {"preStop": {"exec": {"command": ["sh", "-c", hook]}}}
+    container["lifecycle"] = container.get("lifecycle", {}) | {"preStop": {"exec": {"command": ["sh", "-c", hook]}}}
     return template

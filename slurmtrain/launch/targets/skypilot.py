@@ -10,7 +10,7 @@ import shlex
 from typing import Any
 
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_REQUEUE
+from slurmtrain.errors import EXIT_REQUEUE, ConfigError
 from slurmtrain.launch.targets.pod import IMAGE, PodRun, command, resources
 from slurmtrain.slurm.environment import JOB_VARIABLE
 
@@ -30,6 +30,12 @@ exit 1
 def objects(config: Config, run: PodRun) -> list[dict[str, Any]]:
     """Return the task."""
     pods, cluster = config.cluster.pods, config.cluster
+    others = pods.resources.keys() - {"cpu", "memory"}
+    if others:
+        raise ConfigError(
+            f"cluster.pods.resources has {min(others)}, and SkyPilot asks for CPUs, memory and accelerators alone",
+            hint="a machine type has its devices: +cluster.pods.object.resources.instance_type=TYPE",
+        )
     needs = resources(config)["requests"]
     wants: dict[str, Any] = {"cpus": f"{needs['cpu']}+"}
     if "memory" in needs:
@@ -49,9 +55,9 @@ def objects(config: Config, run: PodRun) -> list[dict[str, Any]]:
         "envs": {JOB_VARIABLE: run.object_name(config), "PYTHONUNBUFFERED": "1"},
         "run": RUN.format(restarts=pods.max_restarts, command=shlex.join(command(config, run.run_dir))),
     }
-    volumes = {path: source for path, source in pods.volumes.items() if isinstance(source, str)}
-    if volumes:
-        found["volumes"] = volumes
+    if pods.volumes:
+        names = (each if isinstance(each, str) else each["claim"] for each in pods.volumes.values())
+        found["volumes"] = dict(zip(pods.volumes, names, strict=True))
     if pods.secrets:
         found["secrets"] = dict.fromkeys(pods.secrets)  # null: `sky jobs launch --secret NAME` gives the value
     return [found]

@@ -21,12 +21,14 @@ def objects(config: Config, run: PodRun) -> list[dict[str, Any]]:
     spec = jobset_spec(config, run)
     (replicated,) = spec["replicatedJobs"]
     replicated["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
-    runtime = {
+    runtime: dict[str, Any] = {
         "apiVersion": API,
         "kind": "TrainingRuntime",
         "metadata": metadata(config, run),
         "spec": {"mlPolicy": {"numNodes": nodes, "torch": {}}, "template": {"spec": spec}},
     }
+    # Without it, Kubeflow's SDK lists none of the namespace's jobs.
+    runtime["metadata"]["labels"] |= {"trainer.kubeflow.org/framework": "torch"}
     job = {
         "apiVersion": API,
         "kind": "TrainJob",

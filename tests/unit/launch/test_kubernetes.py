@@ -38,7 +38,13 @@ EVERYTHING = [
     "+cluster.pods.spec={priorityClassName: high, serviceAccountName: train, imagePullSecrets: [{name: registry}]}",
     "+cluster.pods.volumes={SHARED: lustre, /scratch: {hostPath: {path: /local/scratch}}}",
 ]
-GOLDEN_WORDS = dict.fromkeys(["jobset", "trainjob", "rayjob", "skypilot"], EVERYTHING)
+NO_VOLUMES_OF_SKYPILOT = ("+cluster.pods.volumes", "+cluster.pods.resources")
+GOLDEN_WORDS = dict.fromkeys(["jobset", "trainjob", "rayjob"], EVERYTHING) | {
+    "skypilot": [
+        *(word for word in EVERYTHING if not word.startswith(NO_VOLUMES_OF_SKYPILOT)),
+        "+cluster.pods.volumes={SHARED: lustre}",
+    ]
+}
 
 
 def here(words: list[str], project: Path) -> list[str]:
@@ -160,9 +166,41 @@ REFUSED = {
         [*NEEDED, "+cluster.pods.spec.volumes=[{name: scratch, emptyDir: {}}]"],
         "cluster.pods.spec.volumes would take the place of the run's own volumes",
     ),
-    "other variables": (
-        [*NEEDED, "+cluster.pods.container.env=[{name: A, value: b}]"],
-        "cluster.pods.container.env would take the place of the run's own env",
+    "another end": (
+        [*NEEDED, "+cluster.pods.spec.terminationGracePeriodSeconds=30"],
+        "cluster.pods.spec.terminationGracePeriodSeconds would take the place of the run's own",
+    ),
+    "other mounts": (
+        [*NEEDED, "+cluster.pods.container.volumeMounts=[]"],
+        "cluster.pods.container.volumeMounts would take the place of the run's own volumeMounts",
+    ),
+    "root where none may be": (
+        [*NEEDED, "+cluster.pods.spec.securityContext={runAsUser: 0, runAsNonRoot: true}"],
+        "the pods would run as root",
+    ),
+    "GPUs twice": (
+        [*NEEDED, "+cluster.pods.resources={nvidia.com/gpu: 2}"],
+        "cluster.pods.resources has nvidia.com/gpu, which the run sets itself",
+    ),
+    "a variable of the ranks": (
+        [*NEEDED, "+cluster.pods.secrets.MASTER_ADDR=a/b"],
+        "cluster.pods.secrets has MASTER_ADDR, which the run sets itself",
+    ),
+    "a label of ours": (
+        [*NEEDED, "+cluster.pods.labels={slurmtrain/run: x}"],
+        "cluster.pods.labels has slurmtrain/run",
+    ),
+    "shm twice": (
+        [IMAGE, "+cluster.pods.volumes={SHARED: a, /dev/shm: {emptyDir: {}}}"],
+        "cluster.pods.volumes has /dev/shm, which",
+    ),
+    "no volume of SkyPilot's": (
+        [IMAGE, "cluster.pods.target=skypilot", "+cluster.pods.volumes={SHARED: {hostPath: {path: /x}}}"],
+        "is not the name of one of SkyPilot's volumes",
+    ),
+    "a device of SkyPilot's": (
+        [*NEEDED, "cluster.pods.target=skypilot", "+cluster.pods.resources={rdma/hca: 8}"],
+        "cluster.pods.resources has rdma/hca, and SkyPilot asks for",
     ),
     "too little time": (
         [*NEEDED, "cluster.signal_lead_s=300", "cluster.pods.grace_s=100"],
@@ -195,6 +233,31 @@ def test_resources_are_quantities_and_the_container_takes_what_else_a_cluster_wa
     # None of these is a device, which would need to pin memory: a namespace with restrictions takes the pod.
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     assert container["envFrom"] == [{"configMapRef": {"name": "proxy"}}]
+
+
+def test_the_object_its_container_and_the_mounts_of_volumes_take_what_else_a_cluster_wants(project: Path) -> None:
+    words = [
+        *("+cluster=kubernetes", IMAGE, "+cluster.pods.resources={rdma/hca: 8}"),
+        "+cluster.pods.volumes={SHARED: {claim: team, subPath: me}, /data: {claim: sets, readOnly: true}}",
+        "+cluster.pods.container.env=[{name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}]",
+        "+cluster.pods.container.securityContext.capabilities.add=[SYS_PTRACE]",
+        "+cluster.pods.object={spec: {coordinator: {replicatedJob: node}}, metadata: {annotations: {team: a}}}",
+    ]
+    (found,) = documents(*here(words, project))
+    check_by_schema(found)
+    assert found["spec"]["coordinator"] == {"replicatedJob": "node"} and found["metadata"]["annotations"] == {
+        "team": "a"
+    }
+    spec = pod_of(found)["spec"]
+    (container,) = spec["containers"]
+    assert [each["persistentVolumeClaim"] for each in spec["volumes"][:2]] == [
+        {"claimName": "team"},
+        {"claimName": "sets"},
+    ]
+    first, second = container["volumeMounts"][:2]
+    assert (first["mountPath"], first["subPath"], second["readOnly"]) == (str(project), "me", True)
+    assert container["env"][-1]["name"] == "POD_IP" and container["env"][0]["name"] == "MASTER_ADDR"
+    assert container["securityContext"]["capabilities"]["add"] == ["SYS_PTRACE", "IPC_LOCK"]  # RDMA pins memory
 
 
 OF_SLURM = ["cluster.partition=gpu", "cluster.exclude=n1", "requeue.in_place=true", "cluster.pods.ttl_s=60"]

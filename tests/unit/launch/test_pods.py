@@ -170,16 +170,25 @@ def test_a_pod_that_is_stopped_in_its_set_up_leaves_after_the_line_at_work_and_t
     tmp_path: Path,
 ) -> None:
     run = program(
-        tmp_path, "exit 0", "cluster.setup=['touch $SLURMTRAIN_RUN_DIR/begun', 'until [ -e go ]; do sleep 0.05; done']"
+        tmp_path,
+        "exit 0",
+        "cluster.setup=['touch $SLURMTRAIN_RUN_DIR/begun-$JOB_COMPLETION_INDEX', 'until [ -e go ]; do sleep 0.05; done']",
     )
     run.jobset.start()
     try:
-        wait_until(lambda: (run.run_dir.path / "begun").exists(), "in its set-up")
+        wait_until(lambda: (run.run_dir.path / "begun-1").exists(), "in its set-up")
         run.jobset.pods[1].send_signal(signal.SIGTERM)
         assert run.jobset.pods[1].wait(60) == 75
         assert run.run_dir.attempt_numbers() == []
     finally:
         run.jobset.reap()
+
+
+def test_a_set_up_that_fails_says_at_which_line_and_is_counted(tmp_path: Path) -> None:
+    run = program(tmp_path, "exit 0", "cluster.setup=['cat missing']", "cluster.pods.max_restarts=1")
+    assert run.jobset.run() == "Failed" and run.jobset.counted == 1
+    said = "slurmtrain: the set-up has ended with exit code 1 at: cat missing"
+    assert said in run.jobset.logs()
 
 
 TOLD = {
