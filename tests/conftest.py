@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ from hypothesis import HealthCheck, settings
 # Before it is imported: its asserts show what they compare, as those of a test do.
 pytest.register_assert_rewrite("tests.support")
 
-from slurmtrain.config.compose import Composer
-from slurmtrain.config.folders import PACKAGE
 from slurmtrain.slurm.command_environment import belongs_to_a_job
 from slurmtrain.system import logs, redaction
 from tests.support.commands import Cli
@@ -86,25 +84,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-goldens", action="store_true", help="write jobs/golden/*.sbatch anew instead of comparing"
     )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def shipped_configs_are_merged_once() -> Iterator[None]:
-    """Most of the time of a composition goes to files that do not change."""
-    made: dict[str, Composer] = {}
-    begin = Composer.__init__
-
-    def share(composer: Composer, folders: Sequence[Path], config_name: str = "config") -> None:
-        if list(folders) != [PACKAGE.parent / "conf"]:
-            return begin(composer, folders, config_name)
-        if config_name not in made:
-            begin(composer, folders, config_name)
-            made[config_name] = composer
-        composer.__dict__.update(made[config_name].__dict__)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Composer, "__init__", share)
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -163,4 +163,4 @@ def wrong_survivor(ranks: list[Child], told: list[list[Any]]) -> str | None:
 
 
 for _name, _all in (("kill -9 of one rank", False), ("kill -9 of all ranks", True)):
-    row(_name, Outcome.NEWEST, Outcome.OLDER, kind="trials", full=500, short=24)(partial(kill, all_ranks=_all))
+    row(_name, Outcome.NEWEST, Outcome.OLDER, kind="trials", full=500, short=40)(partial(kill, all_ranks=_all))

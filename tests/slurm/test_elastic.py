@@ -77,6 +77,8 @@ def changed(project: Project, sandbox: Cluster) -> Changed:
     resized.wait_for_step(3)
     colleague = sandbox.submit_high(nodes=resized.attempts()[0].nodes[2:], seconds=600)
     shrunk.wait_for_step(3)
+    hold = shrunk.run_dir.path / "hold"
+    hold.touch()  # or it has ended before SLURM misses the node
     sandbox.kill_node("n7", only_daemon=True)
     try:
         resized.wait_for_attempt(2)
@@ -86,6 +88,7 @@ def changed(project: Project, sandbox: Cluster) -> Changed:
         sandbox.wait_for(resized.job_id, "CANCELLED")
         said = resized.cli("resume", resized.run_dir.id, "cluster.nodes=1")
         shrunk.wait_until(lambda: len(shrunk.attempts()) == 2, "started again")
+        hold.unlink()
         resized.wait_for_attempt(3)
         for run in (resized, shrunk):
             run.finish()

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def _run(directory: Path, words: tuple[str, ...], variables: Mapping[str, str], 
         runpy.run_path(words[0], run_name="__main__")
     except SystemExit as ending:
         code = ending.code or 0
+    threading._shutdown()  # type: ignore[attr-defined]  # as at the end of a process: of threads, and then of all else
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code if isinstance(code, int) else 1)
