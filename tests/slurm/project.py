@@ -148,6 +148,13 @@ class Run:
     def wait_for_checkpoint(self) -> None:
         self.wait_until(lambda: bool(committed(self.run_dir.checkpoints)), "saved")
 
+    def await_next_start(self) -> None:
+        """Until the ranks of a counting program start again, which does not end before that."""
+        number, hold = len(self.attempts()) + 1, self.run_dir.path / "hold"
+        hold.touch()
+        self.wait_until(lambda: len(self.attempts()) == number, "started again")
+        hold.unlink()
+
     def go_on(self) -> None:
         """Nobody is to interfere any more: without pauses."""
         (self.run_dir.path / "quick").touch()

@@ -197,7 +197,7 @@ def bereft(project: Project, lane: Lane) -> tuple[Run, str]:
     dead = run.attempts()[0].nodes[1]
     run.cluster.kill_node(dead)
     try:
-        run.wait_until(lambda: len(run.attempts()) == 2, "started again")
+        run.await_next_start()
         run.finish()
     finally:
         run.cluster.start_node(dead)
@@ -214,7 +214,7 @@ def with_a_spare_node(project: Project, lane: Lane) -> tuple[Run, Lane]:
     run.wait_for_step(3)
     run.cluster.kill_node(lane[1], only_daemon=True)
     try:
-        run.wait_until(lambda: len(run.attempts()) == 2, "started again")
+        run.await_next_start()
         run.finish()
     finally:
         run.cluster.start_node(lane[1])
