@@ -143,13 +143,13 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             self._stream.check_ids(plan.starts, plan.pairs + 1)
         return last_targets
 
-    def _masked(self, plan: _Plan, width: int) -> NDArray[np.bool_]:
-        """Return which targets of all rows together the loss mask leaves out, [B * S]."""
+    def _masked(self, plan: _Plan, width: int) -> NDArray[np.int64]:
+        """Return the positions in the flat array of targets of those that the loss mask leaves out."""
         counts = np.ones(len(plan.lengths) * width, dtype=np.uint8)
         begins = (plan.rows * width + plan.columns).tolist()
         for begin, pairs, start in zip(begins, plan.pairs.tolist(), plan.starts.tolist(), strict=True):
             self._stream.read_loss_mask(counts[begin : begin + pairs], start + 1)
-        return counts == 0
+        return np.flatnonzero(counts == 0)
 
     def _number_documents(self, plan: _Plan, width: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return the number of each token's document in its row, int32 [B, S].

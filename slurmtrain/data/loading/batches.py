@@ -33,7 +33,7 @@ def collate(samples: Sequence[Any]) -> Batch:
     if isinstance(first, Mapping) and "targets" in first and len({_length(sample) for sample in samples}) > 1:
         longest = max(_length(sample) for sample in samples)
         samples = [{name: row[0] for name, row in padded(_as_batch(sample), longest).items()} for sample in samples]
-    collated: Batch = default_collate(samples)
+    collated: Batch = default_collate(list(samples))
     return collated
 
 
