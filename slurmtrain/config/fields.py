@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 import re
 import types
@@ -54,12 +53,6 @@ def raise_all(problems: list[SlurmtrainError]) -> None:
         raise type(found[0])(f"{len(found)} things are wrong:\n  " + "\n  ".join(dict.fromkeys(lines)))
 
 
-@functools.cache
-def hints(schema: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, with their constraints."""
-    return {field.name: field.type for field in dataclasses.fields(schema)}
-
-
 def plain(kind: Any) -> Any:
     """Return a type without its constraints, and without None where it is optional."""
     if typing.get_origin(kind) is Annotated:
@@ -84,7 +77,7 @@ def wrong(key: str, value: Any, expected: str, hint: str = _HINT) -> ConfigError
 
 
 def _group(values: Any, schema: type[T], where: str, problems: list[SlurmtrainError]) -> T:
-    kinds, found = hints(schema), dict[str, Any]()  # type: ignore[arg-type]
+    kinds, found = schema.__annotations__, dict[str, Any]()
     if not isinstance(values, Mapping):
         key = where.removesuffix(".") or "the config"
         problems.append(wrong(key, values, "a group of fields", f"write {where}FIELD=VALUE"))
@@ -277,10 +270,6 @@ class Share:
 
     fraction: float
     most: int
-
-    def of(self, steps: int) -> int:
-        """Return the default for a run of so many steps."""
-        return max(1, min(self.most, int(steps * self.fraction)))
 
 
 def share_in(kind: Any) -> Share | None:

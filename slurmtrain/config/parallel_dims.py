@@ -57,7 +57,7 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
-        return math.prod(self.shape)
+        return self.pp * self.dp * self.cp * self.tp
 
     @property
     def dp(self) -> int:

@@ -101,7 +101,7 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
     (
         "observe.profile_steps",
-        lambda c: profiled_steps(c.observe.profile_steps or "1")[0] <= c.train.steps,
+        lambda c: not c.observe.profile_steps or profiled_steps(c.observe.profile_steps)[0] <= c.train.steps,
         "as many train.steps",
     ),
     (

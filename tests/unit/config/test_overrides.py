@@ -12,14 +12,14 @@ import yaml
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, parse
-from slurmtrain.config.fields import hints, plain
+from slurmtrain.config.fields import plain
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE, ConfigError, UsageError
 
 
 def fields_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, kind in hints(schema).items():
+    for name, kind in schema.__annotations__.items():
         if dataclasses.is_dataclass(kind):
             yield from fields_of(kind, f"{prefix}{name}.")
         else:
