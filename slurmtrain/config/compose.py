@@ -51,7 +51,7 @@ from slurmtrain.config.overrides import (
     shipped_groups,
     unknown_field,
 )
-from slurmtrain.config.schema import SHARES, Config
+from slurmtrain.config.schema import DEFAULTS, Config
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, first_line, nearest, shown
 from slurmtrain.system.records import config_loader
 from slurmtrain.system.redaction import SECRET_NAME, hide
@@ -184,7 +184,7 @@ class Composer(ConfigRepository):
             found = create_defaults_list(self, self.config_name, choices, prepend_hydra=False, skip_missing=False)
         finally:
             base.version_base = before
-        values = defaults()
+        values = to_values(DEFAULTS)
         for default in found.defaults:
             loaded = self.load_config(default.config_path) if default.config_path is not None else None
             if loaded is not None:
@@ -406,14 +406,6 @@ def from_program(values: Any) -> Config:
     return finish(typed(resolved(container) if isinstance(container, dict) else container, Config))
 
 
-def defaults() -> dict[str, Any]:
-    """Return the defaults of all fields as plain values; those that follow the number of steps are still open."""
-    values = to_values(Config())
-    for group, name, _ in SHARES:
-        values[group][name] = None
-    return values
-
-
 def resolved(values: dict[str, Any], last: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
     """Return values with their interpolations resolved, except for those of secrets.
 
@@ -495,4 +487,4 @@ def explaining() -> Iterator[None]:
 
 def register_schema() -> None:
     """Register the schema under the name in the defaults list of conf/config.yaml, for a program that composes with Hydra."""
-    ConfigStore.instance().store(name=SCHEMA, node=defaults())
+    ConfigStore.instance().store(name=SCHEMA, node=to_values(DEFAULTS))

@@ -87,8 +87,8 @@ def _group(values: Any, schema: type[T], where: str, problems: list[SlurmtrainEr
             what = f"{where.removesuffix('.')} has no field" if where else "there is no config key"
             problems.append(UsageError(f"{what} {shown(name)!r}", hint=nearest(str(name), kinds)))
     for name, kind in kinds.items():
-        if name not in values or (values[name] is None and share_in(kind) is not None):
-            continue
+        if name not in values or (values[name] is None and getattr(schema, name, MISSING) is None):
+            continue  # it has its default
         if dataclasses.is_dataclass(kind):
             found[name] = _group(values[name], typing.cast("type", kind), f"{where}{name}.", problems)
             continue
@@ -270,11 +270,6 @@ class Share:
 
     fraction: float
     most: int
-
-
-def share_in(kind: Any) -> Share | None:
-    """Return the share of a field's type, if its default follows the number of steps."""
-    return next((each for each in typing.get_args(kind) if isinstance(each, Share)), None)
 
 
 def _ends(key: str, value: str | int, what: str, hint: str) -> tuple[int, int]:

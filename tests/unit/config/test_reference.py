@@ -20,7 +20,7 @@ import pytest
 
 from slurmtrain.config import schema
 from slurmtrain.config.compose import compose
-from slurmtrain.config.fields import Range, share_in, words_of
+from slurmtrain.config.fields import Range, Share, words_of
 from slurmtrain.config.folders import PACKAGE
 from slurmtrain.config.frozen import to_values
 
@@ -131,7 +131,7 @@ def _fields(owner: ast.ClassDef, defaults: Mapping[str, Any]) -> Iterator[Field]
         beside = [_comment(line) for line in lines[node.lineno - 1 : node.end_lineno]]
         name = node.target.id
         kind = getattr(schema, owner.name).__annotations__[name]
-        share = share_in(kind)
+        share = next((each for each in typing.get_args(kind) if isinstance(each, Share)), None)
         default = _yaml(defaults[name]) if name in defaults and share is None else _default(node.value)
         if share is not None:
             default = f"{100 * share.fraction:g} % of train.steps, at most {share.most}"
