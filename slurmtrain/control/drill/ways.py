@@ -135,7 +135,7 @@ def scratch_config(config: Config, plan: Plan, way: Way | None, folder: Path) ->
     if way is Way.IN_PLACE and requeue.in_place is None:
         requeue = dataclasses.replace(requeue, in_place=True)
     elif way is not None and way is not Way.IN_PLACE:
-        requeue = dataclasses.replace(requeue, in_place=False, standby_ranks=False)
+        requeue = dataclasses.replace(requeue, in_place=False)
     if requeue.mode == RequeueMode.CHAIN:
         requeue = dataclasses.replace(requeue, chain_length=CHAIN_LENGTH)
     cluster, train, checkpoint = config.cluster, config.train, config.checkpoint

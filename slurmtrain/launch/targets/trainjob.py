@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.schema import Config
 from slurmtrain.launch.targets.jobset import jobset_spec, with_queue
 from slurmtrain.launch.targets.pod import PodRun, metadata
@@ -40,7 +39,7 @@ def objects(config: Config, run: PodRun) -> list[dict[str, Any]]:
                 "name": run.object_name(config),
             },
             # Without it, the trainer sets no variables.
-            "trainer": {"numNodes": nodes, "numProcPerNode": node_shape(config).processes},
+            "trainer": {"numNodes": nodes, "numProcPerNode": config.cluster.tasks_per_node},
         },
     }
     with_queue(job, config)
