@@ -167,10 +167,7 @@ VERBS: dict[str, Verb] = {
     ),
     "train": Verb(
         "Train on this rank; started by srun, torchrun, or by hand.",
-        (
-            option("[DIRECTORY]", "train this run, with its own config", dest="run_directory"),
-            option("--standby", "for the supervisor: load PyTorch, then wait for an attempt"),
-        ),
+        (option("[DIRECTORY]", "train this run, with its own config", dest="run_directory"),),
         "quickstart",
         composes=True,
         runs_program=True,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from slurmtrain.checkpoint.format.directory import MANIFEST, committed
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.known_models import HUGGING_FACE, is_our_decoder
-from slurmtrain.config.launched_program import paths_in, program_of, repeated_launcher, script_and_module
+from slurmtrain.config.launched_program import paths_in, repeated_launcher, script_and_module
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources import config_check
 from slurmtrain.errors import ConfigError
@@ -267,7 +267,7 @@ def check_program(config: Config, cwd: Path) -> None:
 
     if config.job.kind != JobKind.COMMAND:
         return
-    command = program_of(config)
+    command = config.job.command or ""
     word, (script, module) = shlex.split(command)[0], script_and_module(command)
     for name in filter(None, (word if os.sep in word else None, script)):
         path = absolute(name, cwd)
@@ -323,7 +323,7 @@ def check_in_snapshot(config: Config, workdir: Path, source: CodeSource, cwd: Pa
         return "git ignores it" if source.git else "hidden files are not copied"
 
     if config.job.kind == JobKind.COMMAND:
-        command = program_of(config)
+        command = config.job.command or ""
         script, module = script_and_module(command)
         refused = None
         if script is not None and not os.path.isabs(script) and not (workdir / script).exists():

@@ -18,7 +18,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from slurmtrain.runs.run_dir import RunDir
@@ -86,7 +86,6 @@ class TextFile:
         folder: of the node exporter.
         name: of the file, without `slurmtrain_` and `.prom`.
         labels: of every number.
-        source: called by the thread for further numbers before it writes; None: there are none.
         every_s, at_least_every_s: seconds between two writes, with and without a change.
     """
 
@@ -96,12 +95,11 @@ class TextFile:
         name: str,
         labels: Mapping[str, str],
         *,
-        source: Callable[[], Mapping[str, float]] | None = None,
         every_s: float = EVERY_S,
         at_least_every_s: float = AT_LEAST_EVERY_S,
     ):
         self._folder, self.path = folder, folder / f"{PREFIX}{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.prom"
-        self._labels, self._source = dict(labels), source
+        self._labels = dict(labels)
         self._every_s, self._at_least_every_s = every_s, at_least_every_s
         self._values: dict[str, float] = {}
         self._condition = threading.Condition()
@@ -139,8 +137,7 @@ class TextFile:
 
     def _write(self, values: dict[str, float]) -> None:
         try:
-            more = self._source() if self._source is not None else {}
-            text = render({**values, **more, "updated_timestamp_seconds": round(time.time(), 3)}, self._labels)
+            text = render({**values, "updated_timestamp_seconds": round(time.time(), 3)}, self._labels)
             replace_file(self.path, text.encode(), mode=MODE, durable=False)
             self._warned = False
         except Exception as error:  # of a folder that is not ours

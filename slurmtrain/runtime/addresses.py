@@ -35,26 +35,6 @@ def machine() -> str:
         return f"unknown-{socket.gethostname()}-{os.getpid()}"
 
 
-def own_addresses(environment: Environment, interface: str) -> list[str]:
-    """Return names and addresses under which other nodes may reach this one, the likeliest first."""
-    candidates: list[str] = []
-    if interface not in ("auto", "none"):
-        address = interface_addresses().get(interface)
-        if address is None:
-            raise EnvironmentMismatchError(
-                f"cluster.network_interface={interface!r}, but {environment.node} has no such interface with an IPv4 address",
-                hint=f"it has: {', '.join(sorted(interface_addresses()))}",
-            )
-        candidates.append(address)
-    if os.environ.get("MASTER_ADDR"):
-        candidates.append(os.environ["MASTER_ADDR"])
-    candidates += [environment.node, socket.getfqdn(), socket.gethostname()]
-    if os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
-        candidates.append(os.environ["SLURM_LAUNCH_NODE_IPADDR"])  # the node that ran srun: usually this one
-    candidates += [address for name, address in interface_addresses().items() if name != "lo"]
-    return list(dict.fromkeys(candidates))
-
-
 def listening_address(environment: Environment, interface: str) -> str:
     """Return the one IPv4 address of this node on which rank 0 listens for the others.
 
@@ -63,14 +43,20 @@ def listening_address(environment: Environment, interface: str) -> str:
     the one from which the other nodes are reached.
 
     Raises:
-        EnvironmentMismatchError: there are several, and nothing says which it is. Listening on all of them would let in
-            whoever is on the others.
+        EnvironmentMismatchError: there is no such interface; or there are several, and nothing says which it is. Listening on
+            all of them would let in whoever is on the others.
     """
     if environment.local_world_size == environment.world_size:
         return "127.0.0.1"
+    all_known = interface_addresses()
     if interface not in ("auto", "none"):
-        return own_addresses(environment, interface)[0]
-    known = {name: address for name, address in interface_addresses().items() if name != "lo"}
+        if interface not in all_known:
+            raise EnvironmentMismatchError(
+                f"cluster.network_interface={interface!r}, but {environment.node} has no such interface with an IPv4 address",
+                hint=f"it has: {', '.join(sorted(all_known))}",
+            )
+        return all_known[interface]
+    known = {name: address for name, address in all_known.items() if name != "lo"}
     variables = os.environ
     names = (variables.get("MASTER_ADDR"), environment.node, socket.getfqdn(), socket.gethostname())
     for host in (*names, variables.get("SLURM_LAUNCH_NODE_IPADDR")):
@@ -209,22 +195,13 @@ class HeldPort:
         return port
 
     def _chosen(self) -> socket.socket:
-        # Chosen without SO_REUSEADDR, so that no other job holds it. That leaves out ports with connections of a job before.
+        # Bound without SO_REUSEADDR, so that no other job holds it. That leaves out ports with connections of a job before.
         for port in [0] if self._ports is None else _in_any_order(self._ports):
-            holder = socket.socket()
-            try:
-                holder.bind(("", port))
-            except OSError:
-                holder.close()
-                continue
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            return holder
+            with contextlib.suppress(OSError):
+                return _held(port, shared=False)
         with bind_port("", self._ports, self._node) as listener:
             port = listener.getsockname()[1]
-        holder = socket.socket()
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("", port))
-        return holder
+        return _held(port, shared=True)
 
     def release(self) -> None:
         if self._socket is not None:
@@ -232,13 +209,15 @@ class HeldPort:
         self._socket = None
 
 
-def is_taken(port: int) -> bool:
-    """Return whether a listener of this machine could not get this port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen(1)
-        except OSError:
-            return True
-    return False
+def _held(port: int, *, shared: bool) -> socket.socket:
+    """Return a socket that is bound to a port, and lets a program that sets SO_REUSEADDR listen there."""
+    holder = socket.socket()
+    try:
+        if shared:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", port))
+    except OSError:
+        holder.close()
+        raise
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder

@@ -12,16 +12,22 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from slurmtrain.runtime.addresses import RendezvousError, interface_towards
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import read_json
 from slurmtrain.system.patience import may_pass
+from slurmtrain.system.signals import StopDuringStartError
 
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
+NETWORK_HINT = (
+    "see rank 0's log; cluster.network_interface=NAME names the network that connects the nodes, "
+    "cluster.port_range=LOW-HIGH the ports that a firewall between them lets through"
+)
 
 
 class Pauses:
@@ -30,25 +36,56 @@ class Pauses:
     None is much longer than half of the time that was waited before, so no rank is much too late.
     """
 
-    def __init__(
-        self,
-        longest_s: float = LONGEST_PAUSE_S,
-        sleep: Callable[[float], None] = time.sleep,
-        *,
-        first_s: float = FIRST_PAUSE_S,
-    ):
-        self._next_s, self._longest_s, self._sleep = first_s, longest_s, sleep
-
-    @classmethod
-    def of_rank(cls, environment: Environment, sleep: Callable[[float], None] = time.sleep) -> Pauses:
-        """Return those of a rank that looks into a shared folder: all but the first of each node look ten times less often."""
-        times = 1 if environment.local_rank == 0 else 10
-        return cls(times * LONGEST_PAUSE_S, sleep, first_s=times * FIRST_PAUSE_S)
+    def __init__(self, longest_s: float = LONGEST_PAUSE_S, *, first_s: float = FIRST_PAUSE_S):
+        self._next_s, self._longest_s = first_s, longest_s
 
     def pause(self) -> None:
         """Sleep once more."""
-        self._sleep(self._next_s * random.uniform(0.75, 1.25))  # so that many ranks do not look at the same moment
+        time.sleep(self._next_s * random.uniform(0.75, 1.25))  # so that many ranks do not look at the same moment
         self._next_s = min(1.5 * self._next_s, self._longest_s)
+
+
+T = TypeVar("T")
+
+
+def await_rank_0(
+    path: Path,
+    environment: Environment,
+    timeout_s: float,
+    stop_requested: Callable[[], bool],
+    use: Callable[[dict[str, Any]], T],
+) -> T:
+    """Wait until rank 0 has published its address under `path`, and return what `use` makes of it, which may raise OSError.
+
+    All ranks but the first of each node look ten times less often.
+
+    Raises:
+        RendezvousError: the time is over.
+        StopDuringStartError: a stop was requested before.
+    """
+    times = 1 if environment.local_rank == 0 else 10
+    pauses, deadline = Pauses(times * LONGEST_PAUSE_S, first_s=times * FIRST_PAUSE_S), time.monotonic() + timeout_s
+    own, rank_0 = (
+        f"rank {environment.rank} on {environment.node}",
+        f"rank 0, expected on node {environment.expected_node(0)},",
+    )
+    failed = ""
+    while True:
+        address = look(path)
+        if address is not None:
+            try:
+                return use(address)
+            except OSError as error:
+                by = interface_towards(address["host"])
+                failed = f"{address['host']}:{address['port']}{f' by {by}' if by else ''}: {str(error).splitlines()[0]}"
+        if stop_requested():
+            raise StopDuringStartError
+        if time.monotonic() > deadline and failed:
+            raise RendezvousError(f"{own}: {rank_0} cannot be reached at {failed}", hint=NETWORK_HINT)
+        if time.monotonic() > deadline:
+            said = f"{own}: {rank_0} did not publish its address within {timeout_s:.0f} s"
+            raise RendezvousError(said, hint="see rank 0's log", because_of_peer=True)
+        pauses.pause()
 
 
 def look(path: Path) -> dict[str, Any] | None:

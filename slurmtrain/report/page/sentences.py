@@ -303,8 +303,6 @@ def _about_restarts(facts: RunFacts) -> str:
     if facts.setting("cluster.backend") == Backend.LOCAL:
         return ""
     ways = []
-    if any(each.verdict == Verdict.IN_PLACE for each in facts.attempts) and not facts.setting("requeue.standby_ranks"):
-        ways.append("requeue.standby_ranks=true shortens restarts in the same job")
     if any(each.reason == Reason.TIME_LIMIT for each in facts.attempts):
         ways.append("a longer cluster.time_limit_min makes restarts rarer")
     return f"{units.listed(ways)}." if ways else ""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.jobs.launched_process import STOPS
+from slurmtrain.runtime.jobs.program_start import STOPS
 
 SIGNAL_LAG_S, SHORT_SIGNAL_LAG_S = 1.0, 0.25
 # Exit codes of a program that died of a stop signal, directly or as a shell reports it.
@@ -78,42 +77,3 @@ def is_crash(code: int, *, told: bool, rule: FinishedWhen | None) -> bool:
 def described(code: int) -> str:
     """Return the end of a program in words: "exit code 1", "signal 9 (SIGKILL)"."""
     return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
-
-
-@dataclass(frozen=True)
-class ProcessEnd:
-    """How a process of this node has ended, if not with 0: `code` is minus the number of a signal that killed it."""
-
-    rank: int
-    code: int
-    time: float
-
-
-def end_of_node(
-    launcher_code: int,
-    ends: Sequence[ProcessEnd],
-    *,
-    told: bool,
-    finished_code: int | None = None,
-) -> ProcessEnd:
-    """Return the end that counts for all processes of this node; its rank is -1 where it is torchrun's own.
-
-    A wrong config comes before a crash, a crash before a stop, a stop before the word that the program has finished. When
-    several have crashed, the first one counts: torchrun has ended the others.
-
-    Args:
-        ends: those that have not ended with 0.
-        told: the processes were told to stop.
-        finished_code: job.finished_when if it is an exit code.
-    """
-
-    def weight(end: ProcessEnd) -> tuple[int, float]:
-        if end.code == EXIT_CONFIG:
-            return 0, end.time
-        if end.code == EXIT_REQUEUE:
-            return 2, end.time
-        if end.code == finished_code:
-            return 4, end.time
-        return (3 if told and end.code in DIED_OF_A_STOP else 1), end.time
-
-    return min(ends, key=weight, default=ProcessEnd(-1, launcher_code, 0.0))

@@ -25,7 +25,7 @@ from slurmtrain.observe.logger_thread import LoggerThread, Tail, numbers_of
 from slurmtrain.observe.mlflow_logger import allowed_name, flattened, shown
 from slurmtrain.observe.textfile import TextFile, render
 from slurmtrain.observe.wandb_logger import _Folders, find_mode, mode_of
-from slurmtrain.runtime.jobs.program_loggers import checked, newest_numbers, of_rank
+from slurmtrain.runtime.jobs.program_loggers import of_rank
 from slurmtrain.runtime.leaving import close_client_loggers
 from tests.support.gloo import wait_until
 
@@ -281,19 +281,15 @@ def test_the_command_that_shows_a_database_of_mlflow_installs_the_server_if_only
         assert shown("sqlite:////r/mlflow.db") == said
 
 
-def test_the_variables_of_a_program_are_those_of_its_loggers_and_never_replace_its_own() -> None:
-    found = {"WANDB_RUN_ID": "r", "WANDB_MODE": "offline", "LD_PRELOAD": "x", "MLFLOW_RUN_ID": 3}
-    assert checked(found, {"WANDB_MODE": "online"}) == {"WANDB_RUN_ID": "r"}
-    assert checked(["no"], {}) == {}
-
-
 def test_only_rank_0_goes_on_in_the_run_of_a_program() -> None:
     found = {"WANDB_RUN_ID": "r", "WANDB_NAME": "train r", "WANDB_RESUME": "allow", "MLFLOW_RUN_ID": "m"}
-    assert of_rank(found, 0) == found
+    assert of_rank(found, 0, {}) == found
     third = {**found, "WANDB_RUN_ID": "r-rank3", "WANDB_NAME": "train r rank3", "WANDB_RUN_GROUP": "r"}
-    assert of_rank(found, 3) == third
-    assert of_rank({**found, "WANDB_RUN_GROUP": "mine"}, 3)["WANDB_RUN_GROUP"] == "mine"
-    assert of_rank({"MLFLOW_RUN_ID": "m"}, 3) == {"MLFLOW_RUN_ID": "m"}
+    assert of_rank(found, 3, {}) == third
+    assert of_rank({**found, "WANDB_RUN_GROUP": "mine"}, 3, {})["WANDB_RUN_GROUP"] == "mine"
+    for rank in (0, 3):  # what cluster.env sets stays
+        assert "WANDB_NAME" not in of_rank(found, rank, {"WANDB_NAME": "mine"})
+    assert of_rank({"MLFLOW_RUN_ID": "m"}, 3, {}) == {"MLFLOW_RUN_ID": "m"}
 
 
 @pytest.mark.parametrize(
@@ -337,13 +333,6 @@ def test_the_text_file_is_whole_readable_by_all_and_removed_at_the_end(tmp_path:
     assert file.path.stat().st_mode & 0o777 == 0o644
     file.close()
     assert [path.name for path in tmp_path.iterdir()] == [new.name]  # that of a run of before is gone, too
-
-
-def test_the_newest_numbers_of_a_program_are_those_of_its_last_whole_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert newest_numbers(path) == {}
-    path.write_text('{"step": 1}\n{"step": 2, "loss": 0.5, "text": "x"}\n{"step": 3')
-    assert newest_numbers(path) == {"step": 2.0, "loss": 0.5}
 
 
 def test_a_program_that_leaves_has_wandb_and_mlflow_write_what_they_hold_but_not_for_long(

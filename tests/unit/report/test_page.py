@@ -158,14 +158,14 @@ def test_a_report_tells_waiting_in_the_queue_from_a_run_that_nobody_had_resumed(
 def test_start_up_comes_with_advice_only_where_a_setting_would_have_shortened_it(runs: Path, backend: str) -> None:
     files = RunFiles(runs / "train" / "20260101-000000-000aa")
     write_config(files.run, cluster__backend=backend)
-    crashed: dict[str, Any] = {"reason": "crash", "verdict": "in-place", "sentence": "crashed: x"}
-    files.attempt(1, 0, started=1, stepping=1000, ended=1010, **crashed)
+    cut: dict[str, Any] = {"reason": "time limit", "verdict": "requeue", "sentence": "the time limit is near"}
+    files.attempt(1, 0, started=1, stepping=1000, ended=1010, **cut)
     files.attempt(2, 1010, started=1011, stepping=2010, ended=2020, reason="finished", verdict="done")
     advice = [each for each in told()["advice"] if "of the allocated time went into starting up" in each]
     if backend == "slurm":
-        assert "requeue.standby_ranks=true shortens restarts in the same job" in advice[0]
+        assert "a longer cluster.time_limit_min makes restarts rarer" in advice[0]
     else:
-        assert advice == []  # where it is refused
+        assert advice == []  # where there is no limit
 
 
 def test_only_a_run_that_shards_over_nodes_is_advised_to_shard_within_one(runs: Path) -> None:
