@@ -88,10 +88,10 @@ def find_variables(run_dir: RunDir, attempt: int) -> dict[str, str]:
     secrets.take(config.secrets)
     run, variables = logged_run(run_dir, attempt), dict[str, str]()
     if config.observe.wandb.enabled:
-        mode = wandb_logger.find_mode(config.observe.wandb.mode, os.environ)
-        variables |= wandb_logger.variables_of(config.observe.wandb, run, mode)
-        if not mode.online:
-            log.info("%s", wandb_logger.offline_sentence(run.directory, mode))
+        why = wandb_logger.why_offline(config.observe.wandb.mode, os.environ)
+        variables |= wandb_logger.variables_of(config.observe.wandb, run, online=why is None)
+        if why is not None:
+            log.info("%s", wandb_logger.offline_sentence(run.directory, why))
     if config.observe.mlflow.enabled:
         try:
             _, _, run_id = mlflow_logger.find_or_create(config.observe.mlflow, run)
