@@ -11,12 +11,6 @@ from enum import StrEnum
 DECODERS = ("slurmtrain.models.Decoder", "slurmtrain.models.decoder.Decoder")  # names of our own decoder in `_target_`
 
 
-class Choice(StrEnum):
-    """One of a few words, shown like any text."""
-
-    __repr__ = str.__repr__
-
-
 # The signal by which a program of the user's own is told to stop
 StopSignal = StrEnum(
     "StopSignal",

@@ -8,10 +8,10 @@ between clusters or models do not belong here but in the yaml files under `conf/
 # No `from __future__ import annotations`: the types of the fields are read whenever a config is built, and as text each
 # of them would have to be compiled first.
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from slurmtrain import choices
-from slurmtrain.config.fields import LINES, NodeRange, Pattern, Range, Share, hints, ports_of, profiled_steps, share_in
+from slurmtrain.config.fields import LINES, NodeRange, Pattern, Range, Share, ports_of, profiled_steps
 from slurmtrain.system.paths import runs_root
 
 VARIABLE = Pattern("[A-Za-z_][A-Za-z0-9_]*", "a valid name of an environment variable", "e.g. NCCL_DEBUG")
@@ -700,7 +700,7 @@ class Config:
         for group, name, share in SHARES:  # what nobody has set follows the length of the run
             part = getattr(self, group)
             if getattr(part, name) is None:
-                setattr(part, name, share.of(self.train.steps))
+                setattr(part, name, max(1, min(share.most, int(self.train.steps * share.fraction))))
 
     @property
     def world_size(self) -> int:
@@ -711,6 +711,10 @@ class Config:
 SHARES: tuple[tuple[str, str, Share], ...] = tuple(
     (group, name, share)
     for group, part in (("optim", OptimConfig), ("train", TrainConfig), ("checkpoint", CheckpointConfig))
-    for name, kind in hints(part).items()
-    if (share := share_in(kind)) is not None
+    for name, kind in part.__annotations__.items()
+    for share in get_args(kind)
+    if isinstance(share, Share)
 )
+DEFAULTS = Config()  # of all fields; those that follow the number of steps are still open
+for _group, _name, _ in SHARES:
+    setattr(getattr(DEFAULTS, _group), _name, None)
