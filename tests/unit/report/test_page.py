@@ -129,6 +129,7 @@ def test_a_report_says_what_the_run_is_how_far_it_got_and_what_was_lost(runs: Pa
         "by ada on login1",
         "with 8 ranks on 2 nodes and 8 GPUs",
         "has done 3,000 of 3,000 steps (100 %)",
+        "tokens per second (40 % MFU)",
         "It took 4 attempts, with 2 preemptions and 1 hang. One restart was in place, in the same job.",
         "Attempt 2 hung: rank 5 (gpu12) did not come to the all_reduce of step 1571",
         "8 checkpoints were committed, the last at step 3,000. On average: 412 MB, committed in 2.4 s, "
