@@ -218,7 +218,7 @@ BAD_WORDS = [
     ([*SLURM, "sweep=2"], "sweep is a group of fields", "one by one: sweep.pack"),
     ([*SLURM, "cluster.container=pyxis"], "cluster.container is a group", "write cluster.container.kind=pyxis"),
     ([*SLURM, "logger=wandb"], "there is no config key 'logger'", "TensorBoard"),
-    ([*SLURM, "~nosuch"], "there is no config key 'nosuch'", "known are"),
+    ([*SLURM, "~nosuch"], "there is no config key 'nosuch'", "did you mean search?"),
     ([*SLURM, 'cluster.setup=["echo ${USER}"]'], "there is no key called 'USER'", "for bash write $USER"),
 ]
 
