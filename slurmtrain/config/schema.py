@@ -318,12 +318,8 @@ class ParallelConfig:
     param_dtype: choices.ParamDtype | None = None
     # data type of the gradient reduction; "bfloat16" halves the communication
     reduce_dtype: choices.ReduceDtype = choices.ReduceDtype.FLOAT32
-    # compression of the gradients that DDP replicas exchange: "none", "bf16", "fp16", "powersgd"
+    # data type in which DDP replicas exchange gradients: "none" for their own, "bf16" or "fp16" for half the bytes
     gradient_compression: choices.GradientCompression = choices.GradientCompression.NONE
-    # rank of the low-rank approximation of a gradient: higher is more accurate, but sends more data
-    powersgd_rank: Positive = 4
-    # before this step, gradients are sent uncompressed
-    powersgd_start_step: Annotated[int, Range(2, hint="DDP builds its final buckets before")] = 100
     # "full": recompute whole blocks in backward; "selective": recompute all but their matmuls
     activation_checkpointing: choices.ActivationCheckpointing = choices.ActivationCheckpointing.NONE
     compile: bool = False  # compile the model with torch.compile, block by block
