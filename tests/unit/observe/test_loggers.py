@@ -25,7 +25,7 @@ from slurmtrain.observe.logger_thread import LoggerThread, Tail, numbers_of
 from slurmtrain.observe.mlflow_logger import allowed_name, flattened, shown
 from slurmtrain.observe.textfile import TextFile, render
 from slurmtrain.observe.wandb_logger import _Folders, find_mode, mode_of
-from slurmtrain.runtime.jobs.program_loggers import of_rank
+from slurmtrain.runtime.jobs.program_start import of_rank
 from slurmtrain.runtime.leaving import close_client_loggers
 from tests.support.gloo import wait_until
 
