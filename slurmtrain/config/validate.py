@@ -27,7 +27,7 @@ from slurmtrain.config.fields import CONTROL, profiled_steps, raise_all, words_o
 from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.known_models import HUGGING_FACE, LINEAR_LAYERS, OUTPUTS, check_sizes, is_our_decoder
 from slurmtrain.config.parallel_dims import ParallelDims, at_most, parallel_dims_of, sequence_lengths
-from slurmtrain.config.schema import SHARES, Config
+from slurmtrain.config.schema import DEFAULTS, Config
 from slurmtrain.config.secrets import scalars
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, SlurmtrainError, nearest
 from slurmtrain.system.redaction import SECRET_VARIABLE
@@ -95,7 +95,7 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
     (
         "observe.profile_steps",
-        lambda c: profiled_steps(c.observe.profile_steps or "1")[0] <= c.train.steps,
+        lambda c: not c.observe.profile_steps or profiled_steps(c.observe.profile_steps)[0] <= c.train.steps,
         "as many train.steps",
     ),
     (
@@ -184,9 +184,6 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ("preflight.exclude_slow", lambda c: c.cluster.backend != Backend.KUBERNETES, "SLURM, which can leave nodes out"),
     ("prepare.part", lambda c: c.prepare.part < c.prepare.parts, "more prepare.parts, which are counted from 0"),
 )
-DEFAULTS = Config()
-for _group, _name, _ in SHARES:  # whatever a person writes there is given
-    setattr(getattr(DEFAULTS, _group), _name, None)
 
 Rule = Callable[[Config], Iterator[ConfigError]]
 
