@@ -22,14 +22,15 @@ import torch.distributed as dist
 
 from slurmtrain.errors import EnvironmentMismatchError, PreflightError
 from slurmtrain.runtime.addresses import (
+    Pauses,
     RendezvousError,
     address_of,
+    await_rank_0,
     bind_port,
     interface_towards,
     listening_address,
     machine,
 )
-from slurmtrain.runtime.shared_file_wait import Pauses, await_rank_0
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import write_json
 from slurmtrain.system.signals import StopDuringStartError

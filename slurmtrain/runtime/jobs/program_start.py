@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -12,14 +13,15 @@ from typing import Any
 
 from slurmtrain.config.launched_program import SHELLS
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ConfigError, EnvironmentMismatchError
+from slurmtrain.errors import ConfigError, EnvironmentMismatchError, SlurmtrainError
+from slurmtrain.observe import mlflow_logger, wandb_logger
+from slurmtrain.observe.logger_thread import logged_run
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from slurmtrain.runtime.addresses import HeldPort, listening_address, machine
+from slurmtrain.runtime.addresses import HeldPort, await_rank_0, listening_address, machine
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.jobs.program_loggers import logger_variables, of_rank
-from slurmtrain.runtime.shared_file_wait import await_rank_0
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import write_json
+from slurmtrain.system.patience import begin
 
 # What SLURM, or a person, may send to tell a program to stop.
 STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
@@ -130,3 +132,55 @@ def with_variables(words: Sequence[str], given: Mapping[str, str], environment: 
         return known.get(match.group(1) or match.group(2), match.group())
 
     return [VARIABLE.sub(value_of, word) if context < shell else word for context, word in enumerate(words)]
+
+
+# Variables by which an unmodified program goes on in the same run of W&B and MLflow.
+
+log = logging.getLogger(__name__)
+
+FIND_S = 60.0  # a new database of MLflow takes some seconds to make
+
+
+def logger_variables(config: Config, context: AttemptContext) -> dict[str, str]:
+    """Return the variables of the loggers that the config asks for, on rank 0; make the run of MLflow if there is none yet.
+
+    Without an answer the program starts all the same: a logger never stops it.
+    """
+    run, variables = logged_run(context.run_dir, context.number), dict[str, str]()
+    if config.observe.wandb.enabled:
+        why = wandb_logger.why_offline(config.observe.wandb.mode, os.environ)
+        variables |= wandb_logger.variables_of(config.observe.wandb, run, online=why is None)
+        if why is not None:
+            log.info("%s", wandb_logger.offline_sentence(run.directory, why))
+    if config.observe.mlflow.enabled:
+        try:
+            _, _, run_id = begin(lambda: mlflow_logger.find_or_create(config.observe.mlflow, run)).result(FIND_S)
+        except Exception as error:  # of MLflow's, or of what it uses
+            said = error.message if isinstance(error, SlurmtrainError) else str(error).strip()
+            sentence = said.splitlines()[0][:300] if said else type(error).__name__
+            log.warning("MLflow cannot be reached, and the program starts without MLFLOW_RUN_ID: %s", sentence)
+        else:
+            name = config.observe.mlflow.experiment or run.name
+            variables |= {"MLFLOW_RUN_ID": run_id, "MLFLOW_EXPERIMENT_NAME": name}
+            uri = mlflow_logger.tracking_uri(config.observe.mlflow, run.directory)
+            if uri != os.environ.get("MLFLOW_TRACKING_URI"):  # which all ranks have; there may be a password in it
+                variables["MLFLOW_TRACKING_URI"] = uri
+    return variables
+
+
+def of_rank(found: Mapping[str, str], rank: int, own: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of one rank: rank 0 goes on in the run, and what the others log is no part of it.
+
+    W&B knows two ways: only rank 0 logs, or each process has a run of its own in a group. Several that resume the same run
+    mix their steps in it.
+
+    Args:
+        own: those of cluster.env, which stay as they are there.
+    """
+    given = dict(found)
+    if rank != 0 and "WANDB_RUN_ID" in found and "WANDB_RUN_ID" not in own:
+        run_id, suffix = found["WANDB_RUN_ID"], f"rank{rank}"
+        given = {"WANDB_RUN_GROUP": run_id, **found, "WANDB_RUN_ID": f"{run_id}-{suffix}"}
+        if "WANDB_NAME" in found:
+            given["WANDB_NAME"] = f"{found['WANDB_NAME']} {suffix}"
+    return {name: value for name, value in given.items() if name not in own}

@@ -171,7 +171,8 @@ def fails(command: str, words: str, **how: Any) -> Callable[[Job], None]:
 DISABLED = "Requested operation is presently disabled"
 NO_STEP = "Unable to create step for job 101: Requested node configuration is not available"
 CANCEL = f"{sys.executable} -m slurmtrain cancel"
-BREAK = 'cd "$SLURMTRAIN_RUN_DIR/attempts"; rm -r 0001; touch 0001; '
+# The record of the environment may be written into the folder in that moment.
+BREAK = 'cd "$SLURMTRAIN_RUN_DIR/attempts"; while [ -d 0001 ]; do rm -rf 0001; done; touch 0001; '
 # How the ranks end -> the exit code of the job, its state in SLURM, what is decided for each attempt, the last sentence.
 ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     "finished": (Job("exit 0", HOOKS, starts=2), 0, "COMPLETED", "done", "finished"),

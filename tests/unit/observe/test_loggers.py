@@ -24,7 +24,7 @@ from slurmtrain.observe.logger_thread import LoggerThread, numbers_of, read_reco
 from slurmtrain.observe.mlflow_logger import allowed_name, flattened, shown
 from slurmtrain.observe.textfile import TextFile, render
 from slurmtrain.observe.wandb_logger import MARK, begin_offline, why_offline
-from slurmtrain.runtime.jobs.program_loggers import of_rank
+from slurmtrain.runtime.jobs.program_start import of_rank
 from slurmtrain.runtime.leaving import close_client_loggers
 from tests.support.gloo import wait_until
 

@@ -13,7 +13,7 @@ import pytest
 
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runtime.jobs.program_exit_code import FinishedWhen, contract_code, signal_lag_s
+from slurmtrain.runtime.jobs.command import FinishedWhen, contract_code, signal_lag_s
 from slurmtrain.runtime.jobs.program_stop import ProgramProcess, end_of_grace, to_tell, told_facts
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.signals import StopCause
