@@ -294,6 +294,7 @@ def test_text_of_a_run_directory_is_shown_as_text_wherever_it_stands(runs: Path,
     changed(record, sentence=evil, nodes=[evil], host=evil, start_up_s={evil: 1.0}, reason=evil, fault=fault)
     with run.events_file.open("a") as file:
         file.write(json.dumps({"time": BEGAN + 9e3, "event": evil, "attempt": 2, "error": evil, evil: evil}) + "\n")
+        file.write(json.dumps({"time": BEGAN + 9e3, "event": "checkpoint", "attempt": [evil], "step": evil}) + "\n")
     log(run, *({"step": step, evil: 0.5, f"valid_{evil}": 1.0} for step in (3010, 3020)))
     config = {"model": {"_target_": evil, evil: evil}, "job": {"command": evil, "kind": "command"}}
     run.config_file.write_text(json.dumps(config))
