@@ -11,12 +11,6 @@ from enum import StrEnum
 DECODERS = ("slurmtrain.models.Decoder", "slurmtrain.models.decoder.Decoder")  # names of our own decoder in `_target_`
 
 
-class Choice(StrEnum):
-    """One of a few words, shown like any text."""
-
-    __repr__ = str.__repr__
-
-
 # The signal by which a program of the user's own is told to stop
 StopSignal = StrEnum(
     "StopSignal",
@@ -54,7 +48,7 @@ ParamDtype = StrEnum("ParamDtype", "BFLOAT16")
 # The type in which gradients are added up
 ReduceDtype = StrEnum("ReduceDtype", "FLOAT32 BFLOAT16")
 # What replicas send in place of float32 gradients
-GradientCompression = StrEnum("GradientCompression", "NONE BF16 FP16 POWERSGD")
+GradientCompression = StrEnum("GradientCompression", "NONE BF16 FP16")
 # From what keeps most activations to what keeps least
 ActivationCheckpointing = StrEnum("ActivationCheckpointing", "NONE SELECTIVE FULL")
 # The kind of device that a rank trains on

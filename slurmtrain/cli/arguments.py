@@ -12,6 +12,7 @@ import shlex
 import shutil
 import textwrap
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NoReturn
 
 from slurmtrain.cli.verbs import HYDRA, NO_VERB, VERBS, WITH_VALUE, Verb, option
@@ -20,6 +21,7 @@ from slurmtrain.errors import UsageError, nearest, shown
 PROGRAM = "python -m slurmtrain"
 HELP_COLUMNS = 100  # longer lines are hard to read
 EXAMPLES = 8  # that the help of a verb shows
+BEFORE_PROGRAM = "--".__ne__  # what follows the first -- are the words of a program
 _OVERRIDE = re.compile(r"(?!-)(~|.*=)", re.DOTALL)
 _PROGRAM = re.compile(r"(.*/)?python[\d.]*|.*\.(py|sh)")  # a word with which a program begins
 _CHANGE = re.compile(r"[+~]{0,2}\w[\w.@-]*=")  # not a path with a = in it
@@ -31,7 +33,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UsageError: there is an unknown option or word, or a value that an option cannot have.
     """
-    words, program = split_program(argv)
+    words = [*takewhile(BEFORE_PROGRAM, argv)]
+    program = list(argv[len(words) + 1 :]) if len(words) < len(argv) else None
     name = find_verb(words)
     verb = VERBS[name] if name is not None else NO_VERB
     action: str | None = None
@@ -74,18 +77,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return found
 
 
-def split_program(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Split a command line at its first `--` into our words and the words of a program (None if there is no `--`)."""
-    words = list(argv)
-    if "--" not in words:
-        return words, None
-    return words[: words.index("--")], words[words.index("--") + 1 :]
-
-
 def find_verb(argv: Sequence[str]) -> str | None:
     """Return the first word that is a verb, skipping values of options and a program after `--`."""
     before = ""
-    for word in split_program(argv)[0]:
+    for word in takewhile(BEFORE_PROGRAM, argv):
         if word in VERBS and before not in WITH_VALUE:
             return word
         before = word
@@ -173,9 +168,9 @@ def _epilog(words: Sequence[str], verb: Verb) -> str:
     page = (PACKAGE / "docs" / f"{verb.topic}.md").read_text(encoding="utf-8")
     shown: dict[tuple[str, ...], str] = {}
     for line in re.findall(r"^    ((?:python -m )?slurmtrain (?:.*\\\n)*.*)$", page, re.MULTILINE):
-        own, _ = split_program(line.partition("#")[0].split())
+        own = tuple(takewhile(BEFORE_PROGRAM, line.partition("#")[0].split()))
         if {*words} <= {*own}:
-            shown.setdefault(tuple(own), f"  {line.rstrip()}")
+            shown.setdefault(own, f"  {line.rstrip()}")
     actions = [f"  {name:<10}{each.summary}" for name, each in verb.actions.items()]
     examples = [*shown.values()][:EXAMPLES]
     parts = ["\n".join([title, *each]) for title, each in (("actions:", actions), ("examples:", examples)) if each]

@@ -9,11 +9,12 @@ import sys
 import time
 
 from slurmtrain.checkpoint.format.directory import step_of
+from slurmtrain.cli.checkpoints import Target
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import evaluation_object, print_json
 from slurmtrain.cli.stop import say_which
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.evaluations import checkpoint_of, prepare, submit_due, submit_evaluation
+from slurmtrain.launch.evaluations import prepare, submit_due, submit_evaluation
 from slurmtrain.report.status.look import state
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.supervise.platforms.local import run_local
@@ -30,7 +31,7 @@ def main(options: argparse.Namespace) -> int:
     if options.due:
         submit_due(run_dir)
         return 0
-    checkpoint = checkpoint_of(run_dir, options.step)
+    checkpoint = Target(run_dir.checkpoints, f"run {run_dir.id}", run=run_dir).of_step(options.step)[-1]
     step = step_of(checkpoint)
     evaluation = prepare(run_dir, checkpoint, options.overrides, here=not options.submit, again=options.again)
     measured_before, code = evaluation.result_file.exists(), 0

@@ -21,12 +21,12 @@ from slurmtrain.errors import EXIT_REQUEUE, RunFailedError, UsageError
 from slurmtrain.launch.checks import check, warn_of_memory
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.planner.fit import share_of_gpu
-from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep.plan import Choices, Grid, SweepPlan, choices_of, naming_point, preview, validated
 from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
+    from slurmtrain.runs.run_dir import RunDir
+    from slurmtrain.runs.sweep_dir import Sweep
     from slurmtrain.sweep.study import Study
 
 log = logging.getLogger(__name__)

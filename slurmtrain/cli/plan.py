@@ -20,8 +20,9 @@ from slurmtrain.config.parallel_dims import (
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.planner.calibration import calibrated
-from slurmtrain.planner.fit import in_gb, most_bytes
+from slurmtrain.planner.fit import most_bytes
 from slurmtrain.planner.hardware import Hardware, hardware_of
+from slurmtrain.planner.memory import in_gb
 from slurmtrain.planner.plan import Candidate, Plan, check_plannable, plan_of, search
 from slurmtrain.planner.saving import PARAMETER_BYTES
 from slurmtrain.planner.scaling import WORTH_IT, first_not_worth_it

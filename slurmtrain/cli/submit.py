@@ -40,6 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.origin is None:
         config, dims = compose_and_validate(arguments)
     else:
+        from slurmtrain.cli.stop import say_which
         from slurmtrain.launch.changes import config_from
         from slurmtrain.launch.snapshot import source_of_run
         from slurmtrain.runs import lookup
@@ -47,6 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.config_name != "config":
             raise UsageError("--from takes a whole config, so there is nothing to compose from --config-name")
         origin = lookup.find(arguments.origin, runs_root())
+        say_which(arguments.origin, origin)
         config, dims = config_from(origin, overrides, cwd, config_dir=arguments.config_dir)
         if (found := source_of_run(origin)).root is not None:
             source, folder = found, origin.workdir

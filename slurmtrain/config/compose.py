@@ -51,7 +51,7 @@ from slurmtrain.config.overrides import (
     shipped_groups,
     unknown_field,
 )
-from slurmtrain.config.schema import SHARES, Config
+from slurmtrain.config.schema import DEFAULTS, Config
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, first_line, nearest, shown
 from slurmtrain.system.records import config_loader
 from slurmtrain.system.redaction import SECRET_NAME, hide
@@ -97,43 +97,10 @@ def compose(overrides: Sequence[str], *, config_name: str = "config", config_dir
     return Composer(search_folders(config_name, config_dir), config_name).compose(overrides)
 
 
-class Files(ConfigRepository):
-    """The config files in some folders, for Hydra; each is read once."""
-
-    def __init__(self, folders: Sequence[Path], primary: str):
-        self._primary = primary
-        self.sources: list[ConfigSource] = [FileConfigSource("slurmtrain", f"file://{folder}") for folder in folders]
-        self.load_config = functools.cache(self._load)  # type: ignore[method-assign]
-
-    def _load(self, config_path: str) -> ConfigResult | None:
-        if config_path in BUILT_IN:
-            return ConfigResult("slurmtrain", config_path, BUILT_IN[config_path], {"package": None}, [])  # type: ignore[arg-type]
-        source = next((source for source in self.sources if source.is_config(config_path)), None)
-        if source is None:
-            return None
-        path = Path(source.path, ConfigSource._normalize_file_name(config_path))
-        try:
-            text = path.read_text()
-            values = yaml.load(text, config_loader()) or {}
-        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-            raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} is not a mapping of keys to values", hint="write one `key: value` on each line")
-        listed = values.pop("defaults", [])
-        entries: list[Any] = listed if isinstance(listed, list) else [None]
-        if not all(isinstance(each, str | dict) and all(isinstance(key, str) for key in each) for each in entries):
-            raise ConfigError(f"{path}: defaults is not a list of configs", hint="defaults: [{cluster: local}, _self_]")
-        kept = [each for each in entries if isinstance(each, str) or not any(map(FOR_HYDRA.match, each))]
-        if config_path == self._primary:
-            kept = [{SWEEPER: "basic"}, *kept]
-        header = ConfigSource._get_header_dict(text[:512])
-        result = ConfigResult("slurmtrain", str(path), values, header)  # type: ignore[arg-type]
-        result.defaults_list = self._create_defaults_list(str(path), OmegaConf.create(kept))
-        return result
-
-
-class Composer:
+class Composer(ConfigRepository):
     """Composes any number of configs from the same folders; what they have in common is read and merged once.
+
+    It is the repository of config files that Hydra asks; each is read once.
 
     Args:
         folders: the folders that are searched; the first one has the primary config.
@@ -141,8 +108,10 @@ class Composer:
     """
 
     def __init__(self, folders: Sequence[Path], config_name: str = "config"):
-        self.folders, self.config_name, self._files = folders, config_name, Files(folders, config_name)
-        self.parse = functools.lru_cache(maxsize=4096)(functools.partial(parse, config_loader=self._files))
+        self.folders, self.config_name = folders, config_name
+        self.sources: list[ConfigSource] = [FileConfigSource("slurmtrain", f"file://{folder}") for folder in folders]
+        self.load_config = functools.cache(self._load)  # type: ignore[method-assign]
+        self.parse = functools.lru_cache(maxsize=4096)(functools.partial(parse, config_loader=self))
         self._groups = config_groups(folders)
         self._merged: dict[tuple[str, ...], dict[str, Any]] = {}  # by the choices of groups
         self._resolved: dict[
@@ -169,9 +138,7 @@ class Composer:
         """
         parsed = [each for each in _for_each(self._checked, overrides) if not FOR_HYDRA.match(each.key_or_group)]
         choices = [  # by Hydra's own rule
-            each
-            for each in parsed
-            if not isinstance(each.value(), dict) and self._files.group_exists(each.key_or_group)
+            each for each in parsed if not isinstance(each.value(), dict) and self.group_exists(each.key_or_group)
         ]
         chosen = tuple(str(override.input_line) for override in choices)
         with explaining():
@@ -182,19 +149,44 @@ class Composer:
         _for_each(lambda override: set_field(values, override, self._hint), fields)
         return values
 
+    def _load(self, config_path: str) -> ConfigResult | None:
+        """Return what a config file says, or a config that has no file."""
+        if config_path in BUILT_IN:
+            return ConfigResult("slurmtrain", config_path, BUILT_IN[config_path], {"package": None}, [])  # type: ignore[arg-type]
+        source = next((source for source in self.sources if source.is_config(config_path)), None)
+        if source is None:
+            return None
+        path = Path(source.path, ConfigSource._normalize_file_name(config_path))
+        try:
+            text = path.read_text()
+            values = yaml.load(text, config_loader()) or {}
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+            raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} is not a mapping of keys to values", hint="write one `key: value` on each line")
+        listed = values.pop("defaults", [])
+        entries: list[Any] = listed if isinstance(listed, list) else [None]
+        if not all(isinstance(each, str | dict) and all(isinstance(key, str) for key in each) for each in entries):
+            raise ConfigError(f"{path}: defaults is not a list of configs", hint="defaults: [{cluster: local}, _self_]")
+        kept = [each for each in entries if isinstance(each, str) or not any(map(FOR_HYDRA.match, each))]
+        if config_path == self.config_name:
+            kept = [{SWEEPER: "basic"}, *kept]
+        header = ConfigSource._get_header_dict(text[:512])
+        result = ConfigResult("slurmtrain", str(path), values, header)  # type: ignore[arg-type]
+        result.defaults_list = self._create_defaults_list(str(path), OmegaConf.create(kept))
+        return result
+
     def _merge_files(self, choices: list[Override]) -> dict[str, Any]:
         """Return what the chosen files say, each merged over those before it."""
         base = version.VersionBase.instance()  # of the whole process
         before, base.version_base = base.version_base, Version("1.3")
         try:
-            found = create_defaults_list(
-                self._files, self.config_name, choices, prepend_hydra=False, skip_missing=False
-            )
+            found = create_defaults_list(self, self.config_name, choices, prepend_hydra=False, skip_missing=False)
         finally:
             base.version_base = before
-        values = defaults()
+        values = to_values(DEFAULTS)
         for default in found.defaults:
-            loaded = self._files.load_config(default.config_path) if default.config_path is not None else None
+            loaded = self.load_config(default.config_path) if default.config_path is not None else None
             if loaded is not None:
                 package = loaded.header["package"] if default.package is None else default.package
                 inner: Any = loaded.config
@@ -414,14 +406,6 @@ def from_program(values: Any) -> Config:
     return finish(typed(resolved(container) if isinstance(container, dict) else container, Config))
 
 
-def defaults() -> dict[str, Any]:
-    """Return the defaults of all fields as plain values; those that follow the number of steps are still open."""
-    values = to_values(Config())
-    for group, name, _ in SHARES:
-        values[group][name] = None
-    return values
-
-
 def resolved(values: dict[str, Any], last: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
     """Return values with their interpolations resolved, except for those of secrets.
 
@@ -503,4 +487,4 @@ def explaining() -> Iterator[None]:
 
 def register_schema() -> None:
     """Register the schema under the name in the defaults list of conf/config.yaml, for a program that composes with Hydra."""
-    ConfigStore.instance().store(name=SCHEMA, node=defaults())
+    ConfigStore.instance().store(name=SCHEMA, node=to_values(DEFAULTS))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 import re
 import types
@@ -54,12 +53,6 @@ def raise_all(problems: list[SlurmtrainError]) -> None:
         raise type(found[0])(f"{len(found)} things are wrong:\n  " + "\n  ".join(dict.fromkeys(lines)))
 
 
-@functools.cache
-def hints(schema: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, with their constraints."""
-    return {field.name: field.type for field in dataclasses.fields(schema)}
-
-
 def plain(kind: Any) -> Any:
     """Return a type without its constraints, and without None where it is optional."""
     if typing.get_origin(kind) is Annotated:
@@ -84,7 +77,7 @@ def wrong(key: str, value: Any, expected: str, hint: str = _HINT) -> ConfigError
 
 
 def _group(values: Any, schema: type[T], where: str, problems: list[SlurmtrainError]) -> T:
-    kinds, found = hints(schema), dict[str, Any]()  # type: ignore[arg-type]
+    kinds, found = schema.__annotations__, dict[str, Any]()
     if not isinstance(values, Mapping):
         key = where.removesuffix(".") or "the config"
         problems.append(wrong(key, values, "a group of fields", f"write {where}FIELD=VALUE"))
@@ -94,8 +87,8 @@ def _group(values: Any, schema: type[T], where: str, problems: list[SlurmtrainEr
             what = f"{where.removesuffix('.')} has no field" if where else "there is no config key"
             problems.append(UsageError(f"{what} {shown(name)!r}", hint=nearest(str(name), kinds)))
     for name, kind in kinds.items():
-        if name not in values or (values[name] is None and share_in(kind) is not None):
-            continue
+        if name not in values or (values[name] is None and getattr(schema, name, MISSING) is None):
+            continue  # it has its default
         if dataclasses.is_dataclass(kind):
             found[name] = _group(values[name], typing.cast("type", kind), f"{where}{name}.", problems)
             continue
@@ -277,15 +270,6 @@ class Share:
 
     fraction: float
     most: int
-
-    def of(self, steps: int) -> int:
-        """Return the default for a run of so many steps."""
-        return max(1, min(self.most, int(steps * self.fraction)))
-
-
-def share_in(kind: Any) -> Share | None:
-    """Return the share of a field's type, if its default follows the number of steps."""
-    return next((each for each in typing.get_args(kind) if isinstance(each, Share)), None)
 
 
 def _ends(key: str, value: str | int, what: str, hint: str) -> tuple[int, int]:

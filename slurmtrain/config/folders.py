@@ -16,9 +16,18 @@ OWN_CLUSTERS = "conf/cluster"  # in the folder of the command
 
 
 def shipped(name: str) -> Path:
-    """Return the folder `name` ("conf" or "jobs") of this installation."""
-    inside = PACKAGE / name
-    return inside if inside.is_dir() else PACKAGE.parent / name
+    """Return the folder `name` ("conf" or "jobs") of this installation.
+
+    Raises:
+        ConfigError: this is the copy of the package in a run's snapshot, which has no configs.
+    """
+    folder = PACKAGE / name if (PACKAGE / name).is_dir() else PACKAGE.parent / name
+    if name == "conf" and not folder.is_dir():
+        raise ConfigError(
+            f"there are no configs in {folder}: the slurmtrain of the current folder runs, which is the snapshot of a run",
+            hint="change to another folder; `resume` and the other verbs find a run from anywhere",
+        )
+    return folder
 
 
 def is_installed_copy() -> bool:
@@ -35,7 +44,7 @@ def search_folders(config_name: str = "config", config_dir: str | None = None) -
         UsageError: the folder of --config-dir does not exist.
         ConfigError: this is the copy of the package in a run's snapshot, which has no configs.
     """
-    folders = [_shipped_configs()]
+    folders = [shipped("conf")]
     if config_dir is not None:
         own = Path(config_dir).expanduser().resolve()
         if not own.is_dir():
@@ -53,7 +62,7 @@ def search_folders(config_name: str = "config", config_dir: str | None = None) -
 def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
     """Return the config groups and their options in these folders, or in the shipped one."""
     groups: dict[str, list[str]] = {}
-    for root in folders or [_shipped_configs()]:
+    for root in folders or [shipped("conf")]:
         folders_of_groups = (path for path in root.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
         for folder in sorted(path for path in folders_of_groups if path.name != "hydra"):  # Hydra's own groups
             groups.setdefault(folder.name, []).extend(sorted(file.stem for file in folder.glob("*.yaml")))
@@ -64,13 +73,3 @@ def search_path(folders: Sequence[Path]) -> str:
     """Return the override that makes Hydra search these folders after the first one, quoted since a path may hold a comma."""
     quoted = ",".join("'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders)
     return f"hydra.searchpath=[{quoted}]"
-
-
-def _shipped_configs() -> Path:
-    folder = shipped("conf")
-    if not folder.is_dir():
-        raise ConfigError(
-            f"there are no configs in {folder}: the slurmtrain of the current folder runs, which is the snapshot of a run",
-            hint="change to another folder; `resume` and the other verbs find a run from anywhere",
-        )
-    return folder

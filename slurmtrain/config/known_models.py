@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,12 @@ LINEAR_LAYERS = ("query", "key", "value", "out", "gate", "up", "down", "output")
 OUTPUTS = ("output", "lm_head")  # layers that predict tokens, which get no adapters unless they are named
 
 
-@dataclass(frozen=True)
-class Family:
-    """What sets a family apart: the class of transformers that has a language model's head, and fields of the decoder."""
-
-    architecture: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-
-
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM"),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+# The class of transformers that has a language model's head, and fields of the decoder, by model_type.
+FAMILIES: dict[str, tuple[str, dict[str, bool]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {}),
+    "qwen2": ("Qwen2ForCausalLM", {"qkv_bias": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"qk_norm": True}),
 }
 
 
@@ -168,8 +159,9 @@ def decoder_fields(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             "max_seq_len": longest if window is None else min(longest, window),
             **_rope(values, where),
             "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
-            "qkv_bias": family.qkv_bias,
-            "qk_norm": family.qk_norm,
+            "qkv_bias": False,
+            "qk_norm": False,
+            **family[1],
             "tie_embeddings": bool(values.get("tie_word_embeddings", False)),
         }
     except KeyError as error:

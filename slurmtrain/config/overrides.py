@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
-from slurmtrain.config.fields import hints, plain
+from slurmtrain.config.fields import plain
 from slurmtrain.config.folders import config_groups
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError, nearest
@@ -48,7 +48,7 @@ def all_keys() -> tuple[str, ...]:
 
 
 def _keys_of(schema: Any, where: str) -> Iterator[str]:
-    for name, kind in hints(schema).items():
+    for name, kind in schema.__annotations__.items():
         yield f"{where}{name}"
         if dataclasses.is_dataclass(kind):
             yield from _keys_of(kind, f"{where}{name}.")
@@ -65,7 +65,7 @@ def kind_of(key: str) -> Any:
 def kind_inside(kind: Any, name: str) -> Any:
     """Return the type of what a group or a mapping of this type has under a name."""
     if dataclasses.is_dataclass(kind):
-        return hints(typing.cast("type", kind)).get(name, Any)
+        return kind.__annotations__.get(name, Any)
     return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else Any
 
 
@@ -92,7 +92,7 @@ def unknown_field(key: str, where: str = "") -> UsageError | None:
     for word in key.split("."):
         if not dataclasses.is_dataclass(schema):
             return None
-        kinds = hints(schema)
+        kinds = schema.__annotations__
         if word not in kinds:
             what = f"{'.'.join(path)} has no field" if path else "there is no config key"
             hint = None if path else meant(word)
@@ -109,7 +109,7 @@ def fields_instead(key: str, value: str) -> str | None:
     group = kind_of(key)
     if not dataclasses.is_dataclass(group):
         return None
-    kinds = hints(typing.cast("type", group))
+    kinds = group.__annotations__
     for name, kind in kinds.items():
         alternatives = [plain(kind), *map(plain, typing.get_args(plain(kind)))]
         if any(isinstance(each, type) and issubclass(each, StrEnum) and value in list(each) for each in alternatives):

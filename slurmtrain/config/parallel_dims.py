@@ -57,7 +57,7 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
-        return math.prod(self.shape)
+        return self.pp * self.dp * self.cp * self.tp
 
     @property
     def dp(self) -> int:
@@ -129,7 +129,7 @@ def parallel_dims_of(config: Config) -> ParallelDims:
     Raises:
         ConfigError: the layout is impossible; the message gives the values, and the nearest possible layouts.
     """
-    wanted = _wanted(config.parallel)
+    wanted, sizes = _sizes(config)
     open_axes = [axis for axis, size in wanted.items() if size == -1]
     if len(open_axes) > 1:
         raise ConfigError(
@@ -139,7 +139,6 @@ def parallel_dims_of(config: Config) -> ParallelDims:
     wrong = [f"parallel.{axis}={size}" for axis, size in wanted.items() if size < 1 and size != -1]
     if wrong:
         raise ConfigError(f"{wrong[0]} must be at least 1", hint="or -1, for the ranks that the other axes leave")
-    sizes = _filled(wanted, config.world_size)
     if sizes is None:
         given = " x ".join(f"parallel.{axis}={size}" for axis, size in wanted.items() if size > 1) or "a single rank"
         raise ConfigError(
@@ -154,21 +153,18 @@ def parallel_dims_of(config: Config) -> ParallelDims:
 
 def is_possible(config: Config) -> bool:
     """Return whether `parallel_dims_of` finds sizes for this config."""
-    sizes = _filled(_wanted(config.parallel), config.world_size)
+    _, sizes = _sizes(config)
     return sizes is not None and next(_problems(sizes, config), None) is None
 
 
-def _wanted(parallel: ParallelConfig) -> Sizes:
-    return {axis: getattr(parallel, axis) for axis in AXES}
-
-
-def _filled(wanted: Sizes, world_size: int) -> Sizes | None:
-    """Return `wanted` with -1 replaced; None when the product cannot be the world size."""
+def _sizes(config: Config) -> tuple[Sizes, Sizes | None]:
+    """Return the sizes that a config asks for, and these with -1 replaced; None when the product cannot be the world size."""
+    wanted = {axis: getattr(config.parallel, axis) for axis in AXES}
     given = math.prod(size for size in wanted.values() if size != -1)
     if given < 1:
-        return None
-    sizes = {axis: world_size // given if size == -1 else size for axis, size in wanted.items()}
-    return sizes if math.prod(sizes.values()) == world_size else None
+        return wanted, None
+    sizes = {axis: config.world_size // given if size == -1 else size for axis, size in wanted.items()}
+    return wanted, sizes if math.prod(sizes.values()) == config.world_size else None
 
 
 def _problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
@@ -271,7 +267,7 @@ def _batch_problems(sizes: Sizes, config: Config) -> Iterator[Problem]:
 
 def nearest_layouts(config: Config) -> list[ParallelDims]:
     """Return all possible layouts, those that differ least from the config's first."""
-    wanted = _wanted(config.parallel)
+    wanted, _ = _sizes(config)
 
     def distance(sizes: Sizes) -> tuple[int, float]:
         """Return how many axes differ, and by how many doublings; another number of shards is the smallest change."""
@@ -284,7 +280,7 @@ def nearest_layouts(config: Config) -> list[ParallelDims]:
 
 def as_overrides(dims: ParallelDims, config: Config) -> str:
     """Return the overrides that change the config's layout to `dims`."""
-    wanted = _wanted(config.parallel)
+    wanted, _ = _sizes(config)
     changed = [axis for axis in AXES if wanted[axis] not in (-1, getattr(dims, axis))]
     return " ".join(f"parallel.{axis}={getattr(dims, axis)}" for axis in changed)
 
@@ -323,7 +319,7 @@ def usable_sizes(config: Config) -> list[int]:
     sizes = [size for size in range(nodes.least, nodes.most + 1) if is_possible(_with_nodes(config, size))]
     if nodes.least not in sizes:
         hint = f"cluster.nodes={NodeRange(sizes[0], nodes.most)} begins with a size that can be used" if sizes else None
-        if -1 not in _wanted(config.parallel).values():
+        if -1 not in _sizes(config)[0].values():
             hint = f"with cluster.nodes={nodes} one axis has to be -1, to take what is left: parallel.dp_replicate=-1"
         try:
             parallel_dims_of(_with_nodes(config, nodes.least))

@@ -8,10 +8,10 @@ between clusters or models do not belong here but in the yaml files under `conf/
 # No `from __future__ import annotations`: the types of the fields are read whenever a config is built, and as text each
 # of them would have to be compiled first.
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from slurmtrain import choices
-from slurmtrain.config.fields import LINES, NodeRange, Pattern, Range, Share, hints, ports_of, profiled_steps, share_in
+from slurmtrain.config.fields import LINES, NodeRange, Pattern, Range, Share, ports_of, profiled_steps
 from slurmtrain.system.paths import runs_root
 
 VARIABLE = Pattern("[A-Za-z_][A-Za-z0-9_]*", "a valid name of an environment variable", "e.g. NCCL_DEBUG")
@@ -318,12 +318,8 @@ class ParallelConfig:
     param_dtype: choices.ParamDtype | None = None
     # data type of the gradient reduction; "bfloat16" halves the communication
     reduce_dtype: choices.ReduceDtype = choices.ReduceDtype.FLOAT32
-    # compression of the gradients that DDP replicas exchange: "none", "bf16", "fp16", "powersgd"
+    # data type in which DDP replicas exchange gradients: "none" for their own, "bf16" or "fp16" for half the bytes
     gradient_compression: choices.GradientCompression = choices.GradientCompression.NONE
-    # rank of the low-rank approximation of a gradient: higher is more accurate, but sends more data
-    powersgd_rank: Positive = 4
-    # before this step, gradients are sent uncompressed
-    powersgd_start_step: Annotated[int, Range(2, hint="DDP builds its final buckets before")] = 100
     # "full": recompute whole blocks in backward; "selective": recompute all but their matmuls
     activation_checkpointing: choices.ActivationCheckpointing = choices.ActivationCheckpointing.NONE
     compile: bool = False  # compile the model with torch.compile, block by block
@@ -700,7 +696,7 @@ class Config:
         for group, name, share in SHARES:  # what nobody has set follows the length of the run
             part = getattr(self, group)
             if getattr(part, name) is None:
-                setattr(part, name, share.of(self.train.steps))
+                setattr(part, name, max(1, min(share.most, int(self.train.steps * share.fraction))))
 
     @property
     def world_size(self) -> int:
@@ -711,6 +707,10 @@ class Config:
 SHARES: tuple[tuple[str, str, Share], ...] = tuple(
     (group, name, share)
     for group, part in (("optim", OptimConfig), ("train", TrainConfig), ("checkpoint", CheckpointConfig))
-    for name, kind in hints(part).items()
-    if (share := share_in(kind)) is not None
+    for name, kind in part.__annotations__.items()
+    for share in get_args(kind)
+    if isinstance(share, Share)
 )
+DEFAULTS = Config()  # of all fields; those that follow the number of steps are still open
+for _group, _name, _ in SHARES:
+    setattr(getattr(DEFAULTS, _group), _name, None)

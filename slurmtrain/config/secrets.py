@@ -15,7 +15,6 @@ from typing import Any
 
 from slurmtrain.config.overrides import all_keys
 from slurmtrain.errors import ConfigError
-from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE
 from slurmtrain.system.redaction import SHORTEST, bytes_of, hide, redact_output
 
 ENV, FILE = "env", "file:"
@@ -43,6 +42,8 @@ def given(secrets: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ConfigError: as `read`.
     """
+    from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE  # only a rank gets here
+
     supervised = ATTEMPT_VARIABLE in os.environ
     return read(dict.fromkeys(secrets, ENV) if supervised else secrets)
 

@@ -28,7 +28,7 @@ from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.known_models import HUGGING_FACE, LINEAR_LAYERS, OUTPUTS, check_sizes, is_our_decoder
 from slurmtrain.config.launched_program import check_launched, has_launcher
 from slurmtrain.config.parallel_dims import ParallelDims, at_most, parallel_dims_of, sequence_lengths
-from slurmtrain.config.schema import SHARES, Config
+from slurmtrain.config.schema import DEFAULTS, Config
 from slurmtrain.config.secrets import scalars
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, SlurmtrainError, nearest
 from slurmtrain.system.redaction import SECRET_VARIABLE
@@ -101,7 +101,7 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
     (
         "observe.profile_steps",
-        lambda c: profiled_steps(c.observe.profile_steps or "1")[0] <= c.train.steps,
+        lambda c: not c.observe.profile_steps or profiled_steps(c.observe.profile_steps)[0] <= c.train.steps,
         "as many train.steps",
     ),
     (
@@ -201,9 +201,6 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ("observe.blame_stragglers", lambda c: c.observe.straggler_every, "observe.straggler_every above 0"),
     ("prepare.part", lambda c: c.prepare.part < c.prepare.parts, "more prepare.parts, which are counted from 0"),
 )
-DEFAULTS = Config()
-for _group, _name, _ in SHARES:  # whatever a person writes there is given
-    setattr(getattr(DEFAULTS, _group), _name, None)
 
 Rule = Callable[[Config], Iterator[ConfigError]]
 

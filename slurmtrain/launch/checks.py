@@ -19,7 +19,8 @@ from slurmtrain.config.parallel_dims import ParallelDims, extreme_sizes, paralle
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
-from slurmtrain.planner.fit import StageMemory, check_fits, check_host_memory, share_of_gpu
+from slurmtrain.planner.fit import check_fits, check_host_memory, share_of_gpu
+from slurmtrain.planner.memory import StageMemory
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from slurmtrain.choices import SnapshotMode
 from slurmtrain.config.schema import ClusterConfig, JobConfig
@@ -26,6 +26,9 @@ from slurmtrain.errors import ConfigError
 if TYPE_CHECKING:
     from slurmtrain.runs.software import CodeRecord
 
+Hook = tuple[
+    bool, str, str, str
+]  # is it asked before PYTHONPATH; its module; a name that it maps; the folder or file of that
 # Variables of git that do not say which repository is meant. All others are set within a hook or `git rebase --exec`.
 KEPT_FOR_GIT = ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM", "GIT_EXEC_PATH")
 TIMED_OUT = 124
@@ -100,22 +103,6 @@ def find_source(job: JobConfig, cwd: Path, cluster: ClusterConfig | None = None)
     return dataclasses.replace(source, roots=roots_below(source.root, *ask(interpreter)))
 
 
-class Hook(NamedTuple):
-    """A name that an import hook maps to a place.
-
-    Attributes:
-        before: the hook is asked before PYTHONPATH is searched.
-        module: module of the hook.
-        name: dotted name of the package or module.
-        path: its folder or file.
-    """
-
-    before: bool
-    module: str
-    name: str
-    path: str
-
-
 def interpreter_of(cluster: ClusterConfig) -> str | None:
     """Return the path of the ranks' interpreter as this machine sees it; None for one that cannot be asked here."""
     if cluster.container.kind:
@@ -144,7 +131,7 @@ def ask(interpreter: str) -> tuple[Sequence[str], Sequence[Hook]]:
         path, hooks = json.loads(done.stdout.splitlines()[-1])  # a .pth file may have printed before
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return (), ()
-    return path, [Hook(*each) for each in hooks]
+    return path, [tuple(each) for each in hooks]
 
 
 def roots_below(root: Path, path: Sequence[str], hooks: Sequence[Hook]) -> tuple[str, ...]:
@@ -161,17 +148,17 @@ def roots_below(root: Path, path: Sequence[str], hooks: Sequence[Hook]) -> tuple
         if below.name.startswith("__editable__."):  # links to the work tree's files, which git does not track
             raise _cannot_be_mapped(root, entry, "setuptools' editable_mode=strict")
         found.append(below)
-    for hook in hooks:
-        below = _below(root, hook.path)
+    for before, module, name, place in hooks:
+        below = _below(root, place)
         if below is None:
             continue
         # The folder from which the name would be imported as this file; None when its files have other names.
         file = (
             below.parent if below.name == "__init__.py" else below.with_suffix("") if below.suffix == ".py" else below
         )
-        parts = tuple(hook.name.split("."))
-        if hook.before or file.parts[-len(parts) :] != parts:
-            raise _cannot_be_mapped(root, hook.path, f"the import hook {hook.module}")
+        parts = tuple(name.split("."))
+        if before or file.parts[-len(parts) :] != parts:
+            raise _cannot_be_mapped(root, place, f"the import hook {module}")
         found.append(PurePath(*file.parts[: -len(parts)]))
     return tuple(dict.fromkeys(str(each) for each in found if each != PurePath(".")))
 

@@ -41,20 +41,6 @@ from slurmtrain.system.file_claims import claimed
 from slurmtrain.system.modes import folder_mode
 
 
-def checkpoint_of(run_dir: RunDir, step: int | None) -> Path:
-    """Return the checkpoint of a step, or the newest.
-
-    Raises:
-        UsageError: there is none.
-    """
-    found = {step_of(path): path for path in committed(run_dir.checkpoints)}
-    if not found or (step is not None and step not in found):
-        what = f"no checkpoint of step {step}" if step is not None else "no checkpoint"
-        there = ", ".join(map(str, found))
-        raise UsageError(f"run {run_dir.id} has {what}", hint=f"there are those of steps {there}" if there else None)
-    return found[step if step is not None else max(found)]
-
-
 def prepare(
     run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *, here: bool, again: bool = False
 ) -> RunDir:

@@ -56,10 +56,6 @@ def _mount(mount: str, cwd: Path) -> str:
     return f"{_if_there(source, cwd)}{colon}{target}"
 
 
-def _unless(words: Sequence[str], path: str, cwd: Path) -> str:
-    return path if path in words else _path(path, cwd)
-
-
 class Field(NamedTuple):
     """A field of the config that holds a path, or a list of them.
 
@@ -92,8 +88,8 @@ PATHS = {
     "checkpoint.mirror": Field(_file_or_url),
     "prepare.inputs": Field(_path, "file or folder"),
     "prepare.output": Field(_path),
-    "prepare.tokenizer": Field(functools.partial(_unless, ("bytes",)), "file"),
-    "prepare.chat_template": Field(functools.partial(_unless, TEMPLATE_WORDS), "file"),
+    "prepare.tokenizer": Field(lambda name, cwd: name if name == "bytes" else _path(name, cwd), "file"),
+    "prepare.chat_template": Field(lambda name, cwd: name if name in TEMPLATE_WORDS else _path(name, cwd), "file"),
 }
 
 

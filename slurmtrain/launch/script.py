@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from slurmtrain import __version__
 from slurmtrain.choices import RequeueMode
@@ -30,10 +30,6 @@ from slurmtrain.slurm.command_environment import OF_LAUNCHERS, OF_QUERIES, OF_RA
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.system.node_copies import shared_interpreter
 
-if TYPE_CHECKING:
-    import jinja2
-
-
 TEMPLATE = "job.sbatch.j2"
 PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
 # How the submitting shell reached SLURM, where a node has a configuration of its own; and what would change how bash works.
@@ -45,14 +41,18 @@ _REMARK = re.compile(r"\{#!\s*(.*?)\s*#\}", re.DOTALL)
 _BEGIN, _END = "\x01", "\x02"
 
 
-def dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> str:
+def dry_run(config: Config, cwd: Path, source: CodeSource | None = None, *, explain: bool = False) -> str:
     """Return the script that `submit` would pass to sbatch. Nothing is created.
 
     Args:
         source: the code; None: that of `cwd`, as job.snapshot says.
+        explain: keep the reasons that the template gives, for `_with_reasons`.
     """
     config = with_absolute_paths(config, cwd)
-    return render_script(config, _paths_of_a_dry_run(config, cwd, source))
+    source = source or find_source(config.job, cwd, config.cluster)
+    run_dir = folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID
+    paths = JobPaths([run_dir], source.workdir, shared_interpreter(), roots=source.roots, submit_dir=cwd)
+    return render_script(config, paths, explain=explain)
 
 
 def explained(config: Config, cwd: Path) -> list[Line]:
@@ -60,13 +60,11 @@ def explained(config: Config, cwd: Path) -> list[Line]:
     from slurmtrain.launch.srun import explained_srun
 
     config = with_absolute_paths(config, cwd)
-    paths = _paths_of_a_dry_run(config, cwd)
-    source = (shipped("jobs") / TEMPLATE).read_text()
-    template = _environment().from_string(_REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", source))
-    run_dir = paths.run_dirs[0]
-    srun = explained_srun(config, run_dir, run_dir / "attempts" / "0001", run_dir / paths.workdir)
+    source = find_source(config.job, cwd, config.cluster)
+    run_dir = folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID
+    srun = explained_srun(config, run_dir, run_dir / "attempts" / "0001", run_dir / source.workdir)
     return [
-        *_with_reasons(render_script(config, paths, template)),
+        *_with_reasons(dry_run(config, cwd, source, explain=True)),
         Line("", ""),
         Line("# `supervise` starts the ranks with:", ""),
         *(each.line for each in srun),
@@ -88,12 +86,6 @@ def dry_manifest(config: Config, cwd: Path, *, placeholders: bool = False) -> st
     return manifest(config, run, placeholders=placeholders)
 
 
-def _paths_of_a_dry_run(config: Config, cwd: Path, source: CodeSource | None = None) -> JobPaths:
-    run_dir = folder_of(Path(config.job.runs_dir), config.job.name) / PLACEHOLDER_ID
-    source = source or find_source(config.job, cwd, config.cluster)
-    return JobPaths([run_dir], source.workdir, shared_interpreter(), roots=source.roots, submit_dir=cwd)
-
-
 def _with_reasons(marked: str) -> list[Line]:
     """Return the lines of a text in which reasons stand before the lines that they hold for, each until the next one."""
     lines, why = [], ""
@@ -110,11 +102,15 @@ def _with_reasons(marked: str) -> list[Line]:
     return lines
 
 
-def _environment() -> jinja2.Environment:
+def render_script(config: Config, paths: JobPaths, *, explain: bool = False) -> str:
+    """Return the text that is passed to sbatch.
+
+    Args:
+        explain: keep the reasons that the template gives, for `_with_reasons`.
+    """
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(shipped("jobs")),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -123,11 +119,9 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["sh"] = lambda value: shlex.quote(str(value))
     environment.filters["sh_secret"] = _quote_secret
-    return environment
-
-
-def render_script(config: Config, paths: JobPaths, template: jinja2.Template | None = None) -> str:
-    """Return the text that is passed to sbatch."""
+    template = (shipped("jobs") / TEMPLATE).read_text()
+    if explain:
+        template = _REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", template)
     folders = [  # of each run, or absolute, as words of the script
         shlex.quote(folder) if folder.startswith("/") else '"$run_dir"/' + shlex.quote(folder)
         for folder in pythonpath_folders(paths.workdir, paths.roots)
@@ -136,7 +130,7 @@ def render_script(config: Config, paths: JobPaths, template: jinja2.Template | N
     if config.cluster.exclude:
         with contextlib.suppress(EnvironmentMismatchError):  # a file of nodes, which only sbatch reads
             excluded = expand_nodelist(config.cluster.exclude)
-    return (template or _environment().get_template(TEMPLATE)).render(
+    return environment.from_string(template).render(
         version=__version__,
         directives=explained_directives(config, paths),
         run_dirs=paths.run_dirs,
@@ -240,6 +234,10 @@ def explained_directives(config: Config, paths: JobPaths) -> list[Line]:
         if mode == RequeueMode.OFF
         else ": another job continues the run, so SLURM must not start this one again"
     )
+    memory, memory_of_cpu, memory_of_gpu = (
+        None if amount is None else f"{amount}G" if amount else "0"  # without a unit: all the memory of each node
+        for amount in (cluster.mem_per_node_gb, cluster.mem_per_cpu_gb, cluster.mem_per_gpu_gb)
+    )
     wait = "" if cluster.switches_wait_min is None else f"@{cluster.switches_wait_min}"
     options: list[tuple[str, object, str]] = [
         ("job-name", config.job.name, "job.name: the name of the job in squeue"),
@@ -273,11 +271,11 @@ def explained_directives(config: Config, paths: JobPaths) -> list[Line]:
         ),
         (
             "mem",
-            _gigabytes(cluster.mem_per_node_gb),
+            memory,
             "cluster.mem_per_node_gb" + ": 0 requests all memory of each node" * (cluster.mem_per_node_gb == 0),
         ),
-        ("mem-per-cpu", _gigabytes(cluster.mem_per_cpu_gb), "cluster.mem_per_cpu_gb"),
-        ("mem-per-gpu", _gigabytes(cluster.mem_per_gpu_gb), "cluster.mem_per_gpu_gb"),
+        ("mem-per-cpu", memory_of_cpu, "cluster.mem_per_cpu_gb"),
+        ("mem-per-gpu", memory_of_gpu, "cluster.mem_per_gpu_gb"),
         ("time", cluster.time_limit_min, "cluster.time_limit_min, in minutes: the limit of each job, not of the run"),
         (
             "signal",
@@ -313,7 +311,7 @@ def explained_directives(config: Config, paths: JobPaths) -> list[Line]:
         ),
         (
             "no-kill",
-            keeps_nodes(config, paths) or None,
+            ((spare > 0 or elastic) and config.requeue.starts_in_place and paths.pack == 1) or None,
             "if a node fails, the job keeps its other nodes, which are enough to continue (requeue.in_place)",
         ),
         ("requeue", mode == RequeueMode.REQUEUE, f"requeue.mode={mode}{may_requeue}"),
@@ -335,23 +333,12 @@ def explained_directives(config: Config, paths: JobPaths) -> list[Line]:
     return [Line(text, why) for name, value, why in options if (text := _directive(name, value))]
 
 
-def keeps_nodes(config: Config, paths: JobPaths) -> bool:
-    """Return whether a job that has lost a node can go on with its others: there are spare ones, or fewer are enough."""
-    enough = config.cluster.spare_nodes > 0 or config.cluster.node_range.elastic
-    return enough and config.requeue.starts_in_place and paths.pack == 1
-
-
 def _directive(name: str, value: object) -> str:
     if value is None or value is False:
         return ""
     if isinstance(value, list):
         value = ",".join(str(item) for item in value)
     return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
-
-
-def _gigabytes(amount: int | None) -> str | None:
-    """Format an amount of memory. `man sbatch`: --mem=0, without a unit, is all the memory of each node."""
-    return None if amount is None else f"{amount}G" if amount else "0"
 
 
 def directive(script: str, name: str) -> str | None:

@@ -166,14 +166,9 @@ def _image_of(config: Config) -> dict[str, Any]:
     return {"image": facts}
 
 
-def steps_of(config: Config) -> int | None:
-    """Return the number of steps that the trainer is to do; None for a program of the user's own."""
-    return config.train.steps if config.job.kind == JobKind.TRAIN else None
-
-
 def facts_of_config(config: Config) -> dict[str, Any]:
     """Return the fields of run.json that follow from the config; `status` finds a program's own checkpoints by the last one."""
     job = config.job
     own = {"pattern": job.checkpoints, "complete": job.checkpoint_complete} if job.checkpoints is not None else None
-    facts = {"config_hash": config_hash(config), "steps": steps_of(config)}
+    facts = {"config_hash": config_hash(config), "steps": config.train.steps if job.kind == JobKind.TRAIN else None}
     return {**facts, "own_checkpoints": own} if own is not None else facts

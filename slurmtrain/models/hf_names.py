@@ -91,7 +91,7 @@ def config_json(
     kind = "qwen3" if norm else "qwen2" if bias else "llama"
     theta, scaling = float(model.get("rope_theta", 10000.0)), model.get("rope_scaling")
     values: dict[str, Any] = {
-        "architectures": [FAMILIES[kind].architecture],
+        "architectures": [FAMILIES[kind][0]],
         "model_type": kind,
         "vocab_size": vocab_size,
         "hidden_size": dim,

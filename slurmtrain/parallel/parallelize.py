@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,6 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.parallel.activation_checkpointing import prepare_units
 from slurmtrain.parallel.ddp import apply_ddp
-
-if TYPE_CHECKING:
-    from slurmtrain.parallel.compression import PowerSGD
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,6 @@ class DistributedModel:
         dims: the sizes of all axes.
         rank: number of this rank; `coordinates` is where it stands on each axis.
         mesh: the device mesh; None for plain replicas.
-        compression: the compression of gradients, if it has a state to save.
         tied_parameters: parameters that the stage at the other end of the pipeline also has: those of a tied embedding.
     """
 
@@ -47,7 +42,6 @@ class DistributedModel:
     rank: int
     device: torch.device
     mesh: DeviceMesh | None = None
-    compression: PowerSGD | None = None
     tied_parameters: tuple[nn.Parameter, ...] = ()
 
     @property
@@ -90,8 +84,15 @@ def parallelize(
     if not dims.uses_fsdp(parallel):
         prepare_units(model, parallel)
         model = apply_ddp(fill(model), device, group)
-        compression = _compressed(model, parallel, group)
-        return DistributedModel(model, (model,), (0,), 1, parallel, dims, rank, device, compression=compression)
+        if (
+            isinstance(model, nn.parallel.DistributedDataParallel)
+            and parallel.gradient_compression != GradientCompression.NONE
+        ):
+            from slurmtrain.parallel.compression import compress
+
+            assert group is not None
+            compress(model, parallel.gradient_compression, group)
+        return DistributedModel(model, (model,), (0,), 1, parallel, dims, rank, device)
 
     # Importing DTensors, FSDP and pipelines takes more than a second, which replicas do without.
     from slurmtrain.parallel.sharded import apply_fsdp, build_mesh
@@ -120,16 +121,3 @@ def parallelize(
         mesh,
         tied_parameters=tuple(held[name] for name in shared if name in held and held[name].requires_grad),
     )
-
-
-def _compressed(model: nn.Module, parallel: ParallelConfig, group: dist.ProcessGroup | None) -> PowerSGD | None:
-    """Compress the gradients of replicas if the config asks for it.
-
-    Return the compression if it has a state to save.
-    """
-    if group is None or parallel.gradient_compression == GradientCompression.NONE:
-        return None
-    from slurmtrain.parallel.compression import compress
-
-    assert isinstance(model, nn.parallel.DistributedDataParallel)
-    return compress(model, parallel, group)

@@ -10,8 +10,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 from slurmtrain.choices import ActivationCheckpointing, Backend, Device, JobKind, PpSchedule, ReduceDtype
 from slurmtrain.config.known_models import is_our_decoder
@@ -25,10 +23,9 @@ from slurmtrain.config.parallel_dims import (
 )
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.planner.memory import ADAM_STATES, MemorySettings, memory_per_rank
+from slurmtrain.planner.memory import ADAM_STATES, GIB, MemorySettings, StageMemory, in_gb, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
 
-GIB = 2**30
 CHECKPOINTING = tuple(ActivationCheckpointing)  # each keeps less than the one before, and takes longer
 # The keys that a proposal may change; those that slow training down least come first.
 CHEAPEST_FIRST = "dp_shard dp_replicate micro_batch_size activation_checkpointing tp cp pp nodes".split()
@@ -37,63 +34,22 @@ PROPOSALS = 3
 ROOM = 0.9  # share of a GPU's memory that a proposal may take: CUDA, NCCL and the allocator need some
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes on the first rank of a pipeline's stage; the other ranks of the stage have as much, or less where cuts are uneven.
-
-    Attributes:
-        gathered, activations: estimates, see `RankMemory`; None: not known for this model.
-    """
-
-    stage: int
-    rank: int
-    parameters: int
-    gradients: int
-    optimizer: int
-    gathered: int | None
-    activations: int | None
-
-    @property
-    def kept(self) -> int:
-        """The bytes that are kept from step to step; they are exact."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> int:
-        """The bytes of everything that is known."""
-        return self.kept + (self.gathered or 0) + (self.activations or 0)
-
-    def __str__(self) -> str:
-        """Return a text such as "21.3 GB (parameters 4.0, gradients 4.0, optimiser 8.0, gathered 1.2, activations 4.1)"."""
-        parts = {
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimiser": self.optimizer,
-            "gathered": self.gathered,
-            "activations": self.activations,
-        }
-        words = ", ".join(f"{name} {in_gb(count)}" for name, count in parts.items() if count is not None)
-        return f"{in_gb(self.total)} GB ({words})"
-
-
-def in_gb(count: float) -> str:
-    """Format bytes in units of 2^30, as nvidia-smi and SLURM count."""
-    return f"{count / GIB:.1f}"
-
-
 def memory_of(config: Config, dims: ParallelDims) -> list[StageMemory] | None:
     """Estimate the memory of each stage by arithmetic.
 
     Returns:
         None if the model is not our decoder, or if its sizes are not valid, which it reports itself when it is built.
     """
-    if config.job.kind != JobKind.TRAIN or not is_our_decoder(config.model) or not _has_sizes(config.model):
+    if config.job.kind != JobKind.TRAIN or not is_our_decoder(config.model):
+        return None
+    sizes = [config.model.get(name) for name in ("vocab_size", "dim", "n_layers", "n_heads")]
+    sizes += [size for name in ("n_kv_heads", "head_dim", "hidden_dim") if (size := config.model.get(name)) is not None]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
     parallel, reshard = config.parallel, config.parallel.reshard_after_forward
-    seq_len = max(sequence_lengths(config.data).values(), default=0)
     work = MemorySettings(
         micro_batch_size=dims.micro_batch_size(config.train),
-        seq_len=seq_len,
+        seq_len=max(sequence_lengths(config.data).values(), default=0),
         compute_bytes=2 if parallel.param_dtype else 4,
         reduce_bytes=2 if parallel.reduce_dtype == ReduceDtype.BFLOAT16 else 4,
         checkpointing=parallel.activation_checkpointing,
@@ -102,35 +58,14 @@ def memory_of(config: Config, dims: ParallelDims) -> list[StageMemory] | None:
         fsdp=dims.uses_fsdp(parallel),
         whole_gradients=dims.pp > 1,
     )
-    sizes = {"dp_shard": dims.dp_shard, "tp": dims.tp, "pp": dims.pp, "cp": dims.cp}
     shape = DecoderShape.of(config.model)
-    stages = memory_per_rank(shape, work, **sizes)
-    if config.lora.r:  # the model's own parameters are frozen
-        adapters = work.parameter_bytes * shape.adapter_elements(config.lora.r, dims.dp_shard * dims.cp)
-        stages = [
-            dataclasses.replace(
-                each, parameters=each.parameters + adapters, gradients=adapters, optimizer=adapters * ADAM_STATES
-            )
-            for each in stages
-        ]
-    return [
-        StageMemory(
-            stage,
-            dims.first_rank(stage),
-            each.parameters,
-            each.gradients,
-            each.optimizer,
-            each.gathered,
-            each.activations if seq_len else None,
-        )
-        for stage, each in enumerate(stages)
-    ]
-
-
-def _has_sizes(model: dict[str, Any]) -> bool:
-    given = [model.get(name) for name in ("vocab_size", "dim", "n_layers", "n_heads")]
-    given += [model[name] for name in ("n_kv_heads", "head_dim", "hidden_dim") if model.get(name) is not None]
-    return all(isinstance(size, int) and size > 0 for size in given)
+    stages = memory_per_rank(shape, work, dims)
+    if not config.lora.r:
+        return stages
+    # The model's own parameters are frozen.
+    adapters = work.parameter_bytes * shape.adapter_elements(config.lora.r, dims.dp_shard * dims.cp)
+    trained = {"gradients": adapters, "optimizer": adapters * ADAM_STATES}
+    return [dataclasses.replace(each, parameters=each.parameters + adapters, **trained) for each in stages]
 
 
 def share_of_gpu(config: Config, dims: ParallelDims) -> float | None:

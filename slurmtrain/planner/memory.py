@@ -15,8 +15,10 @@ import math
 from dataclasses import dataclass
 
 from slurmtrain.choices import ActivationCheckpointing
-from slurmtrain.planner.shape import DecoderShape, Parameter
+from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.planner.shape import DecoderShape, Parameter, elements_per_rank
 
+GIB = 2**30
 ADAM_STATES = 2  # mean and mean square of the gradient, in the parameter's own element type
 LOSS_BYTES = 4  # the loss is computed in float32
 
@@ -56,54 +58,74 @@ class MemorySettings:
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Bytes on the rank of a stage that has most.
+class StageMemory:
+    """Bytes on the first rank of a pipeline's stage; the other ranks of the stage have as much, or less where cuts are uneven.
 
     Attributes:
-        layers: number of layers of this stage.
-        elements: number of elements of the parameters that the rank holds.
-        gathered: parameters that FSDP has gathered for the moment, and gradients that it has not yet cut (estimate).
-        activations: tensors that autograd keeps (estimate).
+        gathered: parameters that FSDP has gathered for the moment, and gradients that it has not yet cut (estimate); None:
+            not known for this model.
+        activations: tensors that autograd keeps (estimate); None: not known for this model, or its data.
     """
 
-    layers: int
-    elements: int
+    stage: int
+    rank: int
     parameters: int
     gradients: int
     optimizer: int
-    gathered: int
-    activations: int
+    gathered: int | None
+    activations: int | None
+
+    @property
+    def kept(self) -> int:
+        """The bytes that are kept from step to step; they are exact."""
+        return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
+        """The bytes of everything that is known."""
+        return self.kept + (self.gathered or 0) + (self.activations or 0)
+
+    def __str__(self) -> str:
+        """Return a text such as "21.3 GB (parameters 4.0, gradients 4.0, optimiser 8.0, gathered 1.2, activations 4.1)"."""
+        parts = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimiser": self.optimizer,
+            "gathered": self.gathered,
+            "activations": self.activations,
+        }
+        words = ", ".join(f"{name} {in_gb(count)}" for name, count in parts.items() if count is not None)
+        return f"{in_gb(self.total)} GB ({words})"
 
 
-def memory_per_rank(
-    shape: DecoderShape, work: MemorySettings, *, dp_shard: int = 1, tp: int = 1, pp: int = 1, cp: int = 1
-) -> list[RankMemory]:
-    """Return one entry for each stage of the pipeline. `dp_replicate` does not matter: replicas are alike.
+def in_gb(count: float) -> str:
+    """Format bytes in units of 2^30, as nvidia-smi and SLURM count."""
+    return f"{count / GIB:.1f}"
+
+
+def memory_per_rank(shape: DecoderShape, work: MemorySettings, dims: ParallelDims) -> list[StageMemory]:
+    """Return one entry for each stage of the pipeline. Replicas do not matter, since they are alike.
 
     FSDP cuts over `dp_shard * cp` ranks, since those of context parallelism have the same parameters. Tensor
     parallelism includes sequence parallelism.
     """
-    found = []
+    found, tp, pp, shard = [], dims.tp, dims.pp, dims.dp_shard * dims.cp
+    tokens = work.micro_batch_size * work.seq_len // dims.cp
     for stage, layers in enumerate(layers_of_stages(shape.n_layers, pp)):
         ends = shape.ends(first=stage == 0, last=stage == pp - 1)
-        shard = dp_shard * cp
-        elements = layers * block_elements(shape, tp, shard) + _elements(ends, tp, shard)
+        held = (layers * block_elements(shape, tp, shard) + elements_per_rank(ends, tp, shard)) * work.parameter_bytes
         in_flight = pp - stage if work.in_flight is None else work.in_flight[stage]
-        tokens = work.micro_batch_size * work.seq_len // cp
+        activations = round(in_flight * tokens * layers * _kept_of_block(shape, work, tp))
+        activations += tokens * _kept_beside_blocks(shape, work, tp, last=stage == pp - 1)
         found.append(
-            RankMemory(
-                layers=layers,
-                elements=elements,
-                parameters=elements * work.parameter_bytes,
-                gradients=elements * work.parameter_bytes,
-                optimizer=elements * work.parameter_bytes * ADAM_STATES,
+            StageMemory(
+                stage,
+                dims.first_rank(stage),
+                parameters=held,
+                gradients=held,
+                optimizer=held * ADAM_STATES,
                 gathered=_gathered(shape, work, layers, ends, tp) if work.fsdp else 0,
-                activations=round(in_flight * tokens * layers * _kept_of_block(shape, work, tp))
-                + tokens * _kept_beside_blocks(shape, work, tp, last=stage == pp - 1),
+                activations=activations if work.seq_len else None,
             )
         )
     return found
@@ -114,14 +136,10 @@ def layers_of_stages(layers: int, pp: int) -> list[int]:
     return [layers // pp + (stage < layers % pp) for stage in range(pp)]
 
 
-def _elements(parameters: list[Parameter], tp: int, shard: int) -> int:
-    return sum(parameter.per_rank(tp, shard) for parameter in parameters)
-
-
 @functools.lru_cache(maxsize=1024)  # a search asks for the same cuts of a layer thousands of times
 def block_elements(shape: DecoderShape, tp: int, shard: int) -> int:
     """Return the elements of one layer on the rank that has most."""
-    return _elements(shape.block(), tp, shard)
+    return elements_per_rank(shape.block(), tp, shard)
 
 
 def _gathered(shape: DecoderShape, work: MemorySettings, layers: int, ends: list[Parameter], tp: int) -> int:
@@ -130,7 +148,7 @@ def _gathered(shape: DecoderShape, work: MemorySettings, layers: int, ends: list
     FSDP keeps gathered copies of the parameters outside the blocks all the time, and those of the present and the next
     block, or of all. Gradients before they are summed up and cut are those of one block, or of all.
     """
-    block, beside = block_elements(shape, tp, 1), _elements(ends, tp, 1)
+    block, beside = block_elements(shape, tp, 1), elements_per_rank(ends, tp, 1)
     near = min(2, layers)
     group = math.inf if work.reshard_after_forward is True else work.reshard_after_forward or 1
     gradients = (beside + layers * block) * work.reduce_bytes if work.whole_gradients else block * work.compute_bytes

@@ -22,9 +22,10 @@ from slurmtrain.config.parallel_dims import (
 )
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.planner.fit import GIB, ROOM, StageMemory, memory_of
+from slurmtrain.planner.fit import ROOM, memory_of
 from slurmtrain.planner.gpus import gpu_of
 from slurmtrain.planner.hardware import Hardware, hardware_of
+from slurmtrain.planner.memory import GIB, StageMemory
 from slurmtrain.planner.saving import Saving, saving_of
 from slurmtrain.planner.scaling import Doubling, Size, doublings
 from slurmtrain.planner.step_time import Measured, StepTime, at_nodes, sequence_length, step_time

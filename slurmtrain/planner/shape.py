@@ -7,7 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +31,20 @@ class Parameter:
     shape: tuple[int, ...]
     tp_dim: int | None = 0
 
-    def per_rank(self, tp: int, shard: int) -> int:
-        """Return the elements on the rank that has most.
 
-        A parameter is first cut for `tp` ranks, then by rows for the `shard` ranks of FSDP.
-        """
-        sizes = list(self.shape)
-        if self.tp_dim is not None:
-            sizes[self.tp_dim] = math.ceil(sizes[self.tp_dim] / tp)
+def elements_per_rank(parameters: Iterable[Parameter], tp: int, shard: int) -> int:
+    """Return the elements of some parameters on the rank that has most.
+
+    A parameter is first cut for `tp` ranks, then by rows for the `shard` ranks of FSDP.
+    """
+    count = 0
+    for parameter in parameters:
+        sizes = list(parameter.shape)
+        if parameter.tp_dim is not None:
+            sizes[parameter.tp_dim] = math.ceil(sizes[parameter.tp_dim] / tp)
         sizes[0] = math.ceil(sizes[0] / shard)
-        return math.prod(sizes)
+        count += math.prod(sizes)
+    return count
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class DecoderShape:
         """Return the elements of adapters (LoRA) of rank `r` beside all matrices of all layers, on one of `shard` ranks."""
         sizes = [parameter.shape for parameter in self.block() if len(parameter.shape) == 2]
         pairs = [Parameter(shape) for rows, columns in sizes for shape in ((r, columns), (rows, r))]
-        return self.n_layers * sum(parameter.per_rank(1, shard) for parameter in pairs)
+        return self.n_layers * elements_per_rank(pairs, 1, shard)
 
     def ends(self, *, first: bool, last: bool) -> list[Parameter]:
         """Return the parameters before and after the layers, which only the `first` and the `last` stage of a pipeline have.

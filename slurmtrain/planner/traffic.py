@@ -17,7 +17,7 @@ from slurmtrain.config.parallel_dims import AXES, STAGES_PER_RANK, ParallelDims
 from slurmtrain.config.schema import Config, ParallelConfig
 from slurmtrain.planner.hardware import Hardware
 from slurmtrain.planner.memory import block_elements, layers_of_stages
-from slurmtrain.planner.shape import DecoderShape
+from slurmtrain.planner.shape import DecoderShape, elements_per_rank
 
 HOP_IN_NODE_S, HOP_BETWEEN_NODES_S = 3.4e-6, 14e-6
 BUCKET_BYTES = 25 * 2**20  # DDP sends gradients in buckets of this size
@@ -197,7 +197,7 @@ def _data(config: Config, dims: ParallelDims, shape: DecoderShape, work: Work) -
 
 def _elements(shape: DecoderShape, dims: ParallelDims) -> int:
     """Return the parameters of the first stage, the largest but for a last one with an output of its own, on one TP rank."""
-    ends = sum(each.per_rank(dims.tp, 1) for each in shape.ends(first=True, last=dims.pp == 1))
+    ends = elements_per_rank(shape.ends(first=True, last=dims.pp == 1), dims.tp, 1)
     return _layers(shape, dims) * block_elements(shape, dims.tp, 1) + ends
 
 

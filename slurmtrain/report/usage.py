@@ -9,9 +9,9 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import NamedTuple
 
-from slurmtrain.choices import Choice
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Goodput, Segment, over_all, sums_of
 from slurmtrain.report.goodput.history import History, read_history
@@ -24,7 +24,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.trust import name_of
 
 
-class Grouping(Choice):
+class Grouping(StrEnum):
     """What a row of the table is about."""
 
     RUN = "run"

@@ -11,10 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.system.files import write_json
-from slurmtrain.system.paths import PathBelow
 
 STOP_NAME = "stop.json"
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
+
+
+class PathBelow:
+    """The path of a file or folder by its name below the `path` of an object: `stop_file = PathBelow("stop.json")`."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __set_name__(self, owner: type, attribute: str) -> None:
+        self._attribute = attribute
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Path:
+        found: Path = instance.path / self._name
+        vars(instance)[self._attribute] = found  # the next look finds it there: tables of many runs need some often
+        return found
 
 
 def rank_log_name(rank: int | str) -> str:

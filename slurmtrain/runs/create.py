@@ -10,13 +10,17 @@ import shutil
 import stat
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurmtrain.errors import ConfigError
-from slurmtrain.runs.run_dir import PREPARING, RunDir
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.paths import located
 from slurmtrain.system.trust import is_mine, others_may_write, own_user, user_in_words
 
+if TYPE_CHECKING:  # a dry run needs only the names of folders
+    from slurmtrain.runs.run_dir import RunDir
+
+PREPARING = ".preparing"  # below runs/: sweeps in the making; deep enough that no verb takes what is in it for runs
 LEFT_AFTER_S = 86400.0  # seconds after which nobody is taken to be at work on what is being made
 
 
@@ -36,6 +40,8 @@ def create_run_dir(runs_dir: Path, name: str) -> RunDir:
     Raises:
         ConfigError: the folder cannot be created.
     """
+    from slurmtrain.runs.run_dir import RunDir
+
     try:
         folder = make_folder(runs_dir, name)
         while True:

@@ -17,18 +17,16 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
-from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.attempt_dir import AttemptDir, PathBelow
 from slurmtrain.runs.events import Event
 from slurmtrain.slurm.command_environment import trusted_slurm_conf
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.modes import folder_mode
-from slurmtrain.system.paths import PathBelow
 from slurmtrain.system.records import Count, JobId, Time, finite
 from slurmtrain.system.redaction import redacted
 
 RUN_DIR_VARIABLE = "SLURMTRAIN_RUN_DIR"
-PREPARING = ".preparing"  # below runs/: sweeps in the making; deep enough that no verb takes what is in it for runs
 DRILLS = "drills"  # below runs/: the scratch runs of drills, in a folder for each
 ENVIRONMENTS = ".environments-"  # below runs/: archives of environments (cluster.stage); the user's number follows
 ATTEMPT_VARIABLE = "SLURMTRAIN_ATTEMPT"

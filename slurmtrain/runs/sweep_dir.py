@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Required, TypedDict
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
+from slurmtrain.runs.attempt_dir import PathBelow
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import read_json
-from slurmtrain.system.paths import PathBelow
 from slurmtrain.system.records import METRICS_BYTES, Count, Time, parse, read_bytes, typed, typed_or_none
 
 

@@ -20,8 +20,8 @@ def watch_over(job_id: str, node: str, *, requeues: bool) -> None:
 
     The end of the job ends this process, too.
     """
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     while True:
         told = signal.sigtimedwait({signal.SIGTERM}, LOOK_EVERY_S) is not None
         with contextlib.suppress(ClusterError):

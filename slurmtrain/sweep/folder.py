@@ -33,7 +33,7 @@ from slurmtrain.launch.snapshot import take_snapshot
 from slurmtrain.launch.submit import run_info
 from slurmtrain.runs import create, lookup
 from slurmtrain.runs.create import make_folder, new_run_id
-from slurmtrain.runs.run_dir import PREPARING, RunDir, made_at
+from slurmtrain.runs.run_dir import RunDir, made_at
 from slurmtrain.runs.sweep_dir import Point, Sweep
 from slurmtrain.sweep.plan import SweepPlan, identity_of
 from slurmtrain.system.files import write_json
@@ -114,7 +114,7 @@ def create_sweep(
     source = find_source(job, cwd, sweep_plan.first.cluster)
     name = sweep_plan.id
     try:
-        make_folder(runs, PREPARING)
+        make_folder(runs, create.PREPARING)
         temporary = Sweep(create.staging_folder(runs, name))
         temporary.path.mkdir(mode=folder_mode(temporary.path.parent))
     except OSError as error:

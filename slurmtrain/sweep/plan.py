@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurmtrain.choices import Backend, RequeueMode
+from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.frozen import freeze, to_values
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
@@ -24,11 +24,10 @@ from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
 from slurmtrain.launch.code_source import find_source
 from slurmtrain.launch.script import PLACEHOLDER_ID, JobPaths, render_script
-from slurmtrain.launch.submit import slurm_conf_of, steps_of
-from slurmtrain.runs.run_dir import RunDir
 
 if TYPE_CHECKING:
     from slurmtrain.config.compose import Composer
+    from slurmtrain.runs.run_dir import RunDir
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ class SweepPlan:
             self.frozen[identity] = freeze(values)
             self.shapes[identity] = _shape(values)
             self.asking.setdefault(self.shapes[identity], config)
-            self.steps[identity] = steps_of(config)
+            self.steps[identity] = config.train.steps if config.job.kind == JobKind.TRAIN else None
         return identity
 
     def add_copies(self, config: Config, count: int) -> None:
@@ -214,7 +213,7 @@ class SweepPlan:
         for number in range(len(self.identities), len(self.identities) + count):
             identity = f"{same}-{number}"
             self.identities.append(identity)
-            self.frozen[identity], self.shapes[identity], self.steps[identity] = frozen, shape, steps_of(config)
+            self.frozen[identity], self.shapes[identity], self.steps[identity] = frozen, shape, None
 
     @property
     def id(self) -> str:
@@ -310,6 +309,7 @@ def preview(
         config = sweep_plan.asking[shapes[members[0]]]
         if after:
             from slurmtrain.launch.dependencies import waiting_for_runs
+            from slurmtrain.launch.submit import slurm_conf_of
 
             config = waiting_for_runs(config, after, slurm_conf_of(config))
         paths = JobPaths(

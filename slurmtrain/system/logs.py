@@ -31,7 +31,13 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            _redact(record)
+            text = record.getMessage()
+            if (shown := redact(text)) != text:
+                record.msg, record.args = shown, None
+            if record.exc_info:
+                text = logging.Formatter().formatException(record.exc_info)
+                if (shown := redact(text)) != text:
+                    record.exc_text, record.exc_info = shown, None
             if not (self._leave_to_others and _has_other_handlers(record.levelno)):
                 record.__dict__["kind"] = _LEVELS.get(record.levelno, "")
                 sys.stderr.write(f"{redact(self.format(record))}\n")  # at once: ranks and data workers share the file
@@ -68,14 +74,3 @@ def _has_other_handlers(level: int) -> bool:
     root = logging.getLogger().handlers if package.propagate else []
     others = (each for each in [*package.handlers, *root] if not isinstance(each, (LogHandler, logging.NullHandler)))
     return any(each.level <= level for each in others)
-
-
-def _redact(record: logging.LogRecord) -> None:
-    """Replace secrets in the message of a record and in its traceback."""
-    text = record.getMessage()
-    if (shown := redact(text)) != text:
-        record.msg, record.args = shown, None
-    if record.exc_info:
-        text = logging.Formatter().formatException(record.exc_info)
-        if (shown := redact(text)) != text:
-            record.exc_text, record.exc_info = shown, None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -46,18 +45,3 @@ def runs_root() -> Path:
     It is SLURMTRAIN_RUNS, else ./runs.
     """
     return Path(os.environ.get("SLURMTRAIN_RUNS") or "runs").expanduser()
-
-
-class PathBelow:
-    """The path of a file or folder by its name below the `path` of an object: `stop_file = PathBelow("stop.json")`."""
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def __set_name__(self, owner: type, attribute: str) -> None:
-        self._attribute = attribute
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Path:
-        found: Path = instance.path / self._name
-        vars(instance)[self._attribute] = found  # the next look finds it there: tables of many runs need some often
-        return found

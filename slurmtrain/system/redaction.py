@@ -69,34 +69,15 @@ def redact_output() -> None:
 
 
 class _Redacting:
-    """A text stream in front of another one."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._stream.write(redact(text))
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
-
-    @property
-    def buffer(self) -> _RedactingBytes:
-        return _RedactingBytes(self._stream.buffer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-class _RedactingBytes:
-    """A stream of bytes in front of another one."""
+    """A stream of text or of bytes in front of another one."""
 
     def __init__(self, stream: Any):
         self._stream = stream
 
     def write(self, data: Any) -> int:
+        if isinstance(data, str):
+            self._stream.write(redact(data))
+            return len(data)
         content = bytes(data)
         for value, stand_in in _hidden.items():
             content = content.replace(bytes_of(value), stand_in.encode())
@@ -106,6 +87,10 @@ class _RedactingBytes:
     def writelines(self, lines: Iterable[Any]) -> None:
         for line in lines:
             self.write(line)
+
+    @property
+    def buffer(self) -> _Redacting:
+        return _Redacting(self._stream.buffer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

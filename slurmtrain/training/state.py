@@ -155,18 +155,14 @@ class TrainingState:
 
     def objects_but_loader(self) -> dict[str, Any]:
         """Return what a checkpoint consists of, besides the position in the data."""
-        compression = self.distributed_model.compression
         return {
             "model": self.distributed_model.model,
             "optimizer": self.optimizer,
             "trainer": self.counters,
-            "per_rank": {"compression": compression} if compression is not None else {},
         }
 
     def begin_at_checkpoint(self) -> None:
         """Bring what is in no object of a checkpoint to the step that was restored, if one was."""
-        if self.distributed_model.compression is not None:
-            self.distributed_model.compression.begin(self.step)
         self.numbers.restore(self.counters.unread)
 
     def read_numbers(self) -> None:

@@ -36,7 +36,7 @@ from slurmtrain.training.rollback import roll_back
 from slurmtrain.training.state import Counters, StepResult, TrainingState
 from slurmtrain.training.step_numbers import NumbersReader
 from slurmtrain.training.stopping import StopCheck
-from slurmtrain.training.undo import RunningBuffers, Undo
+from slurmtrain.training.undo import RunningBuffers
 
 log = logging.getLogger(__name__)
 
@@ -128,13 +128,9 @@ class Trainer:
             flops=flops,
         )
         self._wants_numbers = self.state.hooks.has_handler("numbers_known")
-        compression = distributed_model.compression
         # Changed by a step before its optimiser, and brought back if it skips the update.
-        self._undos: list[Undo] = (
-            [RunningBuffers(distributed_model.stages)] if self.state.hooks.has_handler("skips_update") else []
-        )
-        if self._undos and compression is not None:
-            self._undos.append(compression)
+        skips = self.state.hooks.has_handler("skips_update")
+        self._buffers = RunningBuffers(distributed_model.stages) if skips else None
 
     @property
     def step(self) -> int:
@@ -200,8 +196,8 @@ class Trainer:
         data_wait_s = time.perf_counter() - began
         phases.enter(Phase.FORWARD_BACKWARD)
         sums = self._begin_sums(data)
-        for undo in self._undos:
-            undo.begin_step()
+        if self._buffers is not None:
+            self._buffers.begin_step()
         rate = learning_rate(state.step, total_steps=self._train.steps, config=self._optim)
         set_learning_rate(self._optimizer, rate)
 
@@ -261,8 +257,8 @@ class Trainer:
         # torch's fused optimisers take this from gradient scalers: where it is 1, they leave everything as it is.
         self._optimizer.found_inf = None if skips is None else skips.float()  # type: ignore[attr-defined]
         self._optimizer.step()
-        for undo in self._undos:
-            undo.end_step(skips)
+        if self._buffers is not None:
+            self._buffers.end_step(skips)
         self._optimizer.zero_grad(set_to_none=True)
 
     def _look_at_last_steps(self) -> tuple[bool, str | None]:

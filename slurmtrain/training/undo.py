@@ -6,23 +6,9 @@ Running statistics (BatchNorm) have taken in the step's activations before its l
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-
-
-class Undo(Protocol):
-    """Something that a step changes before its optimiser does."""
-
-    def begin_step(self) -> None:
-        """Keep what is there before the step."""
-
-    def end_step(self, skips: Tensor | None) -> None:
-        """Bring back what was there where `skips`, a bool scalar on the device, is true, without waiting for it.
-
-        None: it is known already that the step is not skipped.
-        """
 
 
 class RunningBuffers:
@@ -47,9 +33,14 @@ class RunningBuffers:
         self._before: list[Tensor] = []
 
     def begin_step(self) -> None:
+        """Keep what is there before the step."""
         self._before = [buffer.clone() for buffer in self._buffers]
 
     def end_step(self, skips: Tensor | None) -> None:
+        """Bring back what was there where `skips`, a bool scalar on the device, is true, without waiting for it.
+
+        None: it is known already that the step is not skipped.
+        """
         pairs = list(zip(self._buffers, self._before, strict=True))
         if not self._seen:
             pairs = [(buffer, before) for buffer, before in pairs if not torch.equal(buffer, before)]

@@ -1,8 +1,7 @@
-"""Loading prepared tokens against slicing a memmap by hand; first batch far into 10^11 tokens. Wanted: half of its speed.
+"""Does training at the pace of a GPU wait for data? And the first batch far into 10^11 tokens.
 
-Wanted: with one worker at least half as fast as slicing by hand, for the same windows and the same int64 tensors, by processor
-time, of which a node has little to spare (less where rows are masked or packed, which by hand they are not); the first batch
-after a resume at 10^11 tokens within 50 ms.
+Wanted: 8 ranks that take a micro batch of 8 x 4096 tokens every 0.1 s, each with two workers, wait for hardly any of that
+time, masked and packed; the first batch after a resume at 10^11 tokens is there within 50 ms.
 """
 
 from __future__ import annotations
@@ -10,11 +9,10 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +23,23 @@ from numpy.typing import NDArray
 from slurmtrain.data import BatchLoader, Mixture, PreparedText
 from slurmtrain.data.format.manifest import KINDS, Manifest, Shard, Split, TokenizerFacts, shard_file
 from slurmtrain.data.format.reading import _opened
-from tests.bench.side_by_side import Row, in_turn, options, ratio, show
+from tests.bench.side_by_side import Row, in_turn, options, show
 from tests.support.prepared import write_shard
 
-BATCH, SEQUENCE, VOCABULARY = 8, 2048, 50_257
-WANTED = {"concat": ">= 0.5", "concat, masked": ">= 0.3", "best fit": ">= 0.2", "mixture of two": ">= 0.2"}
+BATCH, SEQUENCE, VOCABULARY = 8, 4096, 50_257
 TOKENIZER = TokenizerFacts(kind="bytes", file=None, sha256=None, vocab_size=VOCABULARY, bos=None, eos=None)
 
 
 def main(words: list[str]) -> None:
-    only = ("batches", "seek")
-    chosen = options(__doc__, words, rounds=7, batches=1000, tokens=1 << 26, only=only)
+    only = ("pace", "seek")
+    chosen = options(__doc__, words, rounds=5, steps=100, ranks=8, step_s=0.1, tokens=1 << 26, only=only)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         tokens, sparse = Path(name, "tokens"), Path(name, "sparse")
-        if "batches" in chosen.only:
+        if "pace" in chosen.only:
             write_tokens(tokens, chosen.tokens)
-            show(f"batches of {BATCH} x {SEQUENCE}", batch_rows(tokens, chosen.rounds, chosen.batches))
+            rows = pace(tokens, chosen.rounds, ranks=chosen.ranks, steps=chosen.steps, step_s=chosen.step_s)
+            show(f"{chosen.ranks} ranks, {BATCH} x {SEQUENCE} tokens every {chosen.step_s} s", rows)
         if "seek" in chosen.only:
             took = seek(sparse, chosen.rounds)
             show("10^11 tokens", [Row("opened, and the first batch after a resume", took, "ms", "<= 50")])
@@ -61,82 +59,69 @@ def write_tokens(folder: Path, count: int) -> None:
     Manifest("uint16", TOKENIZER, {"train": Split((shard,))}, ()).write(folder)
 
 
-class ByHand:
-    """Windows of a memmap, sliced right into the batch: the fastest by hand."""
-
-    def __init__(self, folder: Path):
-        self._tokens = np.memmap(shard_file(folder, "train", "00000", "tokens"), dtype="<u2", mode="r")
-
-    def get_batch(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        inputs = np.empty((len(indices), SEQUENCE), dtype=np.int64)
-        targets = np.empty_like(inputs)
-        for row, index in enumerate(indices.tolist()):
-            inputs[row] = self._tokens[index * SEQUENCE : (index + 1) * SEQUENCE]
-            targets[row] = self._tokens[index * SEQUENCE + 1 : (index + 1) * SEQUENCE + 1]
-        return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
-
-    def batches(self) -> Iterator[Any]:
-        """In an order that is drawn and kept beforehand, as one does for few samples."""
-        order = np.random.default_rng(0).permutation((len(self._tokens) - 1) // SEQUENCE)
-        for first in range(0, len(order) // BATCH * BATCH, BATCH):
-            yield self.get_batch(order[first : first + BATCH])
-
-
 def sources_of(folder: Path) -> dict[str, Any]:
     parts = {name: PreparedText(str(folder), SEQUENCE) for name in "ab"}
     return {
         "concat": PreparedText(str(folder), SEQUENCE).train,
         "concat, masked": PreparedText(str(folder), SEQUENCE, document_mask=True).train,
-        "best fit": PreparedText(str(folder), SEQUENCE, packing="best_fit").train,
+        "best fit, masked": PreparedText(str(folder), SEQUENCE, packing="best_fit").train,
         "mixture of two": Mixture(parts, {"a": 0.7, "b": 0.3}).train,
     }
 
 
-def loaded(source: Any, workers: int, count: int) -> Iterator[Any]:
-    steps = BatchLoader(source, seed=0, global_batch_size=BATCH, micro_batch_size=BATCH, num_workers=workers)
-    try:
-        for step in islice(steps, count):
-            yield step.micro_batches[0]
-    finally:
-        steps.close()
+def pace(folder: Path, rounds: int, *, ranks: int, steps: int, step_s: float) -> list[Row]:
+    """The share of the time for which all ranks together wait for data, after the workers have started."""
+    made = {name: partial(waited, source, ranks, steps, step_s) for name, source in sources_of(folder).items()}
+    found = in_turn(made, rounds, warm_up=0)
+    table = [
+        Row(f"{name}: waiting for data", [100 * each[0] for each in values], "%", "<= 1")
+        for name, values in found.items()
+    ]
+    return table + [
+        Row(f"{name}: CPU of a step and rank", [1000 * each[1] for each in values], "ms")
+        for name, values in found.items()
+    ]
 
 
-def speed(made: Callable[[], Iterator[Any]], count: int) -> tuple[float, float]:
-    """Return million numbers a second, by the clock and of processor time. In the first batch workers start: it is left out."""
-    several = made()
-    next(several)
-    numbers, wall, cpu = 0, time.perf_counter(), cpu_seconds()
-    for batch in islice(several, count - 1):
-        numbers += batch["inputs"].numel()
-    found = numbers / (time.perf_counter() - wall) / 1e6, numbers / (cpu_seconds() - cpu) / 1e6
-    several.close()  # type: ignore[attr-defined]
-    return found
+def waited(source: Any, ranks: int, steps: int, step_s: float) -> tuple[float, float]:
+    """Return the mean share of their time that ranks wait, and the CPU seconds that a step takes of a rank and its workers."""
+    context = multiprocessing.get_context("fork")
+    results, together = context.SimpleQueue(), context.Barrier(ranks)
+
+    def rank(number: int) -> None:
+        arguments: dict[str, Any] = {
+            "global_batch_size": BATCH * ranks,
+            "micro_batch_size": BATCH,
+            "dp_size": ranks,
+            "num_workers": 2,
+        }
+        loader = BatchLoader(source, seed=0, dp_rank=number, **arguments)
+        next(loader)
+        together.wait()
+        waits, cpu, due = 0.0, cpu_seconds(), time.perf_counter()
+        for _ in range(steps):
+            began = time.perf_counter()
+            next(loader)
+            waits += time.perf_counter() - began
+            due += step_s
+            time.sleep(max(due - time.perf_counter(), 0))
+        results.put((waits / (steps * step_s), (cpu_seconds() - cpu) / steps))
+        loader.close()
+
+    processes = [context.Process(target=rank, args=(number,)) for number in range(ranks)]
+    for process in processes:
+        process.start()
+    found = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return statistics.mean(each[0] for each in found), statistics.mean(each[1] for each in found)
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and its workers, which tells more than the clock where others work, too."""
+    """Processor time of this process and its workers."""
     stats = [Path(f"/proc/{worker.pid}/stat").read_text() for worker in multiprocessing.active_children()]
     ticks = sum(int(field) for stat in stats for field in stat.rpartition(")")[2].split()[11:13])
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def batch_rows(folder: Path, rounds: int, count: int) -> list[Row]:
-    """The same windows and the same tensors."""
-    by_hand, sources = ByHand(folder), sources_of(folder)
-    indices = np.array([3, 5, 0])
-    for name, rows in sources["concat"].get_batch(indices).items():
-        assert torch.equal(rows, by_hand.get_batch(indices)[name])
-    made: dict[str, Callable[[], Iterator[Any]]] = {
-        f"{name}, one worker": partial(loaded, source, 1, count) for name, source in sources.items()
-    }
-    made |= {"by hand": by_hand.batches, "concat, in process": partial(loaded, sources["concat"], 0, count)}
-    found = in_turn({name: partial(speed, each, count) for name, each in made.items()}, rounds)
-    wall, cpu = ({name: [both[i] for both in of_name] for name, of_name in found.items()} for i in (0, 1))
-    table = [Row(name, values, "M tokens/s") for name, values in wall.items()]
-    for name in sorted(made.keys() - {"by hand"}):
-        wanted = WANTED.get(name.removesuffix(", one worker"), "") if name.endswith("worker") else ""
-        table.append(ratio(f"{name} / by hand, processor time", cpu[name], cpu["by hand"], wanted))
-    return table
 
 
 def seek(folder: Path, rounds: int) -> list[float]:

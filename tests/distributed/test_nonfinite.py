@@ -89,30 +89,23 @@ def poisoned(*steps: int, **more: Any) -> list[str]:
 
 
 class WithoutUpdate(TrainingHook):
-    """Leaves out the optimiser's work in some steps.
+    """Leaves out the optimiser's work in some steps, by other means than the trainer's."""
 
-    Args:
-        ask: by asking for that, as any hook may; else by other means than the trainer's.
-    """
-
-    def __init__(self, steps: Sequence[int], ask: bool):
-        self._steps, self._ask = steps, ask
-
-    def skips_update(self, state: TrainingState, grad_norm: Tensor) -> Tensor | None:
-        return torch.tensor(True) if self._ask and state.step + 1 in self._steps else None
+    def __init__(self, steps: Sequence[int]):
+        self._steps = steps
 
     def before_optimizer_step(self, state: TrainingState, grad_norm: Tensor) -> None:
-        if state.step + 1 in self._steps and not self._ask:
+        if state.step + 1 in self._steps:
             state.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
         state.optimizer.__dict__.pop("step", None)
 
 
-def without_updates(*steps: int, ask: bool = False) -> list[str]:
+def without_updates(*steps: int) -> list[str]:
     """Overrides: as `poisoned`, with a model that does not mind, and no update in these steps."""
     samples = ",".join(str(8 * step - 1) for step in steps)
-    hook = f"{{_target_: {__name__}.WithoutUpdate, steps: {list(steps)}, ask: {str(ask).lower()}}}"
+    hook = f"{{_target_: {__name__}.WithoutUpdate, steps: {list(steps)}}}"
     return [*BASE, f"+data.poisoned=[{samples}]", f"train.hooks=[{hook}]"]
 
 
@@ -140,7 +133,6 @@ LAYOUTS = {
     "FSDP": (2, ["parallel.dp_shard=2"]),
     "TP": (2, ["parallel.tp=2", "model.dropout=0"]),
     "pipeline": (2, ["parallel.pp=2", "train.micro_batch_size=4", "model.dropout=0"]),
-    "PowerSGD": (2, ["parallel.gradient_compression=powersgd", "parallel.powersgd_start_step=2"]),
 }
 
 
@@ -150,15 +142,14 @@ def fit_both(distributed: DistributedContext, folder: Path, bad: list[str], good
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow if name in ("TP", "PowerSGD") else ()) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=pytest.mark.slow if name == "TP" else ()) for name in LAYOUTS]
 )
 def test_after_a_skipped_update_all_bits_are_those_of_a_run_without_it(
     gloo_ranks: GlooRanks, tmp_path: Path, layout: str
 ) -> None:
     ranks, words = LAYOUTS[layout]
     words = [*words, "train.steps=9"]
-    # What PowerSGD has put off is brought back, too, for which it has to be told.
-    bad, good = [*poisoned(6), *words], [*without_updates(6, ask=layout == "PowerSGD"), *words]
+    bad, good = [*poisoned(6), *words], [*without_updates(6), *words]
     if ranks == 1:
         fit_both(alone(), tmp_path, bad, good)
     else:

@@ -231,14 +231,14 @@ def aged(found: Sequence[NodeRecord]) -> list[NodeRecord]:
     return [replace(each, time=each.time - 25 * 3600) for each in found]
 
 
-def blocks_term(last_words: Sequence[str]) -> bool:
-    """Whether a Python whose command line ends so runs on this machine and does not die of TERM any more."""
+def ignores_usr2(last_words: Sequence[str]) -> bool:
+    """Whether a Python whose command line ends so runs on this machine and ignores USR2."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_text().split("\0")[:-1]
             if words[-len(last_words) :] == list(last_words) and words[0] == PYTHON:
-                (blocked,) = re.findall(r"^SigBlk:\s*(\w+)", (folder / "status").read_text(), re.MULTILINE)
-                return bool(int(blocked, 16) & 1 << signal.SIGTERM - 1)
+                (ignored,) = re.findall(r"^SigIgn:\s*(\w+)", (folder / "status").read_text(), re.MULTILINE)
+                return bool(int(ignored, 16) & 1 << signal.SIGUSR2 - 1)
     return False
 
 
@@ -258,8 +258,9 @@ def test_a_job_with_spare_nodes_whose_first_node_dies_is_requeued_by_another_one
         found = cluster.run(["squeue", "--noheader", "--steps", f"--jobs={run.job_id}", "--format=%i"]).stdout
         return [step for step in found.split() if step.rpartition(".")[2].isdigit()]
 
-    # A watch that has just begun would die of the TERM.
-    run.wait_until(lambda: len(steps()) == 2 and blocks_term(["--watch", first, "--job", run.job_id]), "watched")
+    # A watch that has just begun would die of the TERM. It blocks that, which the system doesn't show of a process that waits
+    # for the signal, and then ignores USR2.
+    run.wait_until(lambda: len(steps()) == 2 and ignores_usr2(["--watch", first, "--job", run.job_id]), "watched")
     (watch,) = [step for step in steps() if step != run.attempts()[0].step_id]
     cluster.kill_node(first)
     try:

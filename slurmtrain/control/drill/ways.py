@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.choices import Backend, EvalMode, JobKind, PreflightMode, RequeueMode
-from slurmtrain.config.schema import Config, HooksConfig, ObserveConfig
+from slurmtrain.config.frozen import to_config, to_values
+from slurmtrain.config.schema import Config
 from slurmtrain.errors import EnvironmentMismatchError, UsageError, nearest
 from slurmtrain.slurm.facts import (
     NOT_AT_ALL,
@@ -100,7 +100,7 @@ def keys_of(overrides: Sequence[str]) -> set[str]:
 
 def tiny_config(config: Config, plan: Plan, given: Collection[str]) -> Config:
     """Return the config of a training on one rank of one node, but for the keys that the person has set (`given`)."""
-    cluster = config.cluster
+    values, cluster = to_values(config), config.cluster
     tasks = cluster.tasks_per_node if "cluster.tasks_per_node" in given else 1
     memory_gb = cluster.mem_per_node_gb
     wanted: dict[str, Any] = {
@@ -116,11 +116,10 @@ def tiny_config(config: Config, plan: Plan, given: Collection[str]) -> Config:
         "mem_per_node_gb": min(memory_gb, RANK_GB * tasks) if memory_gb else None,
     }
     kept = {key.removeprefix("cluster.") for key in given} | ({"spare_nodes"} if "cluster.nodes" in given else set())
-    cluster = dataclasses.replace(cluster, **{name: value for name, value in wanted.items() if name not in kept})
-    batch = 8 * cluster.node_range.most * cluster.tasks_per_node
-    return dataclasses.replace(
-        config, cluster=cluster, train=dataclasses.replace(config.train, global_batch_size=batch)
-    )
+    values["cluster"] |= {name: value for name, value in wanted.items() if name not in kept}
+    found = to_config(values)
+    found.train.global_batch_size = 8 * found.world_size
+    return found
 
 
 def scratch_config(config: Config, plan: Plan, way: Way | None, folder: Path) -> Config:
@@ -131,42 +130,36 @@ def scratch_config(config: Config, plan: Plan, way: Way | None, folder: Path) ->
     Args:
         way: None: of the undisturbed run.
     """
-    requeue = dataclasses.replace(config.requeue, blame_threshold=0)  # its crashes are no fault of the nodes
-    if way is Way.IN_PLACE and requeue.in_place is None:
-        requeue = dataclasses.replace(requeue, in_place=True)
+    values = to_values(config)
+    requeue, cluster, train, checkpoint = (values[group] for group in ("requeue", "cluster", "train", "checkpoint"))
+    requeue["blame_threshold"] = 0  # its crashes are no fault of the nodes
+    if way is Way.IN_PLACE and requeue["in_place"] is None:
+        requeue["in_place"] = True
     elif way is not None and way is not Way.IN_PLACE:
-        requeue = dataclasses.replace(requeue, in_place=False, standby_ranks=False)
-    if requeue.mode == RequeueMode.CHAIN:
-        requeue = dataclasses.replace(requeue, chain_length=CHAIN_LENGTH)
-    cluster, train, checkpoint = config.cluster, config.train, config.checkpoint
-    limit_min = math.ceil(plan.within_min + 2 * (cluster.signal_lead_s + plan.leaving_s) / 60)
-    cluster = dataclasses.replace(cluster, time_limit_min=min(cluster.time_limit_min, limit_min))
+        requeue |= {"in_place": False, "standby_ranks": False}
+    if requeue["mode"] == RequeueMode.CHAIN:
+        requeue["chain_length"] = CHAIN_LENGTH
+    limit_min = math.ceil(plan.within_min + 2 * (cluster["signal_lead_s"] + plan.leaving_s) / 60)
+    cluster["time_limit_min"] = min(cluster["time_limit_min"], limit_min)
     if way is Way.PREEMPTION:  # so that nobody else's job is preempted with ours
-        cluster = dataclasses.replace(cluster, exclusive=True)
+        cluster["exclusive"] = True
     if config.job.kind == JobKind.TRAIN:
-        train = dataclasses.replace(train, steps=plan.steps, log_every=1, tensorboard=False)
+        train |= {"steps": plan.steps, "log_every": 1, "tensorboard": False}
         if way is not None:  # one that is told to stop stops after another step
             after, kill = (plan.stop_at, True) if way.kills else (plan.stop_at - 1, False)
             hook = {"_target_": INTERRUPTION, "after_step": after, "kill": kill, "leaving_s": plan.leaving_s}
-            train = dataclasses.replace(train, hooks=[*train.hooks, hook])
+            train["hooks"].append(hook)
         if way is not None and way.kills:  # it needs a checkpoint before that
-            checkpoint = dataclasses.replace(checkpoint, every_steps=max(1, plan.stop_at // 2))
-    quick = PreflightMode.QUICK if config.preflight.mode == PreflightMode.FULL else config.preflight.mode
-    name = f"drill-{way or 'undisturbed'}"
-    return dataclasses.replace(
-        config,
-        cluster=cluster,
-        requeue=requeue,
-        train=train,
-        job=dataclasses.replace(config.job, name=name, runs_dir=str(folder), singleton=False),
-        optim=dataclasses.replace(config.optim, warmup_steps=min(config.optim.warmup_steps, plan.steps)),
-        checkpoint=dataclasses.replace(checkpoint, mirror=None, export_every_steps=0),
-        eval=dataclasses.replace(config.eval, mode=EvalMode.INLINE),
-        observe=ObserveConfig(phases=False, straggler_every=0),
-        hooks=HooksConfig(),
-        preflight=dataclasses.replace(config.preflight, mode=quick),
-        sweep=dataclasses.replace(config.sweep, pack=1),
-    )
+            checkpoint["every_steps"] = max(1, plan.stop_at // 2)
+    if config.preflight.mode == PreflightMode.FULL:
+        values["preflight"]["mode"] = PreflightMode.QUICK
+    values["job"] |= {"name": f"drill-{way or 'undisturbed'}", "runs_dir": str(folder), "singleton": False}
+    values["optim"]["warmup_steps"] = min(config.optim.warmup_steps, plan.steps)
+    checkpoint |= {"mirror": None, "export_every_steps": 0}
+    values["eval"]["mode"] = EvalMode.INLINE
+    values |= {"observe": {"phases": False, "straggler_every": 0}, "hooks": {}}
+    values["sweep"]["pack"] = 1
+    return to_config(values)
 
 
 def why_not_here(way: Way, config: Config) -> str | None:

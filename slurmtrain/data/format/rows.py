@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,6 @@ from slurmtrain.errors import ConfigError
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-MAX_ANNOUNCED_SAMPLES = 1 << 13  # that were announced: a process forgets them when it has not read them by then
 GROUP_DOCUMENTS = 1 << 21  # packed together: enough to waste nothing, few enough for memory
 _HEADER_BYTES = 512
 # Packs one group of documents: ends uint64 [documents] after a first token -> pieces, and their number in each sample.
@@ -58,10 +57,6 @@ class Rows(Protocol):
         """
         ...
 
-    def announce(self, indices: NDArray[np.int64]) -> Pieces:
-        """Return the pieces of samples that are asked for soon."""
-        ...
-
 
 class Windows:
     """Rows that cut the whole stream at regular places: sample i has the pairs i * S ...
@@ -80,10 +75,6 @@ class Windows:
         pieces["start"] = indices * self._seq_len
         pieces["pairs"] = np.minimum(self.pairs - indices * self._seq_len, self._seq_len)
         return pieces, np.ones(len(indices), dtype=np.int64)
-
-    def announce(self, indices: NDArray[np.int64]) -> Pieces:
-        """Return the pieces of samples that are asked for soon."""
-        return self.pieces(indices)[0]
 
 
 @dataclass(frozen=True)
@@ -120,45 +111,12 @@ class _InMemoryFile:
         array.view(np.uint8)[:] = self._content[offset : offset + array.nbytes]
 
 
-class _AnnouncedSamples(NamedTuple):
-    """Samples that are asked for soon, mostly in this order.
-
-    Attributes:
-        indices: int64 [B].
-        pieces: of one sample after the other.
-        counts: how many each has, int64 [B].
-    """
-
-    indices: NDArray[np.int64]
-    pieces: Pieces
-    counts: NDArray[np.int64]
-
-    def concatenated(self, more: _AnnouncedSamples) -> _AnnouncedSamples:
-        """Return both. Another process may be the one to ask, so the oldest ones are forgotten."""
-        before = self if len(self.indices) < MAX_ANNOUNCED_SAMPLES else _NONE_ANNOUNCED
-        return _AnnouncedSamples(*(np.concatenate(both) for both in zip(before, more, strict=True)))
-
-    def take(self, indices: NDArray[np.int64]) -> tuple[tuple[Pieces, NDArray[np.int64]] | None, _AnnouncedSamples]:
-        """Return pieces and counts of these samples, None where they are not all known, and what comes after them."""
-        first = int((self.indices == indices[:1]).argmax()) if len(self.indices) and len(indices) else 0
-        end = first + len(indices)
-        if not np.array_equal(self.indices[first:end], indices):
-            return None, self
-        begin, stop = self.counts[:first].sum(), self.counts[:end].sum()
-        after = _AnnouncedSamples(self.indices[end:], self.pieces[stop:], self.counts[end:])
-        return (self.pieces[begin:stop], self.counts[first:end]), after
-
-
-_NONE_ANNOUNCED = _AnnouncedSamples(np.empty(0, dtype=np.int64), np.empty(0, dtype=PIECE), np.empty(0, dtype=np.int64))
-
-
 class RowIndex:
     """The rows of a packing, read from its index."""
 
     def __init__(self, file: DataFile | _InMemoryFile, header: _Header):
         self._file, self._header = file, header
         self.pairs, self.across_documents = header.pairs, False
-        self._announced = _NONE_ANNOUNCED
 
     def __len__(self) -> int:
         return self._header.rows
@@ -169,16 +127,6 @@ class RowIndex:
         Raises:
             ConfigError: the index is damaged; also the errors that `DataFile.read_into` raises.
         """
-        found, self._announced = self._announced.take(indices)
-        return found or self._read_pieces(indices)
-
-    def announce(self, indices: NDArray[np.int64]) -> Pieces:
-        """Return the pieces of samples, and keep them until they are asked for: the index is read once. Raises as `pieces`."""
-        pieces, counts = self._read_pieces(indices)
-        self._announced = self._announced.concatenated(_AnnouncedSamples(indices, pieces, counts))
-        return pieces
-
-    def _read_pieces(self, indices: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
         bounds = self._bounds(indices)
         counts = bounds[:, 1].astype(np.int64) - bounds[:, 0].astype(np.int64)
         if counts.min(initial=1) < 1 or bounds.max(initial=0) > self._header.pieces:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 from slurmtrain.data.format.rows import Rows, damaged
 from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.loading.batches import IGNORED_TARGET
-from slurmtrain.data.loading.compact_rows import RowGroup, batches_per_group, row_group
 
 
 class _Plan(NamedTuple):
@@ -68,7 +67,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
         """Ask the kernel to read the samples `indices` [B] ahead. Raises as `get_batch`."""
-        pieces = self._rows.announce(indices)
+        pieces, _ = self._rows.pieces(indices)
         self._stream.will_need(pieces["start"].tolist(), pieces["pairs"].tolist())
 
     def get_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
@@ -79,35 +78,24 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             ConfigError: the data is not what was prepared.
             DataError: the data cannot be read at the moment.
         """
-        return self._read_group(indices[None]).split()[0].batch()
-
-    def get_batches(self, indices: NDArray[np.int64], **unused: Any) -> Iterator[RowGroup]:
-        """Yield the batches of the samples `indices` [M, B], several at a time. Raises as `get_batch`."""
-        # If samples differ in length, each batch has its own width.
-        count = 1 if isinstance(self, DocumentTokens) else batches_per_group(indices.shape[1], self.seq_len)
-        for first in range(0, len(indices), count):
-            yield self._read_group(indices[first : first + count])
-
-    def _read_group(self, indices: NDArray[np.int64]) -> RowGroup:
-        """Return the batches `indices` [M, B], read together."""
-        plan = self._plan(indices.reshape(-1))
+        plan = self._plan(indices)
         width = self._width(plan)
         tokens = np.empty((len(plan.lengths), width + 1), dtype=self._stream.dtype)
-        documents = None
-        several = len(plan.starts) > len(plan.lengths)
         last_targets = self._read(plan, tokens)
-        positions, values = np.empty(0, dtype=np.int64), None
-        if several:  # each piece but the first of a row was read over the last target of the one before
-            positions = plan.rows * width + plan.columns + plan.pairs - 1
-            values = np.array(last_targets, dtype=np.int64)
+        inputs, targets = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
+        of_all_rows = targets.reshape(-1)
+        if len(plan.starts) > len(plan.lengths):  # each piece of a row was read over the last target of the one before
+            of_all_rows[plan.rows * width + plan.columns + plan.pairs - 1] = last_targets
+        if self._stream.has_loss_mask:
+            of_all_rows[self._masked(plan, width)] = IGNORED_TARGET
+        padding = np.arange(width) >= plan.lengths[:, None]
+        inputs[padding], targets[padding] = 0, IGNORED_TARGET
+        batch = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
         if self.document_mask:
             documents, outside = self._number_documents(plan, width)
-            if len(outside):
-                assert not several, "pieces that reach from one document into the next are a row each"
-                positions, values = outside, None
-        if self._stream.has_loss_mask:
-            positions, values = self._ignore_masked(plan, width, positions, values)
-        return row_group(tokens, plan.lengths, positions, values, documents, batches=len(indices))
+            of_all_rows[outside] = IGNORED_TARGET
+            batch["documents"] = torch.from_numpy(documents)
+        return batch
 
     def _width(self, plan: _Plan) -> int:
         return self.seq_len
@@ -155,32 +143,13 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             self._stream.check_ids(plan.starts, plan.pairs + 1)
         return last_targets
 
-    def _ignore_masked(
-        self, plan: _Plan, width: int, positions: NDArray[np.int64], values: NDArray[np.int64] | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-        """Add the targets that do not count to the positions of targets that differ from the next token.
-
-        Args:
-            positions, values: as `row_group` takes them, [K].
-
-        Returns:
-            Both with those targets added, which are ignored.
-        """
-        # Of each target: padding counts here, so that it is not named.
+    def _masked(self, plan: _Plan, width: int) -> NDArray[np.int64]:
+        """Return the positions in the flat array of targets of those that the loss mask leaves out."""
         counts = np.ones(len(plan.lengths) * width, dtype=np.uint8)
         begins = (plan.rows * width + plan.columns).tolist()
         for begin, pairs, start in zip(begins, plan.pairs.tolist(), plan.starts.tolist(), strict=True):
             self._stream.read_loss_mask(counts[begin : begin + pairs], start + 1)
-        ignored = np.flatnonzero(counts == 0)
-        if values is None:
-            return np.union1d(positions, ignored), None
-        kept = counts[positions] != 0
-        positions, values = (
-            np.concatenate([positions[kept], ignored]),
-            np.concatenate([values[kept], np.full(len(ignored), IGNORED_TARGET)]),
-        )
-        order = np.argsort(positions)
-        return positions[order], values[order]
+        return np.flatnonzero(counts == 0)
 
     def _number_documents(self, plan: _Plan, width: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Return the number of each token's document in its row, int32 [B, S].

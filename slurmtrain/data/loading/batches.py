@@ -9,46 +9,19 @@ A data set for another kind of model may use any names and shapes that its model
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data import default_collate
 
-from slurmtrain.data.loading.shared_memory import SLOT_BYTES
 from slurmtrain.errors import ConfigError
 
 Batch = dict[str, Tensor]
 
 IGNORED_TARGET = -100  # the target that torch's cross_entropy leaves out
-
-
-class WholeBatch(NamedTuple):
-    """A batch of a data set that makes batches itself, or a collated one, in the form in which a worker sends it.
-
-    Attributes:
-        values: the batch; data sets of one's own loop may give other things than a dict of tensors.
-        num_targets: number of targets that are not ignored.
-    """
-
-    values: Batch
-    num_targets: int
-
-    @property
-    def tokens_per_row(self) -> int:
-        return tokens_per_row(self.values)
-
-    def padded(self, length: int) -> WholeBatch:
-        """Return the batch with rows of at least `length` tokens."""
-        return self._replace(values=padded(self.values, length))
-
-    def split(self) -> list[WholeBatch]:
-        return [self]
-
-    def batch(self) -> Batch:
-        return self.values
 
 
 def collate(samples: Sequence[Any]) -> Batch:
@@ -60,25 +33,8 @@ def collate(samples: Sequence[Any]) -> Batch:
     if isinstance(first, Mapping) and "targets" in first and len({_length(sample) for sample in samples}) > 1:
         longest = max(_length(sample) for sample in samples)
         samples = [{name: row[0] for name, row in padded(_as_batch(sample), longest).items()} for sample in samples]
-    collated: Batch = torch_collate.collate(samples, collate_fn_map=_COLLATE)
+    collated: Batch = default_collate(list(samples))
     return collated
-
-
-def _collate_tensors(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Tensor:
-    """Stack tensors in ordinary memory if they fit into a slot, else as torch does.
-
-    In a worker, torch opens shared memory for every stacked tensor, which is only worth it for tensors larger than a
-    slot.
-    """
-    plain = all(tensor.layout == torch.strided and not tensor.is_nested for tensor in tensors)
-    if plain and sum(tensor.nbytes for tensor in tensors) <= SLOT_BYTES:
-        return torch.stack(list(tensors))
-    stacked: Tensor = torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
-    return stacked
-
-
-# Extended as the documentation of `default_collate` shows.
-_COLLATE = {**torch_collate.default_collate_fn_map, Tensor: _collate_tensors}
 
 
 def padded(batch: Batch, length: int) -> Batch:
@@ -123,7 +79,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         return batches[0]
     names = {name for batch in batches for name in batch}
     longest = max(map(tokens_per_row, batches))
-    complete = [padded(_with_documents(batch, names), longest) for batch in batches]
+    complete = [padded(with_documents(batch, names), longest) for batch in batches]
     return {name: torch.cat([batch[name] for batch in complete]) for name in complete[0]}
 
 
@@ -183,7 +139,7 @@ def tokens_per_row(batch: Batch) -> int:
     return targets.shape[1] if isinstance(targets, Tensor) and targets.ndim == 2 else 0
 
 
-def _with_documents(batch: Batch, names: set[str]) -> Batch:
+def with_documents(batch: Batch, names: set[str]) -> Batch:
     """Add `documents` to a batch that lacks them, if `names` has them: each of its rows is then one document."""
     if "documents" not in names or "documents" in batch:
         return batch

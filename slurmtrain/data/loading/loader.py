@@ -11,9 +11,10 @@ So which samples a step sees depends on n and G alone, and never on how many ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import chain, islice
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slurmtrain.data.loading import sample_digest
-from slurmtrain.data.loading.batches import Batch, WholeBatch
-from slurmtrain.data.loading.compact_rows import CompactRows, RowGroup
+from slurmtrain.data.loading.batches import Batch, num_targets, padded, tokens_per_row
 from slurmtrain.data.loading.lengths import ByLength, balance_ranks
 from slurmtrain.data.loading.order import EpochOrder, Order
 from slurmtrain.data.loading.row_counts import NO_ROWS, RowCounts, row_counts
-from slurmtrain.data.loading.samples import count_batches, fetch, fetch_batches
+from slurmtrain.data.loading.samples import fetch, fetch_batch
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.data.sources.protocol import DatasetSpec, MapDataset, inspect_dataset
 from slurmtrain.errors import ConfigError
@@ -122,7 +122,7 @@ class BatchLoader:
         self.order = self._order(shuffle, sorted_steps)
         self._fetch = _Fetch(spec, seed, row_length or RowLength())
         self._gpu = _Gpu(device) if device is not None and device.type == "cuda" else None
-        self._running: Workers[_SampleBlock, _FetchedGroup] | None = None
+        self._running: Workers[_Samples, _MicroBatch] | None = None
         self._micro_batches: Iterator[_MicroBatch] | None = None
 
     @property
@@ -141,14 +141,13 @@ class BatchLoader:
         If there are workers, another process reads it: what a data set opens at its first sample (a file, a data base)
         must not be shared by all workers, which this process forks later.
         """
-        first = np.zeros((1, self.micro_batch_size), dtype=np.int64)
-        only = _SampleBlock(first, first)
+        first = np.zeros(self.micro_batch_size, dtype=np.int64)
+        only = _Samples(first, first)
         if self._num_workers == 0:
-            return next(_split(self._fetch(only))).batch.batch()
-        jobs = iter([only])
-        reader = self._workers(lambda count: next(jobs, _NO_SAMPLES), count=1, ahead=1)
+            return self._fetch(only).batch
+        reader = self._workers(iter([only]), count=1)
         try:
-            return next(_split(reader)).batch.batch()
+            return next(reader).batch
         finally:
             reader.close()
 
@@ -188,10 +187,10 @@ class BatchLoader:
             raise
         self._samples_consumed += self._global
         return Step(
-            [(micro.batch if self._gpu is None else self._gpu.receive(micro.batch)).batch() for micro in step],
-            sum(micro.batch.num_targets for micro in step),
+            [micro.batch if self._gpu is None else self._gpu.receive(micro.batch) for micro in step],
+            sum(micro.targets for micro in step),
             sample_digest.added([micro.digest for micro in step]),
-            row_counts(micro.batch for micro in step),
+            RowCounts(*map(sum, zip(*(micro.rows for micro in step), strict=True))),
         )
 
     def close(self) -> None:
@@ -212,27 +211,24 @@ class BatchLoader:
         return ByLength(order, lengths, global_batch_size=self._global, steps=sorted_steps, seed=self._seed)
 
     def _start(self) -> Iterator[_MicroBatch]:
-        announced = self._ahead * self.accumulation_steps if self.dataset.will_need is not None else 0
-        queue = _SampleQueue(self._blocks(), announced)
+        samples = self._samples()
+        if self.dataset.will_need is not None:
+            samples = _announced(samples, self._ahead * self.accumulation_steps)
         if self._num_workers == 0:
-            steps = iter(lambda: queue.take(self.accumulation_steps), None)
-            return _split(chain.from_iterable(map(self._fetch, steps)))
-        ahead = max(2, -(-self._ahead * self.accumulation_steps // self._num_workers))
-        self._running = self._workers(queue.take, count=self._num_workers, ahead=ahead)
-        return _split(self._running)
+            return map(self._fetch, samples)
+        self._running = self._workers(samples, count=self._num_workers)
+        return self._running
 
-    def _workers(
-        self, take: Callable[[int], _SampleBlock], *, count: int, ahead: int
-    ) -> Workers[_SampleBlock, _FetchedGroup]:
-        pin_memory = self._gpu is not None
-        return Workers(self._fetch, take, count=count, ahead=ahead, seed=self._seed, pin_memory=pin_memory)
+    def _workers(self, samples: Iterator[_Samples], *, count: int) -> Workers[_Samples, _MicroBatch]:
+        each = -(-self._ahead * self.accumulation_steps // count)
+        return Workers(self._fetch, samples, count=count, ahead=each, seed=self._seed, pin_memory=self._gpu is not None)
 
-    def _blocks(self) -> Iterator[_SampleBlock]:
-        """Yield this rank's micro batches from the next step on, without end, several whole steps at a time."""
+    def _samples(self) -> Iterator[_Samples]:
+        """Yield the samples of this rank's micro batches from the next step on, without end."""
         start = self._samples_consumed
         while True:
             numbers, indices = self._steps(start) if self.dataset.lengths is None else self._balanced_step(start)
-            yield _SampleBlock(numbers, indices)
+            yield from map(_Samples, numbers, indices)
             start += self._global * (len(numbers) // self.accumulation_steps)
 
     def _steps(self, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -274,13 +270,12 @@ def eval_batches(dataset: MapDataset, batch_size: int, rank: int = 0, world_size
         yield fetch(spec, np.arange(first, min(first + batch_size, end), dtype=np.int64))
 
 
-@dataclass(frozen=True)
-class _SampleBlock:
-    """The samples of some micro batches.
+class _Samples(NamedTuple):
+    """The samples of a micro batch.
 
     Attributes:
-        numbers: the samples' numbers in the run, int64 [micro batches, micro].
-        indices: the samples' indices in the data set, int64 [micro batches, micro].
+        numbers: the samples' numbers in the run, int64 [micro].
+        indices: the samples' indices in the data set, int64 [micro].
         upcoming: indices of samples that come some micro batches later, int64 of any number; None: they are not announced.
     """
 
@@ -288,76 +283,45 @@ class _SampleBlock:
     indices: NDArray[np.int64]
     upcoming: NDArray[np.int64] | None = None
 
-    def __len__(self) -> int:
-        return len(self.numbers)
 
-    def concatenated(self, more: _SampleBlock) -> _SampleBlock:
-        return _SampleBlock(np.concatenate([self.numbers, more.numbers]), np.concatenate([self.indices, more.indices]))
-
-    def split(self, at: int) -> tuple[_SampleBlock, _SampleBlock]:
-        """Return the samples before micro batch `at` and those from there on."""
-        return _SampleBlock(self.numbers[:at], self.indices[:at]), _SampleBlock(self.numbers[at:], self.indices[at:])
-
-
-_NO_SAMPLES = _SampleBlock(np.empty((0, 0), dtype=np.int64), np.empty((0, 0), dtype=np.int64))
-
-
-class _SampleQueue:
-    """The micro batches that are not fetched yet.
-
-    Args:
-        blocks: all micro batches in their order.
-        ahead: a micro batch is announced this many micro batches before it is taken.
-    """
-
-    def __init__(self, blocks: Iterator[_SampleBlock], ahead: int):
-        self._blocks, self._ahead = blocks, ahead
-        self._waiting, self._announced = next(blocks), 0
-
-    def take(self, count: int) -> _SampleBlock:
-        """Return the next `count` micro batches."""
-        until = count + self._ahead
-        while len(self._waiting) < until:
-            self._waiting = self._waiting.concatenated(next(self._blocks))
-        upcoming = self._waiting.indices[self._announced : until].reshape(-1)
-        taken, self._waiting = self._waiting.split(count)
-        self._announced = self._ahead
-        return replace(taken, upcoming=upcoming) if self._ahead else taken
-
-
-class _FetchedGroup(NamedTuple):
-    """Consecutive micro batches as they were fetched, in the form in which a worker sends them to its rank."""
-
-    group: RowGroup | WholeBatch
-    digests: list[tuple[int, ...]]
+def _announced(samples: Iterator[_Samples], ahead: int) -> Iterator[_Samples]:
+    """Yield `samples`, each with those that come `ahead` micro batches later; the first one with all until then."""
+    waiting = deque(islice(samples, ahead))
+    upcoming = [each.indices for each in waiting]
+    for each in samples:
+        waiting.append(each)
+        yield waiting.popleft()._replace(upcoming=np.concatenate([*upcoming, each.indices]))
+        upcoming = []
 
 
 class _MicroBatch(NamedTuple):
-    """One micro batch on its way to the device, where `batch.batch()` is what the model is called with."""
+    """A micro batch as it was fetched.
 
-    batch: CompactRows | WholeBatch
+    Attributes:
+        batch: what the model is called with; data sets of one's own loop may give other things than a dict of tensors.
+        targets, digest, rows: as in `Step`.
+    """
+
+    batch: Batch
+    targets: int
     digest: tuple[int, ...]
-
-
-def _split(groups: Iterable[_FetchedGroup]) -> Iterator[_MicroBatch]:
-    return chain.from_iterable(map(_MicroBatch, fetched.group.split(), fetched.digests) for fetched in groups)
+    rows: RowCounts
 
 
 class _Fetch:
-    """The function that fetches the batches of samples, in a worker or in this process."""
+    """The function that fetches a micro batch, in a worker or in this process."""
 
     def __init__(self, dataset: DatasetSpec, seed: int, row_length: RowLength):
         self._dataset, self._seed, self._row_length = dataset, seed, row_length
 
-    def __call__(self, samples: _SampleBlock) -> Iterator[_FetchedGroup]:
+    def __call__(self, samples: _Samples) -> _MicroBatch:
         if samples.upcoming is not None:  # told where samples are fetched: to find out where they lie may take a while
             assert self._dataset.will_need is not None
             self._dataset.will_need(samples.upcoming)
-        groups = fetch_batches(self._dataset, samples.indices, samples.numbers, seed=self._seed)
-        digests = iter(sample_digest.digests(samples.numbers, samples.indices))
-        for group in groups:
-            group = group.padded(self._length_for(group.tokens_per_row))
-            yield _FetchedGroup(group, list(islice(digests, count_batches(group))))
+        batch = fetch_batch(self._dataset, samples.indices, samples.numbers, seed=self._seed)
+        batch = padded(batch, self._length_for(tokens_per_row(batch)))
+        digest = sample_digest.digest(samples.numbers, samples.indices)
+        return _MicroBatch(batch, num_targets(batch), digest, row_counts(batch))
 
     def _length_for(self, tokens: int) -> int:
         """Return the length to pad rows of so many tokens to."""
@@ -371,15 +335,11 @@ class _Gpu:
     def __init__(self, device: torch.device):
         self._device, self._stream = device, torch.cuda.Stream(device)
 
-    def receive(self, batch: CompactRows | WholeBatch) -> CompactRows | WholeBatch:
-        """Return the batch with its tensors on the GPU."""
-        if isinstance(batch, CompactRows):
-            return CompactRows(**self._copied(batch._asdict()))
-        return batch._replace(values=self._copied(batch.values)) if isinstance(batch.values, Mapping) else batch
-
-    def _copied(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `values` with their tensors on the GPU and all others as they are."""
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    def receive(self, batch: Any) -> Any:
+        """Return the batch with its tensors on the GPU and all other values as they are."""
+        if not isinstance(batch, Mapping):
+            return batch
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         # The host runs ahead of the GPU, so these copies are queued while it computes earlier micro batches.
         with torch.cuda.stream(self._stream):
             pinned = {name: value if value.is_pinned() else value.pin_memory() for name, value in tensors.items()}
@@ -388,7 +348,7 @@ class _Gpu:
         computing.wait_stream(self._stream)
         for value in copied.values():
             value.record_stream(computing)
-        return {**values, **copied}
+        return {**batch, **copied}
 
 
 def _check_batch_sizes(global_batch_size: int, micro_batch_size: int, dp_size: int) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from slurmtrain.data.loading.batches import WholeBatch, tokens_per_row
-from slurmtrain.data.loading.compact_rows import CompactRows
+from slurmtrain.data.loading.batches import Batch, tokens_per_row
 from slurmtrain.planner.flops import attended_pairs, dense_pairs
 
 
@@ -30,30 +28,14 @@ class RowCounts(NamedTuple):
 NO_ROWS = RowCounts()
 
 
-def row_counts(batches: Iterable[CompactRows | WholeBatch]) -> RowCounts:
-    """Return the counts of all rows of these batches, which are still on the host; 0 for batches without rows of tokens."""
-    tokens = dense = attended = 0
-    for batch in batches:
-        rows, length, documents = _shape(batch)
-        tokens += rows * length
-        dense += dense_pairs(rows, length)
-        if documents is None:
-            attended += rows * attended_pairs([length])
-        else:
-            attended += _within_documents(documents) + rows * attended_pairs([length - documents.shape[1]])
-    return RowCounts(tokens, dense, attended)
-
-
-def _shape(batch: CompactRows | WholeBatch) -> tuple[int, int, Tensor | None]:
-    """Return the number of rows, the tokens of a row, and `documents` [B, S], without the padding that is still to come."""
-    if isinstance(batch, CompactRows):
-        length = batch.tokens.shape[1] - 1
-        return len(batch.tokens), max(length, batch.row_length), batch.documents
-    length = tokens_per_row(batch.values)
+def row_counts(batch: Batch) -> RowCounts:
+    """Return the counts of a batch's rows; 0 for a batch without rows of tokens."""
+    length = tokens_per_row(batch)
     if not length:
-        return 0, 0, None
-    documents = batch.values.get("documents")
-    return len(batch.values["targets"]), length, documents if isinstance(documents, Tensor) else None
+        return NO_ROWS
+    rows, documents = len(batch["targets"]), batch.get("documents")
+    attended = _within_documents(documents) if isinstance(documents, Tensor) else rows * attended_pairs([length])
+    return RowCounts(rows * length, dense_pairs(rows, length), attended)
 
 
 def _within_documents(documents: Tensor) -> int:

@@ -17,22 +17,21 @@ from numpy.typing import NDArray
 from slurmtrain.data.loading.order import mixed
 
 LANES = (0x243F6A8885A308D3, 0x13198A2E03707344)  # pi's first bits
-_LANES = np.array(LANES, dtype=np.uint64)[:, None, None]
+_LANES = np.array(LANES, dtype=np.uint64)[:, None]
 
 
-def digests(numbers: NDArray[np.int64], indices: NDArray[np.int64]) -> list[tuple[int, ...]]:
-    """Return what the samples of each micro batch add to the digest of their step: a signed 64-bit number per lane.
+def digest(numbers: NDArray[np.int64], indices: NDArray[np.int64]) -> tuple[int, ...]:
+    """Return what the samples of a micro batch add to the digest of their step: a signed 64-bit number per lane.
 
     The numbers of all micro batches of a step are to be added up modulo 2^64 (`added`).
 
     Args:
-        numbers: the samples' numbers in the run, int64 [micro batches, B].
-        indices: the samples' indices in the data set, int64 [micro batches, B].
+        numbers: the samples' numbers in the run, int64 [B].
+        indices: the samples' indices in the data set, int64 [B].
     """
     places, samples = numbers.astype(np.uint64), indices.astype(np.uint64)
-    hashes = mixed(mixed(places ^ _LANES) ^ mixed(samples + _LANES))  # [lanes, micro batches, B]
-    lanes: list[list[int]] = hashes.sum(axis=2).astype(np.int64).tolist()
-    return list(zip(*lanes, strict=True))
+    hashes = mixed(mixed(places ^ _LANES) ^ mixed(samples + _LANES))  # [lanes, B]
+    return tuple(hashes.sum(axis=1).astype(np.int64).tolist())
 
 
 def added(digests: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -3,9 +3,6 @@
 They ignore the signals of a preemption and leave when the rank tells them.
 
 SLURM signals every process of a job step; only the ranks are to act on it.
-
-Short jobs are sent several at a time. Measured by processor time, this earned 2.4 to 5 times as many batches of
-tokens as one at a time, twice as many small images, and no fewer large ones.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import io
 import multiprocessing
 import multiprocessing.process
 import os
@@ -21,52 +19,43 @@ import pickle
 import signal
 import stat
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch._utils import ExceptionWrapper
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from slurmtrain.data.loading.shared_memory import PackedMessage, Slots
 from slurmtrain.errors import SlurmtrainError, how_it_ended
 from slurmtrain.system.signals import SLURM_STOP_SIGNALS
 
-Jobs = TypeVar("Jobs", bound=Sized)
+Job = TypeVar("Job")
 Result = TypeVar("Result")
-# Computes the results of some jobs, in their order; a result may be that of several jobs.
-Work = Callable[[Jobs], Iterable[Result]]
 
 CLOSE_GRACE_S = 2.0  # seconds for a worker to exit by itself before it is killed
-MAX_MESSAGES = 8  # under way to and from a worker
-# A message has several jobs up to so many, so many seconds of work, and so many bytes of tensors: sending one costs a tenth of
-# a millisecond, and memory that is used again before it has left the caches is several times as fast.
-MAX_JOBS = 32
-MESSAGE_S = 5e-3
-MESSAGE_BYTES = 2 << 20
+SMALL_BYTES = 1 << 20  # a tensor of at most so many is sent in the message itself
+_OF_NUMPY = {getattr(torch, name) for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64".split()}
+MAX_AHEAD = 8  # results of a worker that wait: each large tensor of one takes a descriptor
 
 
-class Workers(Generic[Jobs, Result]):
+class Workers(Generic[Job, Result]):
     """An iterator over the results of `work`, in the order of the jobs.
 
-    Short jobs are sent several at a time; their number follows from how long the last ones took and how large their results
-    were.
-
     Args:
-        work: called in a worker. Its errors are raised here, after the results of the jobs before.
-        take: returns the next jobs, as many as asked for; called by this process as results are asked for. Fewer jobs
-            are the last ones.
+        work: called in a worker for each job. Its errors are raised here, in the job's turn.
+        jobs: the jobs, taken by this process as results are asked for.
         count: number of workers.
-        ahead: least number of jobs that are given to each worker before their results are wanted.
+        ahead: number of jobs that are given to each worker before their results are wanted, from 2 to `MAX_AHEAD`.
         pin_memory: copy the tensors of results into page-locked memory, in a thread.
     """
 
     def __init__(
         self,
-        work: Work[Jobs, Result],
-        take: Callable[[int], Jobs],
+        work: Callable[[Job], Result],
+        jobs: Iterator[Job],
         *,
         count: int,
         ahead: int,
@@ -74,19 +63,13 @@ class Workers(Generic[Jobs, Result]):
         pin_memory: bool,
     ):
         self._processes: list[multiprocessing.process.BaseProcess] = []
-        self._messages: Iterator[list[Any]] | None = None  # None when not all workers could be started
-        self._received: deque[Any] = deque()  # results of a message that have not been asked for
-        messages = min(ahead, MAX_MESSAGES)
-        self._min_jobs = self._jobs_each = -(-ahead // messages)
+        self._results: Iterator[Any] | None = None  # None when not all workers could be started
         loader: DataLoader[Any] = DataLoader(
-            # `messages` slots would do: the DataLoader sends a worker a message only when the results of the one
-            # `messages` before it were taken and copied out. One more is for a version that would send it a little
-            # earlier.
-            _MessageDataset(work, Slots(count, messages + 1)),
-            batch_size=None,  # an "index" is a whole message
-            sampler=self._job_batches(take),
+            _Jobs(work),
+            batch_size=None,  # an "index" is a job
+            sampler=jobs,
             num_workers=count,
-            prefetch_factor=messages,
+            prefetch_factor=min(max(2, ahead), MAX_AHEAD),
             collate_fn=_identity,
             pin_memory=pin_memory,
             worker_init_fn=functools.partial(_init_worker, positions=_read_positions()),
@@ -103,7 +86,7 @@ class Workers(Generic[Jobs, Result]):
         # arrive for this process meanwhile are delivered afterwards.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SLURM_STOP_SIGNALS)
         try:
-            self._messages = iter(loader)
+            self._results = iter(loader)
         except BaseException:
             self._processes = [worker for worker in multiprocessing.active_children() if worker not in before]
             self.close()
@@ -112,7 +95,7 @@ class Workers(Generic[Jobs, Result]):
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         self._processes = [worker for worker in multiprocessing.active_children() if worker not in before]
 
-    def __iter__(self) -> Workers[Jobs, Result]:
+    def __iter__(self) -> Workers[Job, Result]:
         return self
 
     def __next__(self) -> Result:
@@ -121,9 +104,14 @@ class Workers(Generic[Jobs, Result]):
         Raises:
             SlurmtrainError: a worker has died.
         """
-        while not self._received:
-            self._receive()
-        received = self._received.popleft()
+        assert self._results is not None
+        try:
+            received = next(self._results)
+        except RuntimeError:
+            dead = next((worker for worker in self._processes if worker.exitcode), None)
+            if dead is None:
+                raise
+            raise _dead_worker_error(dead) from None
         if isinstance(received, SlurmtrainError):  # torch would pack it into another one, without its hint
             raise received
         if isinstance(received, ExceptionWrapper):
@@ -131,29 +119,10 @@ class Workers(Generic[Jobs, Result]):
         result: Result = received
         return result
 
-    def _receive(self) -> None:
-        assert self._messages is not None
-        try:
-            message = next(self._messages)
-        except RuntimeError:
-            dead = next((worker for worker in self._processes if worker.exitcode), None)
-            if dead is None:
-                raise
-            raise _dead_worker_error(dead) from None
-        *results, cost = message
-        self._received.extend(results)
-        worth_it = int(cost.jobs * min(MESSAGE_S / cost.seconds, MESSAGE_BYTES / max(cost.tensor_bytes, 1)))
-        self._jobs_each = max(self._min_jobs, min(worth_it, 2 * self._jobs_each, MAX_JOBS))
-
-    def _job_batches(self, take: Callable[[int], Jobs]) -> Iterator[Jobs]:
-        while len(some := take(self._jobs_each)):
-            yield some
-
     def close(self) -> None:
         """Stop the workers. Takes about `CLOSE_GRACE_S` seconds at most."""
-        messages, processes = self._messages, self._processes
-        self._messages, self._processes = None, []
-        self._received.clear()
+        results, processes = self._results, self._processes
+        self._results, self._processes = None, []
         atexit.unregister(self.close)
         if not processes:
             return
@@ -163,8 +132,8 @@ class Workers(Generic[Jobs, Result]):
         try:
             # torch raises here when a worker had to be killed, which is expected.
             with contextlib.suppress(RuntimeError):
-                if messages is not None:
-                    messages._shutdown_workers()  # type: ignore[attr-defined]
+                if results is not None:
+                    results._shutdown_workers()  # type: ignore[attr-defined]
         finally:
             killer.cancel()
             _kill(processes)
@@ -247,41 +216,49 @@ def _reopen_files(positions: Mapping[int, _Position]) -> None:
                 os.close(own)
 
 
-class _Cost(NamedTuple):
-    """What the jobs of a message took.
+class _Jobs(Dataset[Any]):
+    """A data set whose index is a job, and whose sample is its result, or the error that stands for it."""
 
-    Attributes:
-        jobs: number of the jobs.
-        tensor_bytes: bytes of the tensors among their results.
-        seconds: seconds that they took in the worker.
-    """
+    def __init__(self, work: Callable[[Any], Any]):
+        self._work = work
 
-    jobs: int
-    tensor_bytes: int
-    seconds: float
-
-
-class _MessageDataset(Dataset[Any]):
-    """A data set whose index is a message: some jobs."""
-
-    def __init__(self, work: Work[Any, Any], slots: Slots):
-        self._work, self._slots = work, slots
-
-    def __getitem__(self, jobs: Sized) -> PackedMessage:
-        """Return the results of the jobs, and last their `_Cost`.
-
-        An error stands for the result of its job and of all after it.
-        """
+    def __getitem__(self, job: Any) -> _Pickled:
         worker = get_worker_info()
         assert worker is not None
-        began, message = time.perf_counter(), self._slots.message(worker.id)
         try:
-            for result in self._work(jobs):
-                message.add(result)
+            return _Pickled(self._work(job))
         except Exception as error:
-            message.add(_sendable(error, f"in data worker {worker.id}"))
-        message.add(_Cost(len(jobs), message.tensor_bytes, time.perf_counter() - began))
-        return message.packed()
+            return _Pickled(_sendable(error, f"in data worker {worker.id}"))
+
+
+class _Pickled:
+    """A result, pickled when it is made, and unpickled by the process that it is sent to.
+
+    Otherwise the thread that sends it pickles it later: a data set that uses its memory again would change it, and after an
+    error of that thread the rank would wait for ever.
+    """
+
+    def __init__(self, result: Any):
+        file = io.BytesIO()
+        pickler = ForkingPickler(file, pickle.HIGHEST_PROTOCOL)
+        pickler.dispatch_table[Tensor] = _reduced
+        pickler.dump(result)
+        self._content = file.getvalue()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self._content,)
+
+
+def _reduced(tensor: Tensor) -> tuple[Any, ...]:
+    """Return how a tensor is sent: in the message itself if it is small and plain, else in shared memory, as torch does.
+
+    To hand over one piece of shared memory takes milliseconds of processor time, in both processes.
+    """
+    plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if plain and tensor.nbytes <= SMALL_BYTES and tensor.dtype in _OF_NUMPY and not tensor.requires_grad:
+        return torch.from_numpy, (tensor.numpy(force=True),)
+    reduced: tuple[Any, ...] = reduce_tensor(tensor)
+    return reduced
 
 
 def _sendable(error: Exception, where: str) -> SlurmtrainError | ExceptionWrapper:

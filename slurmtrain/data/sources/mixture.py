@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from math import gcd, lcm
 from typing import Any
@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.data.format.tokens import PackedTokens
-from slurmtrain.data.loading.batches import Batch, merge_batches
-from slurmtrain.data.loading.compact_rows import RowGroup, batches_per_group, merge_groups
+from slurmtrain.data.loading.batches import Batch, merge_batches, padded, with_documents
 from slurmtrain.data.loading.order import EpochOrder, Order, samples_at
-from slurmtrain.data.loading.samples import fetch_batches
-from slurmtrain.data.sources.protocol import FetchMethod, MapDataset, SourceSpec, inspect_dataset, inspect_source
+from slurmtrain.data.loading.samples import fetch_batch
+from slurmtrain.data.sources.protocol import MapDataset, SourceSpec, inspect_dataset, inspect_source
 from slurmtrain.data.sources.shares import shares_of
 from slurmtrain.errors import ConfigError
 
@@ -102,38 +100,19 @@ class MixedSamples:
 
     def get_batch(self, indices: NDArray[np.int64]) -> Batch:
         """Return the samples `indices` [B] as one batch."""
-        made = self._fetch_group(indices[None], indices[None], 0)
-        return made.split()[0].batch() if isinstance(made, RowGroup) else made
+        return self.get_seeded_batch(indices, numbers=indices, seed=0)
 
-    def get_batches(
-        self, indices: NDArray[np.int64], *, numbers: NDArray[np.int64], seed: int = 0, **unused: Any
-    ) -> Iterator[Batch | RowGroup]:
-        """Yield the batches `indices` [M, B], several at a time, see `FullMapDataset`."""
-        count = self._batches_per_group(indices.shape[1])
-        for first in range(0, len(indices), count):
-            some = slice(first, first + count)
-            yield self._fetch_group(indices[some], numbers[some], seed)
-
-    def _batches_per_group(self, samples: int) -> int:
-        # Rows of a user's own class may differ in length, and a batch must not depend on the batches made with it.
-        alike = all(
-            type(part.dataset) is PackedTokens and part.method is FetchMethod.GET_BATCHES for part in self._parts
+    def get_seeded_batch(self, indices: NDArray[np.int64], *, numbers: NDArray[np.int64], seed: int) -> Batch:
+        """Return the samples `indices` [B] as one batch, see `FullMapDataset`; those of one part are fetched together."""
+        merged = merge_batches(
+            [
+                (rows, fetch_batch(self._parts[part], own, numbers[rows], seed=seed))
+                for part, rows, own in self._split(indices)
+            ]
         )
-        return batches_per_group(samples, self.seq_len) if alike and self.seq_len is not None else 1
-
-    def _fetch_group(self, indices: NDArray[np.int64], numbers: NDArray[np.int64], seed: int) -> Batch | RowGroup:
-        """Return the batches `indices` [M, B]; all samples of one part are fetched by one call.
-
-        Several batches are asked for only where all parts give groups.
-        """
-        found = [
-            (rows, next(fetch_batches(self._parts[part], own[None], numbers.reshape(-1)[rows][None], seed=seed)))
-            for part, rows, own in self._split(indices.reshape(-1))
-        ]
-        groups = [(rows, made) for rows, made in found if isinstance(made, RowGroup)]
-        if len(groups) == len(found):
-            return merge_groups(groups, batches=len(indices), document_mask=self.document_mask)
-        return merge_batches([(rows, made.split()[0].batch()) for rows, made in found])
+        # Every batch has the same names and, unless samples differ in length, the same width, whichever parts it has.
+        names = {"documents"} if self.document_mask else set()
+        return padded(with_documents(merged, names), (self.seq_len or 0) if self.lengths is None else 0)
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
         for part, _, own in self._split(indices):

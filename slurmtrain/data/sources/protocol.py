@@ -7,7 +7,7 @@ other code reads the typed, frozen `SourceSpec` and `DatasetSpec` that they retu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +21,6 @@ from slurmtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from slurmtrain.data.loading.batches import Batch
-    from slurmtrain.data.loading.compact_rows import CompactRows, RowGroup
 
 
 class MapDataset(Protocol):
@@ -40,8 +39,8 @@ class MapDataset(Protocol):
 class FullMapDataset(MapDataset, Protocol):
     """All that a data set may offer; whatever it lacks is done without.
 
-    A subclass that overrides one of the ways to fetch samples (`__getitem__`, `get_batch`, `get_batches`) is asked by the
-    one that it overrides, even if its base class offers a faster one.
+    A subclass that overrides one of the ways to fetch samples (`__getitem__`, `get_batch`, `get_seeded_batch`) is asked by
+    the one that it overrides, even if its base class offers a faster one.
 
     Errors of these methods reach the caller of the loader as they are; the step then does not count.
 
@@ -62,18 +61,12 @@ class FullMapDataset(MapDataset, Protocol):
         after a restart only if the micro batch size is the same.
         """
 
-    def get_batches(
-        self, indices: NDArray[np.int64], /, *, numbers: NDArray[np.int64], seed: int, empty: Callable[..., Any]
-    ) -> Iterable[Batch | CompactRows | RowGroup]:
-        """Yield M batches, one by one or as groups. It seeds its random generators itself.
-
-        After an error, every batch that is missing is asked for by itself.
+    def get_seeded_batch(self, indices: NDArray[np.int64], /, *, numbers: NDArray[np.int64], seed: int) -> Batch:
+        """Return the samples `indices` [B] as one batch, as `get_batch`; it seeds its random generators itself.
 
         Args:
-            indices: the samples' indices in the data set, int64 [M, B].
-            numbers: the samples' numbers in the run, int64 [M, B].
+            numbers: the samples' numbers in the run, int64 [B].
             seed: the seed of the run.
-            empty: `torch.empty`.
         """
 
     def lengths(self, indices: NDArray[np.int64], /) -> NDArray[np.int64]:
@@ -118,9 +111,9 @@ class FullDataSource(DataSource, Protocol):
 
 
 class FetchMethod(StrEnum):
-    """The ways to fetch samples, the fastest first."""
+    """The ways to fetch samples, the preferred first."""
 
-    GET_BATCHES = "get_batches"
+    GET_SEEDED_BATCH = "get_seeded_batch"
     GET_BATCH = "get_batch"
     GET_ITEM = "__getitem__"
 
@@ -243,7 +236,7 @@ def inspect_evaluation_set(given: Any, what: str) -> DatasetSpec:
 
 
 def _fetch_method(dataset: Any) -> FetchMethod:
-    """Return the fastest of those ways to fetch samples that the object or the most derived class defines.
+    """Return the preferred one of those ways to fetch samples that the object or the most derived class defines.
 
     So a subclass that overrides only `get_batch`, or only `__getitem__`, is asked by the method that it overrides.
     """

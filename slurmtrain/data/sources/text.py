@@ -11,9 +11,8 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -71,14 +70,6 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         inputs, targets = self._inputs[indices].astype(np.int64), self._targets[indices].astype(np.int64)
         targets[np.asarray(indices) == self._windows - 1, self._last_length :] = IGNORED_TARGET
         return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
-
-    def get_batches(self, indices: NDArray[np.int64], **unused: Any) -> Iterator[dict[str, Tensor]]:
-        """Yield the batches of the samples `indices` [M, B]. Nothing is drawn, so no random generator has to be seeded.
-
-        Raises:
-            IndexError: as `get_batch`.
-        """
-        return map(self.get_batch, indices)
 
 
 class ByteText:

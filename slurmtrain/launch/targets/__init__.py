@@ -1,29 +1,32 @@
 """The same run on other engines than SLURM: the manifests of `render --target`, and of `submit` on Kubernetes.
 
 An engine starts pods, stops them and starts them again; what it starts in each is `python -m slurmtrain supervise RUN`
-(supervise/platforms/pods.py). `pod` has what all of them share; a module for each target has what is its own. The texts are
+(supervise/platforms/pods.py). `pod` has what all of them share. The texts are
 pure functions of a config and of where its run lies.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
-from collections.abc import Callable
-from typing import Any
 
 from slurmtrain.choices import Backend, Target
 from slurmtrain.config.fields import merge
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import given_fields
+from slurmtrain.launch.targets import objects, skypilot
 from slurmtrain.launch.targets.pod import PodRun, check
 
 log = logging.getLogger(__name__)
 
 STR = "tag:yaml.org,2002:str"
-# Each has `objects(config, run)`, which returns the documents of the manifest.
-TARGETS = {target: f"slurmtrain.launch.targets.{target}" for target in Target}
+# Each returns the documents of its manifest.
+TARGETS = {
+    Target.JOBSET: objects.jobset,
+    Target.TRAINJOB: objects.trainjob,
+    Target.RAYJOB: objects.rayjob,
+    Target.SKYPILOT: skypilot.task,
+}
 # Fields that nothing in a manifest stands for: those of SLURM everywhere, and others of some targets.
 WITHOUT_EFFECT = (
     "cluster.time_limit_min cluster.partition cluster.account cluster.qos cluster.constraint cluster.reservation "
@@ -73,9 +76,7 @@ def manifest(config: Config, run: PodRun, *, placeholders: bool = False) -> str:
         str, lambda dumper, text: dumper.represent_scalar(STR, text, style="|" if "\n" in text else None)
     )
     check(config, run, placeholders=placeholders)
-    objects: Callable[[Config, PodRun], list[dict[str, Any]]]
-    objects = importlib.import_module(TARGETS[config.cluster.pods.target]).objects
-    found = objects(config, run)
+    found = TARGETS[config.cluster.pods.target](config, run)
     merge(found[-1], config.cluster.pods.object)
     return "---\n".join(
         yaml.dump(each, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=120) for each in found

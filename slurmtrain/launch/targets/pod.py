@@ -5,6 +5,7 @@ Each node of the run is one pod with one container, which starts all ranks of th
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.choices import Target
-from slurmtrain.config.fields import merge
+from slurmtrain.config.fields import merge, wrong
 from slurmtrain.config.frozen import SECRET_REFERENCE, to_values
 from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.schema import KUBERNETES_NAME, Config
@@ -32,6 +33,12 @@ IMAGE, CLAIM = "IMAGE", "CLAIM"  # stand in a manifest that is only shown for wh
 OWN = {
     "spec": {"containers", "volumes", "tolerations", "restartPolicy", "terminationGracePeriodSeconds", "hostNetwork"},
     "container": {"name", "image", "command", "args", "resources", "volumeMounts"},
+}
+# What they have must be of these types, since more is added to it.
+TYPES = {
+    **dict.fromkeys(("spec.securityContext", "container.securityContext", "container.lifecycle"), dict),
+    "container.securityContext.capabilities": dict,
+    **dict.fromkeys(("container.securityContext.capabilities.add", "container.env"), list),
 }
 OF_MOUNT = ("subPath", "subPathExpr", "readOnly", "mountPropagation")  # of a volume's source: how the container has it
 # Run before the ranks. What fails in it may work the next time (a download), and is counted by the engine. A stop has its say
@@ -103,7 +110,13 @@ def check(config: Config, run: PodRun, *, placeholders: bool = False) -> None:
                 f"cluster.pods.{group}.{taken[0]} would take the place of the run's own {taken[0]}",
                 hint="cluster.pods has a field for it, such as volumes, resources, tolerations, grace_s and host_network",
             )
-    contexts = [group.get("securityContext", {}) for group in (pods.spec, pods.container)]
+    given: dict[str, Any] = {"spec": pods.spec, "container": pods.container}
+    for key, kind in TYPES.items():
+        value = functools.reduce(lambda inside, name: inside.get(name, {}), key.split("."), given)
+        if not isinstance(value, kind) and value != {}:
+            name = "mapping of keys to values" if kind is dict else "list"
+            raise wrong(f"cluster.pods.{key}", value, f"a {name}", "leave it out, or write it as in the spec of a pod")
+    contexts = [group.get("securityContext", {}) for group in given.values()]
     security = {"runAsUser": run.user} | contexts[0] | contexts[1]
     if security.get("runAsNonRoot") is True and security["runAsUser"] == 0:
         raise ConfigError(
@@ -149,7 +162,9 @@ def metadata(config: Config, run: PodRun) -> dict[str, Any]:
     found: dict[str, Any] = {"name": run.object_name(config)}
     if pods.namespace is not None:
         found["namespace"] = pods.namespace
-    return found | {"labels": labels(config, run)} | ({"annotations": pods.annotations} if pods.annotations else {})
+    return (
+        found | {"labels": labels(config, run)} | ({"annotations": dict(pods.annotations)} if pods.annotations else {})
+    )
 
 
 def labels(config: Config, run: PodRun) -> dict[str, str]:
@@ -222,8 +237,8 @@ def volumes(config: Config) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
     return found, mounts
 
 
-def container(config: Config, run: PodRun) -> dict[str, Any]:
-    """Return the container of a pod, without a command."""
+def container(config: Config, run: PodRun, mounts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the container of a pod."""
     pods = config.cluster.pods
     found: dict[str, Any] = {
         "name": CONTAINER,
@@ -232,7 +247,7 @@ def container(config: Config, run: PodRun) -> dict[str, Any]:
         "command": command(config, run.run_dir),
         "env": environment(config, run),
         "resources": resources(config),
-        "volumeMounts": volumes(config)[1],
+        "volumeMounts": mounts,
     }
     merge(found, {key: value for key, value in pods.container.items() if key != "env"})
     found["env"] += pods.container.get("env", [])
@@ -250,7 +265,7 @@ def grace_s(config: Config) -> int:
 
 def pod_template(config: Config, run: PodRun) -> dict[str, Any]:
     """Return the template of the pods of a run, which the objects of all engines on Kubernetes contain."""
-    pods = config.cluster.pods
+    pods, (found_volumes, mounts) = config.cluster.pods, volumes(config)
     security: dict[str, Any] = {"runAsUser": run.user, "runAsGroup": run.group}
     if pods.fs_group is not None:
         security |= {"fsGroup": pods.fs_group, "fsGroupChangePolicy": "OnRootMismatch"}
@@ -259,8 +274,8 @@ def pod_template(config: Config, run: PodRun) -> dict[str, Any]:
         "enableServiceLinks": False,  # else each Service of the namespace adds variables
         "terminationGracePeriodSeconds": grace_s(config),
         "securityContext": security,
-        "containers": [container(config, run)],
-        "volumes": volumes(config)[0],
+        "containers": [container(config, run, mounts)],
+        "volumes": found_volumes,
     }
     if pods.host_network:
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
@@ -269,7 +284,5 @@ def pod_template(config: Config, run: PodRun) -> dict[str, Any]:
     if pods.tolerations:
         spec["tolerations"] = [dict(each) for each in pods.tolerations]
     merge(spec, pods.spec)
-    found: dict[str, Any] = {"labels": labels(config, run)}
-    if pods.annotations:
-        found["annotations"] = dict(pods.annotations)
+    found = {key: each for key, each in metadata(config, run).items() if key in ("labels", "annotations")}
     return {"metadata": found, "spec": spec}

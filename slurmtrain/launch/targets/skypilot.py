@@ -27,7 +27,7 @@ exit 1
 """
 
 
-def objects(config: Config, run: PodRun) -> list[dict[str, Any]]:
+def task(config: Config, run: PodRun) -> list[dict[str, Any]]:
     """Return the task."""
     pods, cluster = config.cluster.pods, config.cluster
     others = pods.resources.keys() - {"cpu", "memory"}

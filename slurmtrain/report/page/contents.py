@@ -1,4 +1,4 @@
-"""What a page holds, whatever it is about: sentences, tiles, and sections of charts and tables. All text is plain text."""
+"""What a page holds, whatever it is about: sentences, and sections of charts and tables. All text is plain text."""
 
 from __future__ import annotations
 
@@ -13,15 +13,6 @@ _NUMBER = re.compile(
 
 
 @dataclass(frozen=True)
-class Tile:
-    """One number that a person looks for first."""
-
-    label: str
-    value: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Grid:
     """A table.
 
@@ -29,38 +20,23 @@ class Grid:
         rows: cells are text already.
         folded: it is opened by a click.
         sortable: a click on a column's name sorts by it.
-        marked: numbers of rows that stand out.
+        marked: number of the row that stands out.
     """
 
     title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
     folded: bool = False
     sortable: bool = False
-    marked: frozenset[int] = frozenset()
+    marked: int | None = None
 
     @property
-    def numeric(self) -> frozenset[int]:
-        """The columns of numbers, which are aligned at the right."""
-        found = set()
-        for index in range(len(self.header)):
-            cells = [row[index] for row in self.rows if row[index] not in ("", "-")]
-            if cells and all(_NUMBER.fullmatch(cell) for cell in cells):
-                found.add(index)
-        return frozenset(found)
-
-
-def grid(
-    title: str,
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    folded: bool = False,
-    sortable: bool = False,
-    marked: frozenset[int] = frozenset(),
-) -> Grid:
-    """Return a table from any sequences."""
-    return Grid(title, tuple(header), tuple(map(tuple, rows)), folded, sortable, marked)
+    def numeric(self) -> list[bool]:
+        """For each column, whether it holds numbers, which are aligned at the right."""
+        columns = [
+            [row[index] for row in self.rows if row[index] not in ("", "-")] for index in range(len(self.header))
+        ]
+        return [bool(cells) and all(map(_NUMBER.fullmatch, cells)) for cells in columns]
 
 
 @dataclass(frozen=True)
@@ -83,7 +59,7 @@ class Chart:
     title: str
     figure: Mapping[str, Any]
     unit: str = ""
-    legend: tuple[tuple[str, str], ...] = ()
+    legend: Sequence[tuple[str, str]] = ()
     over_steps: bool = False
     note: str = ""
     summary: str = ""
@@ -98,9 +74,9 @@ class Section:
     key: str
     title: str
     about: str = ""
-    charts: tuple[Chart, ...] = ()
-    grids: tuple[Grid, ...] = ()
-    notes: tuple[str, ...] = ()
+    charts: Sequence[Chart] = ()
+    grids: Sequence[Grid] = ()
+    notes: Sequence[str] = ()
     missing: str = ""
 
 
@@ -109,7 +85,7 @@ class Page:
     """A whole page.
 
     Attributes:
-        slug: names the files that are made of it.
+        slug: names the file that is made of it.
         state: one word on the state, and `mood` ("good", "bad", "busy" or "still") that colours it.
         sentences: what this is, how far it got, what was lost and why.
         advice: what to do.
@@ -123,13 +99,12 @@ class Page:
     slug: str
     state: str
     mood: str
-    sentences: tuple[str, ...]
-    advice: tuple[str, ...]
-    tiles: tuple[Tile, ...]
-    sections: tuple[Section, ...]
+    sentences: Sequence[str]
+    advice: Sequence[str]
+    sections: Sequence[Section]
     made: str
     alive: bool = False
-    troubles: tuple[str, ...] = ()
+    troubles: Sequence[str] = ()
     sweep: str = ""
 
     @property

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from slurmtrain.report.page import units
 from slurmtrain.report.page.contents import Chart
-from slurmtrain.report.page.series import Series, column_means, thinned
+from slurmtrain.report.page.series import Series, aligned, thinned, trailing_mean
 
 HEIGHT = 260  # pixels
 COLUMNS, LEAST_COLUMNS, ALL_COLUMNS = 500, 60, 9000  # of one curve, at least, and of all curves of a page together
 STACK_COLUMNS = 150
 COLORS = 8  # that the style sheet has, --c0 to --c7
 DOTS = 60  # a curve of fewer points shows each of them
-DECADES = 100.0  # an axis of positive values that span more than this is logarithmic
+DECADES = 100.0  # an axis of positive values that span more than this is logarithmic, if it may be
+SMOOTHED_PARTS = 50  # the mean of a curve is over this part of its points
+SMOOTHED_LEAST = 4  # points of a mean: one of fewer is not drawn
 CLEAR = "rgba(0,0,0,0)"
+AXIS = {"gridcolor": "--edge", "linecolor": "--strong-edge", "zeroline": False, "automargin": True}
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,29 @@ class Curve:
     derived: bool = False  # from another curve of the chart
 
 
+@dataclass(frozen=True)
+class Steps:
+    """The steps that all charts of a page show, and how many columns of pixels each of its curves has."""
+
+    span: tuple[float, float]
+    columns: int
+
+    @classmethod
+    def of(cls, found: Sequence[Series]) -> Steps:
+        """Return the steps of all series, from 0 on where the first is close to it; few columns where there are many."""
+        ends = [float(step) for series in found if len(series.steps) for step in (series.steps[0], series.steps[-1])]
+        low, high = min(ends, default=0.0), max(ends, default=1.0)
+        if 0 < low <= 0.2 * high:
+            low = 0.0
+        span = (low, high) if high > low else (low - 1, high + 1)
+        return cls(span, max(LEAST_COLUMNS, min(COLUMNS, ALL_COLUMNS // (len(found) + 2))))
+
+    def layout(self, **yaxis: Any) -> dict[str, Any]:
+        """Return the layout of a chart over these steps."""
+        xaxis = {"title": {"text": "step", "standoff": 4}, "range": list(self.span)}
+        return layout(xaxis=xaxis, yaxis=yaxis, hovermode="x unified")
+
+
 def plain(text: str) -> str:
     """Return a text that plotly shows as it is."""
     return html.escape(text, quote=False)
@@ -46,9 +74,8 @@ def color_of(number: int) -> str:
     return f"--c{number % COLORS}"
 
 
-def layout(height: int = HEIGHT, *, xaxis: Any = None, yaxis: Any = None, **more: Any) -> dict[str, Any]:
+def layout(height: int = HEIGHT, *, xaxis: Any, yaxis: Any, **more: Any) -> dict[str, Any]:
     """Return what all charts have in common, and what is set beside."""
-    axis = {"gridcolor": "--edge", "linecolor": "--strong-edge", "zeroline": False, "automargin": True}
     return {
         "height": height,
         "showlegend": False,  # the page has one below the title, as text
@@ -63,49 +90,30 @@ def layout(height: int = HEIGHT, *, xaxis: Any = None, yaxis: Any = None, **more
             "namelength": -1,
         },
         "modebar": {"bgcolor": CLEAR, "color": "--muted", "activecolor": "--accent"},
-        "xaxis": axis | (xaxis or {}),
-        "yaxis": axis | (yaxis or {}),
+        "xaxis": AXIS | xaxis,
+        "yaxis": AXIS | yaxis,
         **more,
     }
 
 
-def columns_for(curves: int) -> int:
-    """Return the columns of each curve, so that a page of many curves stays small."""
-    return max(LEAST_COLUMNS, min(COLUMNS, ALL_COLUMNS // max(1, curves)))
-
-
-def is_log(values: Sequence[float]) -> bool:
-    """Return whether an axis for these values, all finite, is logarithmic."""
-    return min(values) > 0 and max(values) / min(values) >= DECADES
-
-
-def span_of(found: Sequence[Series]) -> tuple[float, float]:
-    """Return the first and the last step of all series, from 0 on where the first is close to it."""
-    steps = [float(step) for series in found if len(series.steps) for step in (series.steps[0], series.steps[-1])]
-    if not steps:
-        return 0.0, 1.0
-    low, high = min(steps), max(steps)
-    if 0 < low <= 0.2 * high:
-        low = 0.0
-    return (low, high) if high > low else (low - 1, high + 1)
+def with_mean(series: Series, name: str) -> list[Curve]:
+    """Return a curve; of many points thin, and with the mean over a fiftieth of them."""
+    size = len(series.values) // SMOOTHED_PARTS
+    if size < SMOOTHED_LEAST:
+        return [Curve(series, name)]
+    mean = Curve(trailing_mean(series, size), f"{name}, mean of {size:,} logged steps", derived=True)
+    return [Curve(series, name, thin=True), mean]
 
 
 def line_chart(
-    key: str,
-    title: str,
-    curves: Sequence[Curve],
-    span: tuple[float, float],
-    *,
-    unit: str = "",
-    columns: int = COLUMNS,
-    log: bool | None = None,
+    key: str, title: str, curves: Sequence[Curve], steps: Steps, *, unit: str = "", may_be_log: bool = True
 ) -> Chart | None:
-    """Return a chart of curves over the steps of `span`; None if no curve has a value that can be drawn.
+    """Return a chart of curves over the steps; None if no curve has a value that can be drawn.
 
     Args:
-        log: None: if the values span decades.
+        may_be_log: its axis is logarithmic if the values span decades.
     """
-    drawn = [(curve, thinned(curve.series, columns, *span)) for curve in curves]
+    drawn = [(curve, thinned(curve.series, steps.columns, *steps.span)) for curve in curves]
     values = [value for _, kept in drawn for value in kept.finite.values.tolist()]
     if not values:
         return None
@@ -114,16 +122,18 @@ def line_chart(
         for curve in curves
         if curve.series.broken and not curve.derived
     ]
-    logarithmic = is_log(values) if log is None else log and min(values) > 0
-    yaxis = {"type": "log"} if logarithmic else {}
+    data = [
+        _line(kept, curve.name, curve.color, 1 if curve.thin else 2, opacity=0.55 if curve.thin else 1)
+        for curve, kept in drawn
+    ]
+    is_log = may_be_log and min(values) > 0 and max(values) / min(values) >= DECADES
+    legend = [(color_of(each.color), f"{each.name}{' (thin)' if each.thin else ''}") for each in curves]
     return Chart(
         key,
         title,
-        {"data": [_line(curve, kept) for curve, kept in drawn], "layout": _over_steps(span, yaxis)},
+        {"data": data, "layout": steps.layout(**({"type": "log"} if is_log else {}))},
         unit,
-        tuple(
-            (color_of(each.color), f"{each.name}{' (thin)' if each.thin else ''}") for each in curves if len(curves) > 1
-        ),
+        legend if len(legend) > 1 else [],
         over_steps=True,
         note=f"Gaps: {', '.join(broken)}." if broken else "",
         summary=_summary([(curve.name, curve.series) for curve in curves], unit),
@@ -131,22 +141,55 @@ def line_chart(
     )
 
 
-def _over_steps(span: tuple[float, float], yaxis: dict[str, Any]) -> dict[str, Any]:
-    xaxis = {"title": {"text": "step", "standoff": 4}, "range": list(span)}
-    return layout(xaxis=xaxis, yaxis=yaxis, hovermode="x unified")
+def stacked_chart(key: str, title: str, parts: Mapping[str, Series], steps: Steps, *, unit: str) -> Chart | None:
+    """Return areas on top of each other, by name, from the bottom up; None if no step has them all.
+
+    They are means over as many parts of the steps, so that the areas keep their sizes.
+    """
+    common, columns = aligned(parts.values())
+    if not len(common):
+        return None
+    begins = np.arange(0, len(common), -(-len(common) // STACK_COLUMNS))
+    sizes = np.diff(np.append(begins, len(common)))
+    data = []
+    for number, (name, values) in enumerate(zip(parts, columns, strict=True)):
+        means = np.maximum(0.0, np.add.reduceat(values, begins) / sizes)
+        means_of = Series(name, common[begins + sizes - 1], means)
+        data.append(_line(means_of, name, number, 0.5, stackgroup="all", fillcolor=color_of(number)))
+    figure = {"data": data, "layout": steps.layout(rangemode="tozero")}
+    legend = [(color_of(number), name) for number, name in enumerate(parts)]
+    summary = _summary(list(parts.items()), unit)
+    return Chart(key, title, figure, unit, legend, over_steps=True, summary=summary, wide=True)
 
 
-def _line(curve: Curve, kept: Series) -> dict[str, Any]:
+def _line(series: Series, name: str, color: int, width: float, **more: Any) -> dict[str, Any]:
     return {
         "type": "scatter",
-        "mode": "lines+markers" if len(kept.values) <= DOTS else "lines",
-        "name": plain(curve.name),
-        "x": _numbers(kept.steps.tolist()),
-        "y": _numbers(kept.values.tolist()),
-        "line": {"color": color_of(curve.color), "width": 1 if curve.thin else 2},
-        "marker": {"color": color_of(curve.color), "size": 5},
-        "opacity": 0.55 if curve.thin else 1,
+        "mode": "lines+markers" if len(series.steps) <= DOTS else "lines",
+        "name": plain(name),
+        "x": _numbers(series.steps.tolist()),
+        "y": _numbers(series.values.tolist()),
+        "line": {"color": color_of(color), "width": width},
+        "marker": {"color": color_of(color), "size": 5},
         "connectgaps": False,
+        **more,
+    }
+
+
+def bars(
+    name: str, color: str, rows: Sequence[str], begins: Sequence[Any], widths: Sequence[float], words: Sequence[str]
+) -> dict[str, Any]:
+    """Return horizontal bars of one colour, with what is said of each when it is pointed at."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": plain(name),
+        "y": list(rows),
+        "base": [round(each, 4) if isinstance(each, float) else each for each in begins],
+        "x": [round(each, 4) for each in widths],
+        "marker": {"color": color, "line": {"color": "--strong-edge", "width": 0.5}},
+        "hovertext": [plain(each) for each in words],
+        "hoverinfo": "text",
     }
 
 
@@ -171,90 +214,3 @@ def _summary(curves: Sequence[tuple[str, Series]], unit: str) -> str:
                 f"minimum {least[0]} ({least[1]}), maximum {most[0]} ({most[1]})"
             )
     return ". ".join(parts)
-
-
-def stacked_chart(
-    key: str, title: str, parts: Sequence[tuple[str, Series]], span: tuple[float, float], *, unit: str
-) -> Chart | None:
-    """Return areas on top of each other, by name, from the bottom up; None if no step has them all."""
-    steps, means = column_means([series for _, series in parts], STACK_COLUMNS)
-    if not steps:
-        return None
-    data = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers" if len(steps) == 1 else "lines",
-            "stackgroup": "all",
-            "name": plain(name),
-            "x": _numbers(steps),
-            "y": _numbers([max(0.0, value) for value in values]),
-            "line": {"color": color_of(number), "width": 0.5},
-            "fillcolor": color_of(number),
-        }
-        for number, ((name, _), values) in enumerate(zip(parts, means, strict=True))
-    ]
-    legend = tuple((color_of(number), name) for number, (name, _) in enumerate(parts))
-    figure = {"data": data, "layout": _over_steps(span, {"rangemode": "tozero"})}
-    return Chart(key, title, figure, unit, legend, over_steps=True, summary=_summary(parts, unit), wide=True)
-
-
-def share_chart(key: str, title: str, parts: Sequence[tuple[str, str, float, str]]) -> Chart:
-    """Return a bar of parts, each (name, colour, size, the size in words), in percent of them all."""
-    found = [part for part in parts if part[2] > 0]
-    total = sum(size for _, _, size, _ in found)
-    data, legend, begin = [], [], 0.0
-    for name, color, size, words in found:
-        said = f"{name}: {units.percent(size / total)} ({words})"
-        data.append(bars(said, color, [""], [begin], [100 * size / total], [said]))
-        legend.append((color, said))
-        begin += 100 * size / total
-    figure = {
-        "data": data,
-        "layout": layout(
-            80,
-            xaxis={"range": [0, 100], "ticksuffix": " %", "fixedrange": True},
-            yaxis={"visible": False, "fixedrange": True},
-            barmode="overlay",
-        ),
-    }
-    return Chart(key, title, figure, legend=tuple(legend), wide=True)
-
-
-def bars(
-    name: str, color: str, rows: Sequence[str], begins: Sequence[Any], widths: Sequence[float], words: Sequence[str]
-) -> dict[str, Any]:
-    """Return horizontal bars of one colour, with what is said of each when it is pointed at."""
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": plain(name),
-        "y": list(rows),
-        "base": [round(each, 4) if isinstance(each, float) else each for each in begins],
-        "x": [round(each, 4) for each in widths],
-        "marker": {"color": color, "line": {"color": "--strong-edge", "width": 0.5}},
-        "hovertext": [plain(each) for each in words],
-        "hoverinfo": "text",
-    }
-
-
-def points(
-    xs: Sequence[Any],
-    ys: Sequence[Any],
-    words: Sequence[str],
-    *,
-    color: str,
-    symbol: str = "circle",
-    size: int = 8,
-    name: str = "",
-) -> dict[str, Any]:
-    """Return points of one colour, with what is said of each when it is pointed at."""
-    marker = {"color": color, "symbol": symbol, "size": size, "line": {"color": color, "width": 2}}
-    shown = {"hovertext": [plain(each) for each in words], "hoverinfo": "text"}
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": plain(name),
-        "x": list(xs),
-        "y": list(ys),
-        "marker": marker,
-    } | shown

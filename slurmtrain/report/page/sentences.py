@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from slurmtrain.choices import Backend
-from slurmtrain.report.collect import Goal
 from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Cause, Goodput
 from slurmtrain.report.page import units
 from slurmtrain.report.page.run_facts import RunFacts
-from slurmtrain.report.page.series import Series, common_steps
+from slurmtrain.report.page.series import Series, aligned
 from slurmtrain.report.progress import at_about
 from slurmtrain.report.status.state import WAITING, RunStatus
 from slurmtrain.report.trouble import SlowRanks, slow_ranks, trouble, trouble_of_checkpoints
@@ -118,41 +117,24 @@ def how_far(facts: RunFacts) -> str:
     sentence = f"{' '.join(parts)}."
     if progress.eta_s is not None and progress.left and progress.eta_s < LONGEST_S:
         sentence += f" At this speed, it ends {at_about(facts.now + progress.eta_s, facts.now)}."
-    return " ".join([sentence, *(f"{each}." for each in (_loss(facts), _best(facts)) if each)])
-
-
-def _loss(facts: RunFacts) -> str:
-    series = facts.series.get("loss")
-    if series is None or not len(series.values):
-        return ""
-    return f"The training loss was {units.number(series.last)} nats per token at step {series.steps[-1]:,.0f}"
-
-
-def goal_of(facts: RunFacts) -> Goal:
-    """Return the metric by which checkpoints of the run are compared."""
-    metric, mode = facts.setting("checkpoint.best_metric"), facts.setting("checkpoint.best_mode")
-    return Goal(metric if isinstance(metric, str) else "valid_loss", "max" if mode == "max" else "min")
+    if (loss := facts.series.get("loss")) is not None:
+        last = units.number(float(loss.values[-1]))
+        sentence += f" The training loss was {last} nats per token at step {loss.steps[-1]:,.0f}."
+    if (best := best_of(facts)) is not None:
+        metric, step, value = best
+        shown = units.number(value, units.unit_of(metric))
+        sentence += f" The best {units.name_of(metric)} is {shown}, at step {step:,.0f}."
+    return sentence
 
 
 def best_of(facts: RunFacts) -> tuple[str, float, float] | None:
-    """Return metric, step and value of the best evaluation so far; None if there is none."""
-    goal = goal_of(facts)
-    series = facts.series.get(goal.metric)
-    if series is None:
+    """Return metric, step and value of the best evaluation so far, as checkpoints are compared; None if there is none."""
+    metric = facts.setting("checkpoint.best_metric")
+    metric = metric if isinstance(metric, str) else "valid_loss"
+    if metric not in facts.series or not len((found := facts.series[metric].finite).values):
         return None
-    found = series.finite
-    if not len(found.values):
-        return None
-    place = int(found.values.argmin() if goal.mode == "min" else found.values.argmax())
-    return goal.metric, float(found.steps[place]), float(found.values[place])
-
-
-def _best(facts: RunFacts) -> str:
-    found = best_of(facts)
-    if found is None:
-        return ""
-    metric, step, value = found
-    return f"The best {units.name_of(metric)} is {units.number(value, units.unit_of(metric))}, at step {step:,.0f}"
+    place = int(found.values.argmax() if facts.setting("checkpoint.best_mode") == "max" else found.values.argmin())
+    return metric, float(found.steps[place]), float(found.values[place])
 
 
 def attempts_sentence(tries: list[Attempt]) -> str:
@@ -280,10 +262,10 @@ def data_wait_share(series: Mapping[str, Series]) -> float | None:
     waits, times = series.get("time_data_s") or series.get("data_wait_s"), series.get("step_time_s")
     if waits is None or times is None:
         return None
-    steps = common_steps([waits, times])
-    steps = steps[len(steps) // 2 :]
-    total = float(times.at(steps).sum())
-    return float(waits.at(steps).sum()) / total if total > 0 else None
+    steps, (waited, taken) = aligned((waits, times))
+    half = len(steps) // 2
+    total = float(taken[half:].sum())
+    return float(waited[half:].sum()) / total if total > 0 else None
 
 
 def _about_time(facts: RunFacts) -> list[str]:
@@ -296,7 +278,7 @@ def _about_time(facts: RunFacts) -> list[str]:
             f"(train.data_workers={units.clean(workers, 20)})."
         )
     exposed = facts.series.get("communication_share")
-    share = exposed.last_half().mean if exposed is not None else None
+    share = exposed.mean_of_last_half if exposed is not None else None
     if share is not None and share > COMMUNICATION_SHARE:
         over_nodes = bool(facts.attempts) and len(facts.attempts[-1].nodes) > 1
         shards_over_nodes = over_nodes and facts.setting("parallel.dp_shard") != 1

@@ -1,8 +1,8 @@
 """Series of a run's metrics by step, and what of them is drawn.
 
-A page draws a curve of 100,000 steps in some hundred columns of pixels. `thinned` keeps of each column the first, the last, the
-least and the greatest value, by which the line looks as if all points were drawn: Jugel, Jerzak, Hackenbroich, Markl, "M4:
-A Visualization-Oriented Time Series Data Aggregation", PVLDB 7(10), 2014.
+A page draws a curve of 100,000 steps in some hundred columns of pixels. `thinned` keeps of each column the least and the
+greatest value, by which the line looks as if all points were drawn: Jugel, Jerzak, Hackenbroich, Markl, "M4: A
+Visualization-Oriented Time Series Data Aggregation", PVLDB 7(10), 2014.
 """
 
 from __future__ import annotations
@@ -54,27 +54,10 @@ class Series:
         return len(self.values) - len(self.finite.values)
 
     @property
-    def last(self) -> float | None:
-        """The value that was logged last."""
-        return float(self.values[-1]) if len(self.values) else None
-
-    @property
-    def mean(self) -> float | None:
-        """The mean of the values that can be drawn; None if there is none."""
-        return float(self.finite.values.mean()) if len(self.finite.values) else None
-
-    def last_half(self) -> Series:
-        """Return the last half of the values that can be drawn."""
-        found = self.finite
-        half = len(found.values) // 2
-        return Series(self.name, found.steps[half:], found.values[half:])
-
-    def at(self, steps: Numbers) -> Numbers:
-        """Return the values at these steps; NaN where there is none."""
-        if not len(self.steps):
-            return np.full(len(steps), np.nan)
-        place = np.minimum(np.searchsorted(self.steps, steps), len(self.steps) - 1)
-        return np.where(self.steps[place] == steps, self.values[place], np.nan)
+    def mean_of_last_half(self) -> float | None:
+        """The mean over the last half of the values that can be drawn; None if there is none."""
+        values = self.finite.values
+        return float(values[len(values) // 2 :].mean()) if len(values) else None
 
 
 def is_drawable(values: Numbers) -> NDArray[np.bool_]:
@@ -140,25 +123,8 @@ def trailing_mean(series: Series, points: int) -> Series:
     return Series(series.name, series.steps, means)
 
 
-def common_steps(found: Sequence[Series]) -> Numbers:
-    """Return the steps at which all of these have a value that can be drawn."""
-    steps = found[0].finite.steps if found else np.empty(0)
-    for series in found[1:]:
-        others = series.finite.steps
-        if len(others) != len(steps) or not np.array_equal(others, steps):
-            steps = np.intersect1d(steps, others)
-    return steps
-
-
-def column_means(found: Sequence[Series], columns: int) -> tuple[list[float], list[list[float]]]:
-    """Return steps, and for each series its means over as many parts of the steps: areas keep their size.
-
-    Steps at which one of the series has no finite value are left out.
-    """
-    steps = common_steps(found)
-    if not len(steps):
-        return [], [[] for _ in found]
-    begins = np.arange(0, len(steps), -(-len(steps) // columns))
-    sizes = np.diff(np.append(begins, len(steps)))
-    means = [(np.add.reduceat(series.at(steps), begins) / sizes).tolist() for series in found]
-    return steps[begins + sizes - 1].tolist(), means
+def aligned(found: Iterable[Series]) -> tuple[Numbers, list[Numbers]]:
+    """Return the steps at which all of these series have a value that can be drawn, and the values of each there."""
+    sound = [series.finite for series in found]
+    steps = functools.reduce(np.intersect1d, [each.steps for each in sound])
+    return steps, [each.values[np.searchsorted(each.steps, steps)] for each in sound]

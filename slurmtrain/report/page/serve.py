@@ -8,7 +8,6 @@ or read from another origin.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 import socket
@@ -29,6 +28,14 @@ ADDRESS = "127.0.0.1"
 # A tunnel (ssh -L) may end at another port of the reader's machine.
 HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
 REQUEST_S = 10.0  # a client that says nothing is hung up on after this long
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
 SHARE = 0.1  # greatest share of the time that is spent on looking, also where many browsers ask
 
 
@@ -42,7 +49,8 @@ class Latest:
     """
 
     def __init__(self, make: Callable[[], Page], every_s: float, clock: Callable[[], float] = time.monotonic):
-        self._make, self._every_s, self._clock = make, every_s, clock
+        self.every_s = every_s
+        self._make, self._clock = make, clock
         self._lock = threading.Lock()
         self._page: Page | None = None
         self._due = 0.0
@@ -63,18 +71,8 @@ class Latest:
                 if self._page is None:
                     raise  # else the last page stays: files of a run may be in the making
             took_s = self._clock() - began
-            self._due = self._clock() + max(self._every_s / 2, took_s * (1 / SHARE - 1))
+            self._due = self._clock() + max(self.every_s / 2, took_s * (1 / SHARE - 1))
             return self._page
-
-    def html(self, page: Page, *, whole: bool) -> bytes:
-        """Return a page as HTML; what has changed of it is asked for without plotly.js, which is most of it."""
-        return render(page, refresh_s=self._every_s if page.alive else None, library=whole).encode()
-
-
-def tag_of(page: Page) -> str:
-    """Return a tag that differs from page to page, apart from the time at which it was made."""
-    said = repr((page.title, page.state, page.sentences, page.tiles, page.sections))
-    return f'"{hashlib.sha256(said.encode()).hexdigest()[:32]}"'
 
 
 class Server(ThreadingHTTPServer):
@@ -113,54 +111,35 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD of the one path that there is."""
+    """Answers GET of the one path that there is."""
 
     server: Server
     server_version, sys_version = "slurmtrain", ""
     timeout = REQUEST_S
 
     def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def _answer(self, *, with_body: bool) -> None:
         if not is_own_host(self.headers.get_all("Host") or []):
-            return self._say(HTTPStatus.FORBIDDEN, b"this server answers at 127.0.0.1 and localhost only\n", with_body)
+            return self._say(HTTPStatus.FORBIDDEN, "this server answers at 127.0.0.1 and localhost only\n")
         if not has_token(self.path, self.server.token):
-            return self._say(
-                HTTPStatus.NOT_FOUND, b"not found; the address is in the terminal that serves it\n", with_body
-            )
+            return self._say(HTTPStatus.NOT_FOUND, "not found; the address is in the terminal that serves it\n")
+        latest = self.server.latest
         try:
-            page = self.server.latest.get()
+            page = latest.get()
         except SlurmtrainError as error:
-            return self._say(HTTPStatus.SERVICE_UNAVAILABLE, f"{error.message}\n".encode(errors="replace"), with_body)
-        tag = tag_of(page)
-        if self.headers.get("If-None-Match") == tag:
-            return self._say(HTTPStatus.NOT_MODIFIED, b"", with_body, tag)
-        content = self.server.latest.html(page, whole=urlsplit(self.path).query != "content")
-        return self._say(HTTPStatus.OK, content, with_body, tag, "text/html; charset=utf-8")
+            return self._say(HTTPStatus.SERVICE_UNAVAILABLE, f"{error.message}\n")
+        refresh_s = latest.every_s if page.alive else None
+        # What has changed is asked for without plotly.js, which is most of the page.
+        content = render(page, refresh_s=refresh_s, library=urlsplit(self.path).query != "content")
+        return self._say(HTTPStatus.OK, content, "text/html; charset=utf-8")
 
-    def _say(
-        self, status: HTTPStatus, body: bytes, with_body: bool, tag: str = "", kind: str = "text/plain; charset=utf-8"
-    ) -> None:
+    def _say(self, status: HTTPStatus, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+        body = text.encode(errors="replace")
         self.send_response(status)
-        self.send_header("Content-Type", kind)
-        if status != HTTPStatus.NOT_MODIFIED:
-            self.send_header("Content-Length", str(len(body)))
-        if tag:
-            self.send_header("ETag", tag)
-        self.send_header("Cache-Control", "no-store")
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS}.items():
+            self.send_header(name, value)
         self.send_header("Content-Security-Policy", f"{policy(served=True)}; frame-ancestors 'none'")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("X-Frame-Options", "DENY")
-        self.send_header("Referrer-Policy", "no-referrer")
-        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-        self.send_header("Cross-Origin-Opener-Policy", "same-origin")
         self.end_headers()
-        if with_body:
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing: a log would have the token in it."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ from slurmtrain.report.collect import Goal, Point, Table, metrics_of
 from slurmtrain.report.goodput.causes import Goodput, over_all
 from slurmtrain.report.goodput.run import goodput_of
 from slurmtrain.report.page import figures, sentences, units
-from slurmtrain.report.page.contents import Chart, Page, Section, Tile, grid
-from slurmtrain.report.page.figures import Curve
+from slurmtrain.report.page.contents import Chart, Grid, Page, Section
+from slurmtrain.report.page.figures import Curve, Steps, color_of
 from slurmtrain.report.page.series import LARGEST, Series, series_of
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.report.table_files import short
@@ -26,8 +26,8 @@ from slurmtrain.runs.run_dir import RunDir
 MOST_CURVES = 40  # of one chart; more are not told apart
 MOST_THREADS = 400  # lines of parallel coordinates
 MOST_AXES = 8
-APART = 0.07  # share of the height of parallel coordinates between two marks of an axis
-MOST_POINTS = 2000  # rows of the table, and points of a chart
+MOST_MARKS = 8  # of an axis of parallel coordinates
+MOST_POINTS = 2000  # rows of the table
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ class SweepFacts:
                 found.append(goodput_of(run_dir, alive=alive, now=self.now))
         return over_all(found)
 
-    def reached(self, result: Result) -> str:
-        """Say what a point has reached."""
-        value = f"{units.name_of(self.goal.metric)} {units.number(result.value)}"
-        return f"point {result.point.number}: {varied_words(result.point)}; {value}"
+    def color(self, number: int) -> int:
+        """Return the colour of a point: the best ones have their own, all others the last."""
+        place = next((place for place, each in enumerate(self.results) if each.point.number == number), figures.COLORS)
+        return min(place, figures.COLORS - 1)
 
 
 def varied_words(point: Point) -> str:
@@ -105,9 +105,6 @@ def varied_words(point: Point) -> str:
 
 def sweep_page(facts: SweepFacts) -> Page:
     """Return the page of a sweep."""
-    place = {result.point.number: index for index, result in enumerate(facts.results)}
-    colors = {point.number: min(place.get(point.number, figures.COLORS), figures.COLORS - 1) for point in facts.points}
-    sections = (_table(facts), _coordinates(facts, colors), _curves(facts, colors), _trouble(facts))
     counts = facts.counts
     state = next(iter(counts)) if len(counts) == 1 else ", ".join(f"{n} {word}" for word, n in counts.most_common())
     alive = any(each.alive for each in facts.states.values())
@@ -118,10 +115,9 @@ def sweep_page(facts: SweepFacts) -> Page:
         facts.name,
         units.clean(state or "no points yet", 80),
         mood,
-        tuple(filter(None, (_what_it_is(facts), _how_far(facts), _what_it_took(facts.time)))),
-        tuple(_advice(facts)),
-        tuple(_tiles(facts)),
-        tuple(each for each in sections if each is not None),
+        [*filter(None, (_what_it_is(facts), _how_far(facts), _what_it_took(facts.time)))],
+        _advice(facts),
+        [_table(facts), _coordinates(facts), _curves(facts)],
         sentences.made(facts.now),
         alive,
     )
@@ -197,161 +193,140 @@ def _number(value: object) -> float | None:
     return found if abs(found) < LARGEST else None
 
 
-def _tiles(facts: SweepFacts) -> Iterable[Tile]:
-    yield Tile("points finished", f"{facts.counts.get(RunStatus.FINISHED, 0):,}", f"of {len(facts.points):,}")
-    results, time = facts.results, facts.time
-    if results:
-        metric = facts.goal.metric
-        unit = units.unit_of(metric)
-        note = f"{f'{unit}, ' if unit else ''}point {results[0].point.number}"
-        yield Tile(f"best {units.name_of(metric)}", units.number(results[0].value), note)
-    if len(results) > 1:
-        low, high = sorted((results[0].value, results[-1].value))
-        yield Tile("range of results", f"{units.brief(low)} to {units.brief(high)}", f"{len(results)} points")
-    if time.gpu_hours > 0:
-        yield Tile("GPU hours", units.hours(3600 * time.gpu_hours))
-    elif time.held_s > 0:
-        yield Tile("allocated time", units.duration(time.held_s))
-    if time.share is not None:
-        yield Tile("goodput", units.percent(time.share), "of the allocated time")
-
-
 def _table(facts: SweepFacts) -> Section:
+    """Return the table of the points, with what there is to say of those that have not finished at once."""
     if not facts.points:
         return Section("points", "Points", missing="The sweep has no points yet.")
     kept = [place for place, name in enumerate(facts.table.columns) if not is_detail(name)]
-    best = facts.results[0].point.number if facts.results else None
-    rows, marked = [], set()
-    for index, (point, row) in enumerate(zip(facts.points[:MOST_POINTS], facts.table.rows, strict=False)):
+    rows = []
+    for point, row in zip(facts.points[:MOST_POINTS], facts.table.rows, strict=False):
         state = facts.states.get(point.number)
-        attempts = str(len(state.attempts)) if state is not None else ""
-        rows.append([*(units.clean(short(row[place]), 120) for place in kept), attempts])
-        if point.number == best:
-            marked.add(index)
+        tries = len(state.attempts) if state is not None else 0
+        smooth = state is None or (state.status == RunStatus.FINISHED and tries <= 1)
+        details = "" if state is None or smooth else units.clean(state.explanation)
+        rows.append([*(units.clean(short(row[place]), 120) for place in kept), str(tries), details])
+    best = facts.results[0].point if facts.results else None
     about = "The best point is marked." if best is not None else ""
     if len(facts.points) > MOST_POINTS:
         all_points = f"{MOST_POINTS:,} of {len(facts.points):,}"
         about += f" The first {all_points} points are shown; `sweep collect` lists all of them."
-    header = [*(units.clean(facts.table.columns[place], 80) for place in kept), "attempts"]
-    table = grid("All points", header, rows, sortable=True, marked=frozenset(marked))
-    return Section("points", "Points", about.strip(), grids=(table,))
+    header = [*(units.clean(facts.table.columns[place], 80) for place in kept), "attempts", "details"]
+    marked = facts.points.index(best) if best is not None else None
+    return Section(
+        "points", "Points", about.strip(), grids=[Grid("All points", header, rows, sortable=True, marked=marked)]
+    )
 
 
-def _coordinates(facts: SweepFacts, colors: Mapping[int, int]) -> Section:
+def _coordinates(facts: SweepFacts) -> Section:
     title, varied = "What the result depends on", facts.table.varied
-    good = facts.results[:MOST_POINTS]
+    good = facts.results[:MOST_THREADS]
     if not good:
         return Section("coordinates", title, missing="No point has a result yet.")
     if not varied:
         return Section("coordinates", title, missing="No config field differs between the points.")
-    keys = varied[:MOST_AXES]
     about = f"The first {MOST_AXES} of {len(varied)} varied fields are drawn." if len(varied) > MOST_AXES else ""
-    return Section("coordinates", title, about, (_parallel(facts, good[:MOST_THREADS], keys, colors),))
+    return Section("coordinates", title, about, [_parallel(facts, good, varied[:MOST_AXES])])
 
 
-def _places(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Return places 0 to 1 of values along an axis, from the bottom up, and those marks that have room beside each other.
+def _places(values: Sequence[Any]) -> dict[str, tuple[float, str]]:
+    """Return, by value as text, its place 0 to 1 along an axis, from the bottom up, and what the axis calls it.
 
-    Numbers lie where they are, others evenly apart in the order of appearance.
+    Numbers lie where they are, on a logarithmic axis where they span decades; others evenly apart.
     """
-    numbers = [number for value in values if (number := _number(value)) is not None]
-    if len(numbers) == len(values):
-        low, high = min(numbers), max(numbers)
-        scale: Callable[[float], float] = math.log if low > 0 and high / low >= 10 else float
-        room = scale(high) - scale(low)
-        place_of = {each: (scale(each) - scale(low)) / room if room else 0.5 for each in sorted(numbers)}
-        places = [place_of[each] for each in numbers]
-        named = [(place, units.brief(each)) for each, place in place_of.items()]
-    else:
-        names = list(dict.fromkeys(map(str, values)))
-        places = [names.index(str(value)) / (len(names) - 1) if len(names) > 1 else 0.5 for value in values]
-        named = [(index / max(1, len(names) - 1), units.clean(name, 16)) for index, name in enumerate(names)]
-    marks = named[-1:]  # the topmost, and from the bottom up what has room
-    for place, text in named[:-1]:
-        if all(abs(place - other) >= APART for other, _ in marks):
-            marks.append((place, text))
-    return places, marks
+    numbers = {str(value): number for value in values if (number := _number(value)) is not None}
+    names = list(dict.fromkeys(map(str, values)))
+    if len(numbers) < len(names):
+        return {name: (place / max(1, len(names) - 1), units.clean(name, 16)) for place, name in enumerate(names)}
+    low, high = min(numbers.values()), max(numbers.values())
+    scale = math.log if low > 0 and high / low >= 10 else float
+    room = scale(high) - scale(low)
+    return {
+        name: ((scale(each) - scale(low)) / room if room else 0.5, units.brief(each)) for name, each in numbers.items()
+    }
 
 
-def _parallel(facts: SweepFacts, good: Sequence[Result], keys: Sequence[str], colors: Mapping[int, int]) -> Chart:
+def _parallel(facts: SweepFacts, good: Sequence[Result], keys: Sequence[str]) -> Chart:
     """Return parallel coordinates: each point is a line over the varied keys to its result, the best at the top."""
-    goal = facts.goal
-    axes = [_places([result.point.varied.get(key, "-") for result in good]) for key in keys]
-    heights, marks = _places([result.value for result in good])
+    goal, data = facts.goal, list[dict[str, Any]]()
+    columns = [[str(result.point.varied.get(key, "-")) for result in good] for key in keys]
+    columns.append([str(result.value) for result in good])
+    axes = [_places(column) for column in columns]
     if goal.mode == "min":
-        heights, marks = [1 - each for each in heights], [(1 - place, text) for place, text in marks]
-    axes.append((heights, marks))
-    names = [*(units.clean(key, 40) for key in keys), units.name_of(goal.metric)]
-    across = list(range(len(axes)))
-    data = []
+        axes[-1] = {value: (1 - place, text) for value, (place, text) in axes[-1].items()}
     for place, result in reversed(list(enumerate(good))):  # the best is drawn last, on top of the others
-        color = figures.color_of(colors[result.point.number])
-        words = figures.plain(facts.reached(result))
+        color, best = color_of(facts.color(result.point.number)), place == 0
+        reached = f"{units.name_of(goal.metric)} {units.number(result.value)}"
         data.append(
             {
                 "type": "scatter",
                 "mode": "lines+markers",
-                "name": words,
-                "x": across,
-                "y": [round(places[place], 4) for places, _ in axes],
-                "line": {"color": color, "width": 4 if place == 0 else 1.5},
+                "name": figures.plain(f"point {result.point.number}: {varied_words(result.point)}; {reached}"),
+                "x": [*range(len(axes))],
+                "y": [round(axis[column[place]][0], 4) for axis, column in zip(axes, columns, strict=True)],
+                "line": {"color": color, "width": 4 if best else 1.5},
                 "marker": {"color": color, "size": 7},
-                "opacity": 1 if place == 0 else 0.6,
+                "opacity": 1 if best else 0.6,
                 "hoverinfo": "name",
             }
         )
-    marked = [(number, place, text) for number, (_, marks) in enumerate(axes) for place, text in marks]
+    marks = [(number, *mark) for number, axis in enumerate(axes) for mark in _marks(axis.values())]
     data.append(
-        figures.points(
-            [x for x, _, _ in marked], [y for _, y, _ in marked], [""] * len(marked), color="--muted", size=3
-        )
-        | {
-            "mode": "markers+text",
-            "text": [f"\N{NO-BREAK SPACE}\N{NO-BREAK SPACE}{figures.plain(text)}" for _, _, text in marked],
+        {
+            "type": "scatter",
+            "mode": "text",
+            "x": [number for number, _, _ in marks],
+            "y": [place for _, place, _ in marks],
+            "text": [f"\N{NO-BREAK SPACE}\N{NO-BREAK SPACE}{figures.plain(text)}" for _, _, text in marks],
             "hoverinfo": "skip",
+            "textposition": "middle right",
+            "textfont": {"color": "--text"},
+            "cliponaxis": False,
         }
-        | {"textposition": "middle right", "textfont": {"color": "--text"}, "cliponaxis": False}
     )
-    xaxis = {"tickvals": across, "ticktext": [figures.plain(name) for name in names], "range": [-0.15, len(keys) + 0.3]}
+    names = [figures.plain(name) for name in (*(units.clean(key, 40) for key in keys), units.name_of(goal.metric))]
+    xaxis = {"tickvals": [*range(len(axes))], "ticktext": names, "range": [-0.15, len(keys) + 0.3]}
     yaxis = {"visible": False, "range": [-0.06, 1.06]}
     figure = {"data": data, "layout": figures.layout(340, xaxis=xaxis, yaxis=yaxis, hovermode="closest")}
     left = len(facts.points) - len(good)
     note = (
         f"{units.plural(left, 'point')} not drawn: without a result, or beyond the {MOST_THREADS} best." if left else ""
     )
-    return Chart(
-        "parallel", "Parallel coordinates: each line is a point, the best at the top", figure, note=note, wide=True
-    )
+    title = "Parallel coordinates: each line is a point, the best at the top"
+    return Chart("parallel", title, figure, note=note, wide=True)
 
 
-def _curves(facts: SweepFacts, colors: Mapping[int, int]) -> Section:
+def _marks(places: Iterable[tuple[float, str]]) -> Iterable[tuple[float, str]]:
+    """Yield at most `MOST_MARKS` marks of an axis, from the top down, that have room beside each other."""
+    last = math.inf
+    for place, text in sorted(places, reverse=True):
+        if last - place >= 1 / MOST_MARKS:
+            last = place
+            yield place, text
+
+
+def _curves(facts: SweepFacts) -> Section:
     """Return the curves of the goal and of the loss, those of the best points, whose order is that of their results."""
     title = "Curves of all points"
     names = list(dict.fromkeys([*([facts.goal.metric] if facts.table.goal is not None else []), "loss"]))
-    ranked = dict.fromkeys(
-        [*(result.point.number for result in facts.results), *(each.number for each in facts.points)]
-    )
-    by_number = {point.number: point for point in facts.points if point.run_dir is not None}
-    chosen = [by_number[number] for number in ranked if number in by_number]
+    ranked = {each.number: each for each in (*(result.point for result in facts.results), *facts.points)}
+    chosen = [point for point in ranked.values() if point.run_dir is not None]
     logs = [(point, _log(point, names)) for point in chosen[:MOST_CURVES]]
-    every = [series for _, log in logs for series in log.values()]
-    span, columns = figures.span_of(every), figures.columns_for(len(every))
-    drawn: list[Chart | None] = []
+    steps = Steps.of([series for _, log in logs for series in log.values()])
+    drawn = []
     for number, name in enumerate(names):
         curves = [
             Curve(
                 log[name],
                 f"point {point.number}: {varied_words(point)}",
-                colors[point.number],
+                facts.color(point.number),
                 thin=place >= figures.COLORS,
             )
             for place, (point, log) in enumerate(logs)
             if name in log
         ]
-        words, unit = units.name_of(name), units.unit_of(name)
-        words = words[:1].upper() + words[1:]
-        drawn.append(figures.line_chart(f"sweep-{number}", words, curves, span, unit=unit, columns=columns))
-    found = tuple(chart for chart in drawn if chart is not None)
+        words = units.capital(units.name_of(name))
+        drawn.append(figures.line_chart(f"sweep-{number}", words, curves, steps, unit=units.unit_of(name)))
+    found = [chart for chart in drawn if chart is not None]
     if not found:
         return Section("curves", title, missing="No point has logged anything yet.")
     left = f" Only the {MOST_CURVES} best points are drawn." if len(chosen) > MOST_CURVES else ""
@@ -364,28 +339,4 @@ def _log(point: Point, names: Sequence[str]) -> dict[str, Series]:
         logged = metrics_of(point.run_dir)
     except UnreadableRecordError:  # its state says so
         return {}
-    wanted = ({name: record[name] for name in ("step", *names) if name in record} for record in logged)
-    return series_of(wanted)[0]
-
-
-def _trouble(facts: SweepFacts) -> Section | None:
-    rows = [
-        (
-            str(point.number),
-            varied_words(point),
-            units.clean(state.status, 30),
-            str(len(state.attempts)),
-            units.clean(state.explanation),
-        )
-        for point in facts.points
-        if (state := facts.states.get(point.number)) is not None
-        and (state.status != RunStatus.FINISHED or len(state.attempts) > 1)
-    ]
-    if not rows:
-        return None
-    header = ("point", "varied fields", "state", "attempts", "details")
-    return Section(
-        "interrupted",
-        "Points that have not finished or needed several attempts",
-        grids=(grid("These points", header, rows[:MOST_POINTS]),),
-    )
+    return series_of({name: record[name] for name in ("step", *names) if name in record} for record in logged)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from slurmtrain.report.goodput.causes import Cause, Segment
@@ -13,40 +13,24 @@ from slurmtrain.report.page.run_facts import RunFacts
 from slurmtrain.report.page.sentences import CAUSES
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.system import records
 
 MOST_ROWS = 60
 PLACES = 100  # of a row, of which each has at most one mark of a kind: a run may have ten thousand checkpoints
 MOST_BARS = 400  # of a row
 WAITS = (Cause.QUEUE, Cause.STOPPED)
-# What happened: plotly's symbol, the same as a letter, and words.
+# What happened in an attempt: plotly's symbol, the same as a letter, and words.
 SYMBOLS = {
     "checkpoint": ("triangle-up", "▲", "checkpoint committed"),
-    "told": ("line-ns", "|", "told to stop"),
-    "preempted": ("diamond", "◆", "preempted"),
-    "hang": ("circle", "●", "hang"),
-    "failed": ("x", "✖", "crash or failure"),
-    "in_place": ("triangle-down", "▼", "restart in place"),
-    "finished": ("star", "★", "finished"),
-    "stopped": ("square", "■", "other end"),
     "trouble": ("cross", "✚", "update skipped, spike or rollback"),
 }
-_ENDINGS = {
-    Reason.FINISHED: "finished",
-    Reason.PREEMPTED: "preempted",
-    Reason.HANG: "hang",
-    **dict.fromkeys((Reason.CRASH, Reason.NODE_FAILURE, Reason.BAD_NODE, Reason.CONFIG, Reason.DIVERGED), "failed"),
-}
-_EVENTS = {
+EVENTS = {
     Event.CHECKPOINT: ("checkpoint", "checkpoint of step {step}"),
     Event.UPDATE_SKIPPED: ("trouble", "the update of step {step} was skipped"),
     Event.LOSS_SPIKE: ("trouble", "the loss jumped in step {step}"),
     Event.ROLLED_BACK: ("trouble", "went back to step {step}"),
     Event.CHECKPOINT_FAILED: ("trouble", "a checkpoint failed"),
 }
-
-Mark = tuple[str, float, str]  # a key of SYMBOLS, unix seconds, words
 
 
 def timeline_of(facts: RunFacts) -> Chart | None:
@@ -59,43 +43,47 @@ def timeline_of(facts: RunFacts) -> Chart | None:
     tries = {each.number: each for each in facts.attempts}
     by_row = _by_row(segments, list(tries))
     shown = sorted(by_row)[-MOST_ROWS:]
-    rows = {number: f"Attempt {number}" if number in tries else "Next" for number in shown}
-
-    of_cause: dict[Cause, list[tuple[str, Segment]]] = {}
-    for number in shown:
-        found = by_row[number]
-        if len(found) > MOST_BARS:  # those that are too thin to be seen among so many
-            found = [each for each in found if each.seconds > length / 2000][:MOST_BARS]
-        for segment in found:
-            of_cause.setdefault(segment.cause, []).append((rows[number], segment))
-    of_kind: dict[str, list[tuple[str, float, str]]] = {}
-    for number in shown:
-        if number in tries:
-            for kind, moment, words in _thinned(_marks(tries[number], facts.events), length):
-                of_kind.setdefault(kind, []).append((rows[number], min(max(moment, begin), end), words))
-
+    rows = {number: f"{number}: {_end_of(tries[number])}" if number in tries else "next" for number in shown}
     data, legend = [], []
     for cause, words in CAUSES.items():
-        if cause in of_cause:
-            data.append(_bars(words, cause, of_cause[cause]))
+        found = [
+            (name, each)
+            for number, name in rows.items()
+            for each in _visible(by_row[number], length)
+            if each.cause is cause
+        ]
+        if found:
+            data.append(
+                figures.bars(
+                    words,
+                    f"--{cause}",
+                    [name for name, _ in found],
+                    [clock(each.start) for _, each in found],
+                    [1000 * each.seconds for _, each in found],
+                    [f"{words}, {units.duration(each.seconds)}, from {units.moment(each.start)}" for _, each in found],
+                )
+            )
             legend.append((f"--{cause}", words))
+    marks: dict[str, dict[tuple[str, int], tuple[float, str]]] = {}  # by kind, row and place: moment and words
+    for event in facts.events:
+        if event["event"] in EVENTS and event.get("attempt") in tries and event["attempt"] in rows:
+            kind, words = EVENTS[Event(event["event"])]
+            at, step = min(max(event["time"], begin), end), event.get("step")
+            said = words.format(step=f"{step:,}" if isinstance(step, int) and records.is_count(step) else "?")
+            place = rows[event["attempt"]], round(at / length * PLACES)
+            marks.setdefault(kind, {}).setdefault(place, (at, f"{said}, {units.moment(event['time'])}"))
     for kind, (symbol, letter, words) in SYMBOLS.items():
-        if kind in of_kind:
-            places, moments, said = zip(*of_kind[kind], strict=True)
-            times = [clock(each) for each in moments]
-            data.append(figures.points(times, places, said, color="--text", symbol=symbol, size=9, name=words))
+        if kind in marks:
+            data.append(_points([name for name, _ in marks[kind]], [*marks[kind].values()], symbol, words))
             legend.append(("", f"{letter} {words}"))
-    ends = {"autorange": "reversed", "fixedrange": True, "categoryarray": list(rows.values())}
-    figure = {
-        "data": data,
-        "layout": figures.layout(
-            70 + 34 * len(shown), xaxis={"type": "date"}, yaxis=ends, barmode="overlay", bargap=0.5
-        ),
-    }
-    summary = ". ".join(f"{rows[number]}: {_end_words(tries[number])}" for number in shown[-20:] if number in tries)
+    yaxis = {"autorange": "reversed", "fixedrange": True, "categoryarray": list(rows.values())}
+    height = 70 + 34 * len(shown)
+    layout = figures.layout(height, xaxis={"type": "date"}, yaxis=yaxis, barmode="overlay", bargap=0.5)
     left = len(by_row) - len(shown)
     note = f"{units.plural(left, 'earlier attempt')} not drawn; the table shows all." if left else ""
-    return Chart("timeline", "Timeline", figure, legend=tuple(legend), note=note, summary=summary, wide=True)
+    title = "Timeline of the attempts, and why each ended"
+    summary = f"Attempts: {', '.join(list(rows.values())[-20:])}"
+    return Chart("timeline", title, {"data": data, "layout": layout}, "", legend, note=note, summary=summary, wide=True)
 
 
 def clock(moment: float) -> str:
@@ -103,7 +91,7 @@ def clock(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
-def _by_row(segments: Iterable[Segment], numbers: Sequence[int]) -> dict[int, list[Segment]]:
+def _by_row(segments: Iterable[Segment], numbers: list[int]) -> dict[int, list[Segment]]:
     """Return the segments of each row: a wait stands in the row of the attempt that it led to, or in one of its own."""
     following = dict(zip([0, *numbers], [*numbers, 0], strict=True))
     rows: dict[int, list[Segment]] = {number: [] for number in numbers}
@@ -114,44 +102,26 @@ def _by_row(segments: Iterable[Segment], numbers: Sequence[int]) -> dict[int, li
     return rows
 
 
-def _bars(name: str, cause: Cause, found: Sequence[tuple[str, Segment]]) -> dict[str, Any]:
-    rows, segments = zip(*found, strict=True)
-    return figures.bars(
-        name,
-        f"--{cause}",
-        rows,
-        [clock(each.start) for each in segments],
-        [1000 * each.seconds for each in segments],
-        [f"{name}, {units.duration(each.seconds)}, from {units.moment(each.start)}" for each in segments],
-    )
+def _visible(segments: list[Segment], length: float) -> list[Segment]:
+    """Return the segments of a row without those that are too thin to be seen, where there are many."""
+    if len(segments) <= MOST_BARS:
+        return segments
+    return [each for each in segments if each.seconds > length / 2000][:MOST_BARS]
 
 
-def _thinned(marks: Iterable[Mark], length: float) -> list[Mark]:
-    """Return one mark for all of a kind that are too close to be told apart."""
-    kept: dict[tuple[str, int], Mark] = {}
-    for mark in marks:
-        kept.setdefault((mark[0], round(mark[1] / length * PLACES)), mark)
-    return list(kept.values())
+def _points(rows: list[str], found: list[tuple[float, str]], symbol: str, name: str) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [clock(at) for at, _ in found],
+        "y": rows,
+        "marker": {"color": "--text", "symbol": symbol, "size": 9, "line": {"color": "--text", "width": 2}},
+        "hovertext": [figures.plain(words) for _, words in found],
+        "hoverinfo": "text",
+    }
 
 
-def _marks(attempt: Attempt, events: Iterable[Mapping[str, Any]]) -> Iterable[Mark]:
-    for event in events:
-        if event.get("attempt") == attempt.number and event["event"] in _EVENTS:
-            kind, words = _EVENTS[Event(event["event"])]
-            step = event.get("step")
-            said = words.format(step=f"{step:,}" if isinstance(step, int) and records.is_count(step) else "?")
-            yield kind, event["time"], f"{said}, {units.moment(event['time'])}"
-    if attempt.cause_time and attempt.ended and attempt.cause_time < attempt.ended:
-        yield "told", attempt.cause_time, f"told to stop, {units.moment(attempt.cause_time)}"
-    if attempt.ended is None or attempt.reason is None:
-        return
-    kind = _ENDINGS.get(Reason(attempt.reason), "stopped") if attempt.reason in set(Reason) else "stopped"
-    yield kind, attempt.ended, _end_words(attempt)
-    if attempt.verdict == Verdict.IN_PLACE:
-        yield "in_place", attempt.ended, f"its ranks started again in the same job, {units.moment(attempt.ended)}"
-
-
-def _end_words(attempt: Attempt) -> str:
-    if attempt.ended is None:
-        return "has not ended, according to its record"
-    return f"{units.clean(attempt.reason or 'ended for an unknown reason', 40)}, {units.moment(attempt.ended)}"
+def _end_of(attempt: Attempt) -> str:
+    """Return why an attempt ended, as a word."""
+    return "not ended" if attempt.ended is None else figures.plain(units.clean(attempt.reason or "not known", 24))

@@ -15,50 +15,40 @@ UNKNOWN = "not known"
 LONGEST_TEXT = 400  # characters of one value that are shown
 TOO_DEEP = "(nested too deep to be shown)"
 MOST_READ = 20_000  # and that are looked at
-NAMES = {
-    "loss": "training loss",
-    "valid_loss": "validation loss",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-    "param_norm": "parameter norm",
-    "tokens_per_s": "tokens per second",
-    "samples_per_s": "samples per second",
-    "tokens_per_s_per_gpu": "tokens per second and GPU",
-    "tflops_per_gpu": "achieved TFLOP/s per GPU",
-    "mfu": "model FLOPs utilisation (MFU)",
-    "slowest_rank_ratio": "slowest rank, times the median",
-    "memory_allocated_gb": "memory, allocated",
-    "memory_reserved_gb": "memory, reserved",
-    "step_time_s": "time of a step",
-    "data_wait_s": "wait for data",
-    "time_data_s": "wait for data",
-    "time_forward_backward_s": "forward and backward",
-    "time_communication_s": "communication, not hidden",
-    "time_optimizer_s": "optimiser",
-    "time_checkpoint_s": "checkpoint",
-    "time_evaluation_s": "evaluation",
-    "time_other_s": "other",
-}
-_UNITS = {
-    "loss": "nats per token",
-    "valid_loss": "nats per token",
-    "tokens_per_s": "tokens/s",
-    "samples_per_s": "samples/s",
-    "tokens_per_s_per_gpu": "tokens/s",
-    "tflops_per_gpu": "TFLOP/s",
-    "mfu": "share of the peak",
-    "bits_per_byte": "bits per byte",
-    "valid_bits_per_byte": "bits per byte",
-    "memory_allocated_gb": "GiB",
-    "memory_reserved_gb": "GiB",
+METRICS = {  # words, and the unit
+    "loss": ("training loss", "nats per token"),
+    "valid_loss": ("validation loss", "nats per token"),
+    "lr": ("learning rate", ""),
+    "grad_norm": ("gradient norm", ""),
+    "param_norm": ("parameter norm", ""),
+    "tokens_per_s": ("tokens per second", "tokens/s"),
+    "samples_per_s": ("samples per second", "samples/s"),
+    "tokens_per_s_per_gpu": ("tokens per second and GPU", "tokens/s"),
+    "tflops_per_gpu": ("achieved TFLOP/s per GPU", "TFLOP/s"),
+    "mfu": ("model FLOPs utilisation (MFU)", "share of the peak"),
+    "mfu_attended": ("only attention within documents counted", "share of the peak"),
+    "slowest_rank_ratio": ("slowest rank, times the median", ""),
+    "memory_allocated_gb": ("memory, allocated", "GiB"),
+    "memory_reserved_gb": ("memory, reserved", "GiB"),
+    "step_time_s": ("time of a step", "s"),
+    "data_wait_s": ("wait for data", "s"),
+    "time_data_s": ("wait for data", "s"),
+    "time_forward_backward_s": ("forward and backward", "s"),
+    "time_communication_s": ("communication, not hidden", "s"),
+    "time_optimizer_s": ("optimiser", "s"),
+    "time_checkpoint_s": ("checkpoint", "s"),
+    "time_evaluation_s": ("evaluation", "s"),
+    "time_other_s": ("other", "s"),
+    "bits_per_byte": ("bits per byte", "bits per byte"),
+    "valid_bits_per_byte": ("validation bits per byte", "bits per byte"),
 }
 _SUFFIXES = {"_s": "s", "_gb": "GB", "_mb": "MB", "_ms": "ms", "_loss": "nats per token", "_percent": "%", "_w": "W"}
 
 
 def name_of(metric: str) -> str:
     """Return the words for a metric; one that nobody here knows has its own name."""
-    if metric in NAMES:
-        return NAMES[metric]
+    if metric in METRICS:
+        return METRICS[metric][0]
     if metric.startswith("valid_"):  # an evaluation's own
         return clean(f"validation {metric.removeprefix('valid_').replace('_', ' ')}", 80)
     return clean(metric, 80)
@@ -66,8 +56,8 @@ def name_of(metric: str) -> str:
 
 def unit_of(metric: str) -> str:
     """Return the unit of a metric by its name; "" if it has none, or it is not known."""
-    if metric in _UNITS:
-        return _UNITS[metric]
+    if metric in METRICS:
+        return METRICS[metric][1]
     return next((unit for suffix, unit in _SUFFIXES.items() if metric.endswith(suffix)), "")
 
 
@@ -94,6 +84,11 @@ def json_words(value: object) -> str:
 def slug(text: str) -> str:
     """Return a name for any text, of letters, digits and dashes; two texts may have the same."""
     return re.sub(r"[^a-z0-9_]+", "-", text.lower()).strip("-")[:60] or "unnamed"
+
+
+def capital(words: str) -> str:
+    """Return words with a capital letter at the beginning, as a title has."""
+    return words[:1].upper() + words[1:]
 
 
 def number(value: float | None, unit: str = "") -> str:

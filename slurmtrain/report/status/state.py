@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from slurmtrain.choices import Choice as NamedValue
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.progress import Progress
 from slurmtrain.runs.attempts import Attempt
 
 
-class RunStatus(NamedValue):
+class RunStatus(StrEnum):
     """The status of a run."""
 
     PREPARED = "prepared"  # nothing has been submitted or started yet

@@ -26,7 +26,8 @@ from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError
 from slurmtrain.parallel.parallelize import parallelize
-from slurmtrain.planner.fit import StageMemory, memory_of
+from slurmtrain.planner.fit import memory_of
+from slurmtrain.planner.memory import StageMemory
 from slurmtrain.runtime.jobs.build_model import build
 from slurmtrain.training.optim import build_optimizer
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.launched_program import node_shape
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
+from slurmtrain.launch.targets.objects import stop_files
 from slurmtrain.launch.targets.pod import command
-from slurmtrain.launch.targets.rayjob import stop_files
 from slurmtrain.runs.ownership import require_own
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.process import end_with_parent

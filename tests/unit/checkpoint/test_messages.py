@@ -20,7 +20,6 @@ PACKAGE = Path(slurmtrain.__file__).parent
 # What these pickle stays between a process and its own workers, or in files of one person's own sweep. The last three read
 # files of other programs: by an unpickler that knows the classes of their metadata alone, or torch's of weights alone.
 PICKLE = {
-    "data/loading/shared_memory.py",
     "data/loading/workers.py",
     "control/mapping.py",
     "runtime/jobs/map_task.py",

@@ -10,7 +10,6 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_CONFIG, EXIT_USAGE
-from slurmtrain.launch import submit_once
 from tests.support.fake_slurm import FakeSlurm
 
 SLURM = ["+cluster=a100x4", "submit"]
@@ -99,8 +98,8 @@ BAD_CONFIGS = [
         "train.global_batch_size=8",
     ),
     (
-        [*SLURM, "parallel=hsdp", "parallel.gradient_compression=powersgd"],
-        "gradient_compression=powersgd works only with whole replicas",
+        [*SLURM, "parallel=hsdp", "parallel.gradient_compression=bf16"],
+        "gradient_compression=bf16 works only with whole replicas",
         "parallel.reduce_dtype=bfloat16",
     ),
     (
@@ -108,7 +107,6 @@ BAD_CONFIGS = [
         "nor with parallel.param_dtype",
         "parallel.reduce_dtype=bfloat16",
     ),
-    ([*SLURM, "parallel.powersgd_start_step=1"], "powersgd_start_step=1 must be at least 2", "DDP"),
     (
         [*SLURM, "parallel=fsdp", "parallel.reshard_after_forward=3"],
         "parallel.reshard_after_forward=3 does not cut 4 shards",
@@ -134,6 +132,10 @@ BAD_CONFIGS = [
     ([*SLURM, "train.steps=0"], "train.steps=0 must be at least 1", ""),
     ([*SLURM, "train.device=tpu"], "train.device=tpu is not known", "auto, cpu, cuda"),
     ([*SLURM, "train.data_workers=-1"], "train.data_workers=-1 must be at least 0", ""),
+    ([*SLURM, "preflight.clock_offset_s=0"], "preflight.clock_offset_s=0.0 must be above 0", ""),
+    ([*SLURM, "preflight.slow_share=1"], "preflight.slow_share=1.0 must be above 0 and below 1", ""),
+    ([*SLURM, "preflight.exclude_slow=true"], "preflight.exclude_slow=true needs preflight.mode=full", "leave"),
+    ([*SLURM, "job.kind=preflight"], "job.kind=preflight is not known", "train, command, prepare"),
     ([*SLURM, "checkpoint.keep_last=1"], "checkpoint.keep_last=1 must be at least 2", "one good checkpoint"),
     ([*SLURM, "requeue.mode=always"], "requeue.mode=always is not known", "requeue, resubmit, chain, off"),
     ([*SLURM, "requeue.max_attempts_without_progress=0"], "must be at least 1", ""),
@@ -177,6 +179,12 @@ BAD_CONFIGS = [
     ([*SLURM, "cluster.slurm_conf=/no/such/file"], "cluster.slurm_conf=/no/such/file is not a file", "null"),
     ([*SLURM, "job.runs_dir=file/below"], "cannot create a run directory under", "job.runs_dir"),
     ([*SLURM, "job.runs_dir=/proc/nowhere"], "cannot create a run directory under /proc/nowhere", "job.runs_dir"),
+    ([*SLURM, "+train.steps="], "train.steps= is not a whole number", "--cfg job"),
+    ([*SLURM, "train.steps=null"], "train.steps=null is not a whole number", "--cfg job"),
+    ([*SLURM, "cluster.modules={a: 1}"], "cluster.modules={'a': 1} is not a list", "write cluster.modules=[a,b]"),
+    ([*SLURM, "cluster.env=x"], "cluster.env=x is not a mapping of keys to values", "+cluster.env.NAME=VALUE"),
+    ([*SLURM, "model=base"], "model.vocab_size is not set, and has no default", "write model.vocab_size=VALUE"),
+    ([*SLURM, "+model.x=${oc.env:NOPE}"], "Environment variable 'NOPE' not found", "--cfg job"),
     ([*SLURM, "train.steps=abc"], "train.steps=abc is not a whole number", "--cfg job"),
     ([*SLURM, "train.steps=1.5"], "train.steps=1.5 is not a whole number", "--cfg job"),
     ([*SLURM, "train.tensorboard=maybe"], "train.tensorboard=maybe is not true or false", "--cfg job"),
@@ -209,6 +217,7 @@ BAD_WORDS = [
     ([*SLURM, "sweep=2"], "sweep is a group of fields", "one by one: sweep.pack"),
     ([*SLURM, "cluster.container=pyxis"], "cluster.container is a group", "write cluster.container.kind=pyxis"),
     ([*SLURM, "logger=wandb"], "there is no config key 'logger'", "TensorBoard"),
+    ([*SLURM, "~xyzzy"], "there is no config key 'xyzzy'", "known are"),
     ([*SLURM, 'cluster.setup=["echo ${USER}"]'], "there is no key called 'USER'", "for bash write $USER"),
 ]
 
@@ -348,45 +357,6 @@ def test_without_sbatch_the_run_directory_is_removed_again(
     assert code == 1
     assert "there is no `sbatch` on this machine" in said and "apt-get install slurm-wlm" in hint
     assert not (project / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        ("sbatch: error: invalid partition specified: nope", "cluster.partition"),
-        ("sbatch: error: Batch job submission failed: Invalid account or account/partition", "cluster.account"),
-        ("sbatch: error: Batch job submission failed: Invalid qos specification", "cluster.qos"),
-        ("sbatch: error: Unable to contact slurm controller (connect failure)", "try again later"),
-        ("something else altogether", "--dry-run"),
-    ],
-)
-def test_sbatch_refusing_is_said_in_its_words_and_leaves_nothing(
-    words: str,
-    hint: str,
-    nothing_left: FakeSlurm,
-    project: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for pause in ("FIRST_DELAY_S", "CONFIRM_EVERY_S"):  # between looks for a job that there may be all the same
-        monkeypatch.setattr(submit_once, pause, 0.0)
-    nothing_left.refuse(words)
-    nothing_left.command("squeue", "exit 0")  # nothing is there
-    code, said, hinted = refused(SLURM, capsys)
-    assert code == 1
-    assert words.removeprefix("sbatch: error: ") in said and hint in hinted
-    assert not (project / "runs").exists()
-
-
-def test_a_refused_submission_leaves_other_runs_alone(
-    nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(SLURM) == 0
-    kept = list(project.glob("runs/train/*"))
-    capsys.readouterr()
-    nothing_left.refuse("sbatch: error: no")
-    refused(SLURM, capsys)
-    assert list(project.glob("runs/train/*")) == kept
 
 
 def test_render_into_a_folder_that_is_not_there(

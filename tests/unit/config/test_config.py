@@ -52,6 +52,22 @@ def test_any_text_survives_freezing(text: str, tmp_path_factory: pytest.TempPath
     assert to_values(load_frozen(path)) == to_values(config)
 
 
+def test_a_frozen_config_of_another_version_of_the_package(tmp_path: Path) -> None:
+    """A field that it lacks has its default; one that is not known here is an error."""
+    path, text = tmp_path / "config.yaml", freeze(compose(["cluster=local", "train.log_every=7"]))
+    with pytest.raises(ConfigError, match="is missing"):
+        load_frozen(path)
+    path.write_text("cluster: [torn")
+    with pytest.raises(ConfigError, match="not a config of this version"):
+        load_frozen(path)
+    path.write_text(text.replace("  log_every: 7\n", ""))
+    assert load_frozen(path) == compose(["cluster=local"])
+    path.write_text(text.replace("  log_every: 7\n", "  clock: 1\n"))
+    with pytest.raises(ConfigError, match="is not a config of this version: train has no field 'clock'") as error:
+        load_frozen(path)
+    assert "another version of slurmtrain" in str(error.value.hint)
+
+
 def test_bash_variables_in_set_up_lines_reach_bash() -> None:
     config = compose([r"cluster.setup=['export A=\${HOME}/x','echo $B']"])
     assert config.cluster.setup == ["export A=${HOME}/x", "echo $B"]

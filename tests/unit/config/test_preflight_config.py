@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from slurmtrain.choices import JobKind, PreflightMode, RequeueMode
 from slurmtrain.config.compose import compose
 from slurmtrain.config.evaluation import preflight_config
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.validate import validate
-from slurmtrain.errors import ConfigError
 
 
 def test_the_job_of_the_verb_has_the_nodes_ranks_and_data_of_the_training_and_is_not_requeued() -> None:
@@ -34,18 +31,3 @@ def test_where_a_launcher_starts_the_ranks_the_job_of_the_verb_has_as_many() -> 
     words = ["job=command", "job.command=python x.py", "job.launcher=torchrun", "cluster.tasks_per_node=1"]
     made = preflight_config(compose(["cluster=a100x8", "cluster.nodes=2", *words]), full=True)
     assert (made.cluster.tasks_per_node, made.world_size, made.job.command) == (8, 16, None)
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["preflight.clock_offset_s=0"], "preflight.clock_offset_s=0.0 must be above 0"),
-        (["preflight.slow_share=1"], "preflight.slow_share=1.0 must be above 0 and below 1"),
-        (["preflight.exclude_slow=true"], "preflight.exclude_slow=true needs preflight.mode=full"),
-        (["job.kind=preflight"], "job.kind=preflight is not known"),
-    ],
-)
-def test_checks_that_cannot_be_are_refused(words: list[str], why: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        validate(compose(words))
-    assert why in refused.value.message

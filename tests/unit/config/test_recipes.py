@@ -14,7 +14,8 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.folders import shipped
 from slurmtrain.config.validate import validate
 from slurmtrain.launch.script import dry_run
-from slurmtrain.planner.fit import GIB, ROOM, check_fits, in_gb, memory_of
+from slurmtrain.planner.fit import ROOM, check_fits, memory_of
+from slurmtrain.planner.memory import GIB, in_gb
 
 QWEN3_8B = {  # of its config.json
     "model_type": "qwen3",

@@ -20,7 +20,7 @@ import pytest
 
 from slurmtrain.config import schema
 from slurmtrain.config.compose import compose
-from slurmtrain.config.fields import Range, hints, share_in, words_of
+from slurmtrain.config.fields import Range, Share, words_of
 from slurmtrain.config.folders import PACKAGE
 from slurmtrain.config.frozen import to_values
 
@@ -82,7 +82,7 @@ def page() -> str:
     nodes = ast.parse(_source()).body
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef) and node.decorator_list}
     sections = [HEAD]
-    for group, kind in hints(schema.Config).items():
+    for group, kind in schema.Config.__annotations__.items():
         if kind.__name__ not in classes:
             continue
         defaults = {} if group in DIFFERS else values[group]
@@ -130,8 +130,8 @@ def _fields(owner: ast.ClassDef, defaults: Mapping[str, Any]) -> Iterator[Field]
             row -= 1
         beside = [_comment(line) for line in lines[node.lineno - 1 : node.end_lineno]]
         name = node.target.id
-        kind = hints(getattr(schema, owner.name))[name]
-        share = share_in(kind)
+        kind = getattr(schema, owner.name).__annotations__[name]
+        share = next((each for each in typing.get_args(kind) if isinstance(each, Share)), None)
         default = _yaml(defaults[name]) if name in defaults and share is None else _default(node.value)
         if share is not None:
             default = f"{100 * share.fraction:g} % of train.steps, at most {share.most}"

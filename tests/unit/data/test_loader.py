@@ -22,9 +22,7 @@ from torch import Tensor
 
 from slurmtrain.data import BatchLoader, eval_batches, sample_ids
 from slurmtrain.data.loading import sample_digest
-from slurmtrain.data.loading.compact_rows import CompactRows
 from slurmtrain.data.loading.loader import RowLength
-from slurmtrain.data.loading.shared_memory import SLOT_BYTES
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.data.sources.mixture import MixedSamples
 from slurmtrain.errors import ConfigError, SlurmtrainError
@@ -275,37 +273,6 @@ def test_an_error_of_the_data_set_reaches_the_caller_and_the_step_does_not_count
         assert multiprocessing.active_children() == []
 
 
-class Miscounted(Numbers):
-    """Gives every batch `times` times."""
-
-    def __init__(self, n: int, times: int):
-        super().__init__(n)
-        self.times = times
-
-    def get_batches(self, indices: np.ndarray[Any, Any], **unused: Any) -> Iterator[dict[str, Tensor]]:
-        for row in indices:
-            yield from [{"id": torch.from_numpy(row)}] * self.times
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    ("times", "message"),
-    [
-        (2, "more batches than requested: at least [23] instead of [12]"),
-        (0, "fewer batches .*: 0 instead of [12]"),
-    ],
-)
-def test_get_batches_that_yields_another_number_of_batches_is_trained_on_and_evaluated_on_none(
-    workers: int, times: int, message: str
-) -> None:
-    with loader(Miscounted(100, times), num_workers=workers, global_batch_size=4) as batches:
-        with pytest.raises(ConfigError, match=f"get_batches yielded {message}"):
-            next(batches)
-        assert batches.samples_consumed == 0
-    with pytest.raises(ConfigError, match=f"get_batches yielded {message}"):
-        next(eval_batches(Miscounted(8, times), 2))
-
-
 class Stopping(Numbers):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         raise StopIteration
@@ -318,22 +285,30 @@ def test_a_stop_iteration_of_a_sample_is_named() -> None:
         next(batches)
 
 
-class Compact(Numbers):
-    """Gives compact rows of 4 tokens; the first target is another token than the next one."""
+class Ragged(Numbers):
+    """Rows of as many tokens as their number says."""
 
-    def get_batches(self, indices: np.ndarray[Any, Any], **unused: Any) -> Iterator[CompactRows]:
-        for row in indices:
-            tokens = torch.arange(5, dtype=torch.uint8) + torch.from_numpy(row)[:, None].to(torch.uint8)
-            yield CompactRows(tokens, 4 * len(row), None, torch.tensor([0]), torch.tensor([99]))
+    seq_len = 9
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: torch.full((index + 1,), index) for name in ("inputs", "targets")}
+
+    def lengths(self, indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return indices + 1
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_get_batches_may_yield_compact_rows(workers: int) -> None:
-    with loader(Compact(8), num_workers=workers, shuffle=False, row_length=RowLength(multiple=3)) as batches:
+@pytest.mark.parametrize(
+    ("row_length", "widths"), [(RowLength(multiple=3), [9, 6, 6, 3]), (RowLength(fixed=True), [9] * 4)]
+)
+def test_rows_are_padded_as_the_model_needs_them(workers: int, row_length: RowLength, widths: list[int]) -> None:
+    with loader(Ragged(8), num_workers=workers, shuffle=False, row_length=row_length) as batches:
         step = next(batches)
-    assert step.targets == 32
-    assert step.micro_batches[1]["inputs"].tolist() == [[2, 3, 4, 5, 0, 0], [3, 4, 5, 6, 0, 0]]
-    assert step.micro_batches[1]["targets"].tolist() == [[99, 4, 5, 6, -100, -100], [4, 5, 6, 7, -100, -100]]
+    assert [batch["inputs"].shape[1] for batch in step.micro_batches] == widths
+    assert step.targets == sum(range(1, 9)) and step.rows.tokens == 2 * sum(widths)
+    assert step.micro_batches[-1]["targets"].tolist() == [
+        [length - 1] * length + [-100] * (widths[-1] - length) for length in (2, 1)
+    ]
 
 
 @pytest.mark.parametrize(("n", "batch_size", "world_size"), [(10, 3, 1), (10, 3, 4), (3, 2, 5), (64, 8, 8), (0, 4, 2)])
@@ -355,73 +330,10 @@ def test_batch_sizes_that_do_not_divide_are_refused_with_a_way_out() -> None:
         BatchLoader(Numbers(0), seed=0, global_batch_size=1, micro_batch_size=1)
 
 
-MANY = SLOT_BYTES // 4 + 1
-KINDS = {
-    "int64": torch.arange(6).reshape(2, 3),
-    "not contiguous": torch.arange(6).reshape(2, 3).T,
-    "bfloat16": torch.ones(3, dtype=torch.bfloat16),
-    "bool": torch.tensor([True, False]),
-    "a number": torch.tensor(3.5),
-    "empty": torch.empty(0, 4),
-    "gradient wanted": torch.ones(2, requires_grad=True),
-    "sparse": torch.eye(3).to_sparse(),
-    "negated": torch.tensor([1 + 2j]).conj().imag,
-    "conjugated": torch.tensor([1 + 2j]).conj(),
-    "one of a column": torch.arange(6).reshape(3, 2)[:1, 1],
-    "complex": torch.tensor([1 + 2j]),
-    "unsigned": torch.tensor([65535], dtype=torch.uint16),
-    "channels last": torch.arange(24).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
-    "expanded": torch.arange(3).expand(2, 3),
-    "large": torch.arange(MANY, dtype=torch.int32),
-    "large and bfloat16": torch.ones(2 * MANY, dtype=torch.bfloat16),
-}
-
-
 def workers_on(
     work: Callable[[Any], Any], jobs: Iterable[Any], *, count: int = 1, ahead: int = 2, pin_memory: bool = False
-) -> Workers[list[Any], Any]:
-    """Each job's result by itself."""
-    coming = iter(jobs)
-    return Workers(
-        lambda some: map(work, some),
-        lambda number: list(itertools.islice(coming, number)),
-        count=count,
-        ahead=ahead,
-        seed=0,
-        pin_memory=pin_memory,
-    )
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize(
-    "pin_memory", [False, pytest.param(True, marks=pytest.mark.skipif("not torch.cuda.is_available()"))]
-)
-def test_tensors_of_any_kind_come_as_they_are(count: int, pin_memory: bool) -> None:
-    results = workers_on(KINDS.__getitem__, KINDS, count=count, pin_memory=pin_memory)
-    try:
-        got = list(zip(KINDS.items(), results, strict=False))
-    finally:
-        results.close()
-    assert len(got) == len(KINDS)
-    for (name, expected), tensor in got:
-        assert (tensor.dtype, tensor.shape, tensor.layout) == (expected.dtype, expected.shape, expected.layout), name
-        assert torch.equal(dense(tensor), dense(expected)), name
-        if expected.layout == torch.strided and "last" in name:
-            assert tensor.stride() == expected.stride(), name
-        if tensor.layout == torch.strided and tensor.dtype != torch.uint16:
-            tensor.detach().add_(True if tensor.dtype == torch.bool else 1)  # nobody else's memory, and not read-only
-
-
-def dense(tensor: Tensor) -> Tensor:
-    return tensor.to_dense() if tensor.layout != torch.strided else tensor.detach()
-
-
-@pytest.mark.parametrize(("count", "ahead"), [(1, 1), (1, 2), (2, 3), (3, 40)])
-def test_results_stay_as_they_came_while_the_shared_memory_is_used_again(count: int, ahead: int) -> None:
-    results = workers_on(lambda number: {"rows": torch.full((100,), number)}, range(500), count=count, ahead=ahead)
-    kept = list(results)
-    results.close()
-    assert [rows["rows"].unique().tolist() for rows in kept] == [[number] for number in range(500)]
+) -> Workers[Any, Any]:
+    return Workers(work, iter(jobs), count=count, ahead=ahead, seed=0, pin_memory=pin_memory)
 
 
 class PickyError(SlurmtrainError):
@@ -460,15 +372,11 @@ def test_what_cannot_be_sent_is_an_error_in_its_turn(plain: bool) -> None:
 def test_memory_that_a_data_set_uses_again_is_sent_as_it_was() -> None:
     buffer = np.zeros(1000)
 
-    def work(numbers: list[int]) -> Any:
-        for number in numbers:
-            buffer[:] = number
-            yield number if number % 3 else torch.from_numpy(buffer)
+    def work(number: int) -> Any:
+        buffer[:] = number
+        return number if number % 3 else torch.from_numpy(buffer)
 
-    coming = iter(range(300))
-    results: Workers[list[int], Any] = Workers(
-        work, lambda some: list(itertools.islice(coming, some)), count=1, ahead=20, seed=0, pin_memory=False
-    )
+    results = workers_on(work, range(300), ahead=8)
     assert [int(result if i % 3 else result.unique()) for i, result in enumerate(results)] == list(range(300))
     results.close()
 
@@ -548,10 +456,8 @@ def test_another_order_sample_or_data_set_gives_another_hash() -> None:
     assert len(set(hashes)) == 4
     numbers = np.arange(8)
     swapped = numbers[[1, 0, *range(2, 8)]]
-    in_order, changed, moved = sample_digest.digests(
-        np.stack([numbers, numbers, swapped]), np.stack([numbers, swapped, numbers])
-    )
-    assert in_order != changed and changed == moved  # the same two pairs
+    changed = sample_digest.digest(numbers, swapped)
+    assert sample_digest.digest(numbers, numbers) != changed == sample_digest.digest(swapped, numbers)  # the same pairs
     assert sample_digest.chained("a", (1, 2)) != sample_digest.chained("b", (1, 2))
 
 
@@ -638,5 +544,5 @@ def test_the_data_set_hears_early_of_what_comes() -> None:
     next(loader)
     next(loader)
     soon, now = "soon", "now"
-    first = [(soon, [0, 1, 2, 3, 4, 5]), (now, [0]), (now, [1])]
-    assert dataset.events == [*first, (soon, [6, 7]), (now, [2]), (now, [3])]
+    first = [(soon, [0, 1, 2, 3, 4]), (now, [0])]
+    assert dataset.events == first + [each for n in (1, 2, 3) for each in ((soon, [n + 4]), (now, [n]))]

@@ -25,12 +25,7 @@ from slurmtrain.data.format import reading, rows
 from slurmtrain.data.format.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
 from slurmtrain.data.format.packing import best_fit_rows
 from slurmtrain.data.format.tokens import DocumentTokens
-from slurmtrain.data.loading import compact_rows
-from slurmtrain.data.loading.batches import concatenate, num_targets, padded
-from slurmtrain.data.loading.compact_rows import RowGroup
-from slurmtrain.data.loading.samples import fetch_batches
-from slurmtrain.data.loading.shared_memory import SLOT_BYTES
-from slurmtrain.data.sources.protocol import inspect_dataset
+from slurmtrain.data.loading.batches import concatenate, padded
 from slurmtrain.errors import ConfigError, DataError
 from tests.support.descriptors import open_below
 from tests.support.prepared import write_prepared
@@ -174,19 +169,13 @@ def test_a_batch_is_its_samples_stacked(data: Path) -> None:
 def test_batches_of_a_mixture_are_its_samples_stacked(data: Path, other: str, mask: bool | None) -> None:
     masked = PreparedText(str(data), 7, packing=other, document_mask=mask)
     train = Mixture({"plain": PreparedText(str(data), 10), "masked": masked}).train
-    indices = np.random.default_rng(0).integers(0, len(train), (20_000 // 4, 4))  # more than are made at once
-    groups = list(fetch_batches(inspect_dataset(train), indices, indices, seed=0))
-    assert all(isinstance(group, RowGroup) for group in groups)
-    batches = [batch for group in groups for batch in group.split()]
-    assert len(batches) == len(indices)
-    for of_batch, batch in list(zip(indices.tolist(), batches, strict=True))[::7]:  # borders fall anywhere
+    for of_batch in np.random.default_rng(0).integers(0, len(train), (500, 4)).tolist():
         rows = [{name: row[None] for name, row in train[index].items()} for index in of_batch]
         expected = padded(concatenate(rows), 0 if other == "documents" else 10)  # documents: as long as the longest
         if mask:  # whichever samples it has
             expected.setdefault("documents", torch.zeros_like(expected["inputs"], dtype=torch.int32))
-        got = batch.batch()
+        got = train.get_batch(np.array(of_batch))
         assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
-        assert batch.num_targets == num_targets(got)
 
 
 def test_a_border_is_found_among_many_documents(tmp_path: Path) -> None:
@@ -329,20 +318,6 @@ def test_a_token_beyond_the_vocabulary_is_refused_with_its_place(data: Path) -> 
             everything(PreparedText(str(data), 4, packing=packing).train)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_all_batches_before_one_that_cannot_be_read_come(data: Path, mixed: bool) -> None:
-    tokens = np.fromfile(tokens_file(data), dtype="<u2")
-    tokens[3] = 300  # in sample 5
-    tokens.tofile(tokens_file(data))
-    source = PreparedText(str(data), 4)
-    train = Mixture({"a": source, "b": source}).train if mixed else source.train
-    indices = np.array([[0, 1], [7, 8], [2, 5], [3, 4]])
-    batches = iter(fetch_batches(inspect_dataset(train), indices, indices, seed=0))
-    assert [next(batches).num_targets, next(batches).num_targets] == [[8], [8]]
-    with pytest.raises(ConfigError, match="has the token 300"):
-        next(batches)
-
-
 @pytest.mark.parametrize(
     ("number", "value", "sentence"),
     [
@@ -452,16 +427,6 @@ def test_threads_that_read_more_files_than_are_open_get_what_is_in_them(
         sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "highest"), [(torch.uint8, 2**8 - 1), (torch.uint16, 2**16 - 1), (torch.uint32, 2**32 - 1)]
-)
-def test_tokens_of_any_width_are_the_same_on_a_gpu_which_has_no_unsigned_numbers(
-    dtype: torch.dtype, highest: int
-) -> None:
-    tokens = torch.tensor([[0, 1, highest // 2, highest // 2 + 1, highest]])
-    assert torch.equal(compact_rows.by_signed(tokens.to(dtype)), tokens)
-
-
 def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
     write_prepared(tmp_path, {"train": [[[n] * 3] for n in range(2 * reading.OPEN_FILES)]})
     train = PreparedText(str(tmp_path), 3).train
@@ -472,19 +437,13 @@ def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
     assert open_below(tmp_path) == []
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_workers_read_what_this_process_reads(large: bool, data: Path, tmp_path: Path) -> None:
-    if large:
-        tokens = SLOT_BYTES // 4 + 1  # each of two bytes, in two batches
-        write_prepared(tmp_path, {"train": [[[token % 40_000 for token in range(tokens)]]]}, vocab_size=40_000)
-        train, steps = PreparedText(str(tmp_path), tokens // 4).train, 1
-    else:
-        train, steps = PreparedText(str(data), 4, packing="best_fit").train, 6
-        train[0]  # its descriptors are there when the workers are forked
+def test_workers_read_what_this_process_reads(data: Path) -> None:
+    train = PreparedText(str(data), 4, packing="best_fit").train
+    train[0]  # its descriptors are there when the workers are forked
     batches = []
     for workers in (0, 2):
         loader = BatchLoader(train, seed=3, global_batch_size=8, micro_batch_size=4, num_workers=workers)
-        batches.append([batch for _ in range(steps) for batch in next(loader).micro_batches])
+        batches.append([batch for _ in range(6) for batch in next(loader).micro_batches])
         loader.close()
     for here, there in zip(*batches, strict=True):
         assert all(torch.equal(here[name], there[name]) for name in here) and here.keys() == there.keys()
@@ -544,16 +503,6 @@ def test_groups_of_shards_are_packed_on_their_own(data: Path, monkeypatch: pytes
     monkeypatch.setattr(rows, "GROUP_DOCUMENTS", 5)
     train = PreparedText(str(data), 12, packing="best_fit").train
     assert pairs(everything(train)) == within_documents()
-
-
-def test_samples_of_which_some_were_announced_are_those_asked_for(data: Path) -> None:
-    train = PreparedText(str(data), 6, packing="best_fit").train
-    train.will_need(np.array([3, 1, 2]))
-    for indices in ([1, 2], [2, 3], [3, 1, 2], [], [0]):
-        fresh = PreparedText(str(data), 6, packing="best_fit").train.get_batch(np.array(indices, dtype=np.int64))
-        assert all(
-            torch.equal(got, fresh[name]) for name, got in train.get_batch(np.array(indices, dtype=np.int64)).items()
-        )
 
 
 @pytest.fixture

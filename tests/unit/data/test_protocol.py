@@ -82,9 +82,10 @@ def test_a_plain_list_is_a_data_set_without_anything_more() -> None:
 def test_a_data_set_is_asked_by_the_way_that_the_most_derived_class_defines() -> None:
     plain = ByteWindows(TEXT, 4)
     datasets = (plain, Windows(TEXT, 4), Batched(), OwnBatches(TEXT, 4), Wrapper(plain))
-    batches, batch, item = FetchMethod.GET_BATCHES, FetchMethod.GET_BATCH, FetchMethod.GET_ITEM
-    methods = (batches, item, batch, batch, item)
+    seeded, batch, item = FetchMethod.GET_SEEDED_BATCH, FetchMethod.GET_BATCH, FetchMethod.GET_ITEM
+    methods = (batch, item, batch, batch, item)
     assert tuple(inspect_dataset(dataset).method for dataset in datasets) == methods
+    assert inspect_dataset(Mixture({"plain": Source(train=plain)}).train).method == seeded
     assert inspect_dataset(datasets[0]).seq_len == 4 and inspect_dataset(datasets[0]).num_bytes == 8
 
 

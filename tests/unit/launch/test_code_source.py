@@ -14,7 +14,7 @@ import pytest
 from slurmtrain.choices import ContainerKind
 from slurmtrain.config.schema import ClusterConfig, ContainerConfig
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
-from slurmtrain.launch.code_source import Hook, ask, interpreter_of, roots_below
+from slurmtrain.launch.code_source import ask, interpreter_of, roots_below
 from slurmtrain.slurm.command_environment import belongs_to_a_job
 
 HATCHLING = """
@@ -148,9 +148,9 @@ def test_only_folders_of_the_work_tree_count_each_once_in_the_order_of_the_searc
         str(tree / ".venv/lib/python3.11/site-packages"),
     )
     hooks = (
-        Hook(False, "_hook", "b.c", str(tree / "deep/b/c.py")),
-        Hook(False, "_hook", "other", "/elsewhere/other"),
-        Hook(False, "_hook", "own", str(tree / "own")),
+        (False, "_hook", "b.c", str(tree / "deep/b/c.py")),
+        (False, "_hook", "other", "/elsewhere/other"),
+        (False, "_hook", "own", str(tree / "own")),
     )
     assert roots_below(tree, path, hooks) == ("libs/b", "src", "deep")
 

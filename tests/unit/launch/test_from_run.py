@@ -113,9 +113,13 @@ def test_what_a_run_decides_is_not_typed_beside_it(
     assert said in capsys.readouterr().err
 
 
-def test_a_run_that_ran_in_place_takes_the_code_of_the_folder(project: Path, slurm: FakeSlurm) -> None:
+def test_a_run_that_ran_in_place_takes_the_code_of_the_folder_and_which_one_is_last_is_said(
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = submitted_run(project, "cluster=a100x4", "experiment=smoke")
-    assert main(["job.runs_dir=other", "submit", "--from", run.id]) == 0
+    capsys.readouterr()
+    assert main(["job.runs_dir=other", "submit", "--from", "last"]) == 0
+    assert f"last is run {run.id} ({run.path.parent.name}), submitted " in capsys.readouterr().err
     (made,) = all_runs(project / "other")
     assert made.info()["workdir"] == str(project)
 

@@ -175,6 +175,18 @@ REFUSED = {
         [*NEEDED, "+cluster.pods.container.volumeMounts=[]"],
         "cluster.pods.container.volumeMounts would take the place of the run's own volumeMounts",
     ),
+    "no context": (
+        [*NEEDED, "cluster.pods.spec={securityContext: null}"],
+        "cluster.pods.spec.securityContext=null is not a mapping of keys to values",
+    ),
+    "a list of capabilities": (
+        [*NEEDED, "cluster.pods.container={securityContext: {capabilities: [SYS_PTRACE]}}"],
+        "cluster.pods.container.securityContext.capabilities=['SYS_PTRACE'] is not a mapping",
+    ),
+    "a mapping of variables": (
+        [*NEEDED, "cluster.pods.container={env: {NAME: x}}"],
+        "cluster.pods.container.env={'NAME': 'x'} is not a list",
+    ),
     "root where none may be": (
         [*NEEDED, "+cluster.pods.spec.securityContext={runAsUser: 0, runAsNonRoot: true}"],
         "the pods would run as root",

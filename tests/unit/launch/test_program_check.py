@@ -13,7 +13,8 @@ from slurmtrain.config.launched_program import paths_in, script_and_module
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.errors import EXIT_CONFIG, ConfigError, exit_code_of
 from slurmtrain.launch.checks import host_memory
-from slurmtrain.planner.fit import GIB, check_host_memory
+from slurmtrain.planner.fit import check_host_memory
+from slurmtrain.planner.memory import GIB
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
 from tests.unit.launch.test_snapshot import git

@@ -79,6 +79,8 @@ def test_a_controller_that_was_never_reached_has_no_job_and_is_tried_again(
     [
         (LIMIT, "wait until jobs have ended, then repeat the command"),
         (f"{FAILED}Invalid partition specified: low", "cluster.partition; `sinfo` lists the partitions"),
+        (f"{FAILED}Invalid account or account/partition combination specified", "cluster.account"),
+        (f"{FAILED}Invalid qos specification", "cluster.qos"),
         (f"{FAILED}Words of a version that nobody has seen", "see `man sbatch`"),
     ],
 )

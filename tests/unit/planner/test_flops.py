@@ -17,8 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from slurmtrain.config.compose import compose
 from slurmtrain.config.folders import PACKAGE
-from slurmtrain.data.loading.batches import WholeBatch
-from slurmtrain.data.loading.compact_rows import CompactRows
+from slurmtrain.data.loading.batches import padded
 from slurmtrain.data.loading.row_counts import RowCounts, row_counts
 from slurmtrain.models import Decoder
 from slurmtrain.models.attention import CausalAttention
@@ -190,16 +189,12 @@ def rows(documents: list[list[int]]) -> Tensor:
 
 
 def test_rows_are_counted_with_their_padding_and_documents() -> None:
-    tokens = torch.zeros(2, 9, dtype=torch.uint8)
-    assert row_counts([CompactRows(tokens, 16)]) == RowCounts(16, 128, 2 * 36)
-    packed = CompactRows(tokens, 16, documents=rows([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5, 6, 7]]))
-    assert row_counts([packed]) == RowCounts(16, 128, (6 + 15) + 8)
-    assert row_counts([packed, CompactRows(tokens, 16)]) == RowCounts(32, 256, 29 + 72)
-    longer = packed._replace(row_length=10)  # the padding is a document of its own
-    assert row_counts([longer]) == RowCounts(20, 200, 29 + 2 * 3)
     batch = {"inputs": torch.zeros(2, 8), "targets": torch.zeros(2, 8, dtype=torch.int64)}
-    assert row_counts([WholeBatch(batch, 16)]) == RowCounts(16, 128, 72)
-    assert row_counts([WholeBatch({"x": torch.zeros(3)}, 0)]) == RowCounts()
+    assert row_counts(batch) == RowCounts(16, 128, 2 * 36)
+    packed = {**batch, "documents": rows([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5, 6, 7]])}
+    assert row_counts(packed) == RowCounts(16, 128, (6 + 15) + 8)
+    assert row_counts(padded(packed, 10)) == RowCounts(20, 200, 29 + 2 * 3)  # the padding is a document of its own
+    assert row_counts({"x": torch.zeros(3)}) == RowCounts()
 
 
 def test_pairs_of_rows_agree_with_the_mask_itself() -> None:
@@ -208,8 +203,7 @@ def test_pairs_of_rows_agree_with_the_mask_itself() -> None:
     documents = rows([[sum(at >= cut for cut in each) for at in range(32)] for each in cuts])
     same = documents[:, :, None] == documents[:, None, :]
     mask = same & torch.ones(32, 32, dtype=torch.bool).tril()
-    assert row_counts(
-        [CompactRows(torch.zeros(3, 33, dtype=torch.uint8), 96, documents=documents)]
-    ).attended_pairs == int(mask.sum())
+    batch = {"targets": torch.zeros(3, 32, dtype=torch.int64), "documents": documents}
+    assert row_counts(batch).attended_pairs == int(mask.sum())
     lengths = [[end - begin for begin, end in pairwise([0, *each, 32])] for each in cuts]
     assert sum(attended_pairs(each) for each in lengths) == int(mask.sum())

@@ -27,18 +27,22 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+def stages_of(shape: DecoderShape, work: MemorySettings, dims: ParallelDims) -> list[Any]:
+    return list(memory_per_rank(shape, work, dims))
+
+
 def test_72b_on_16_nodes_of_8_gpus_is_what_one_counts_by_hand() -> None:
     """128 ranks: TP 8 x PP 2 x FSDP 8. Every matrix is cut in 64, all evenly."""
     work = MemorySettings(micro_batch_size=1, seq_len=4096)
-    first, last = memory_per_rank(QWEN_72B, work, dp_shard=8, tp=8, pp=2)
+    first, last = stages_of(QWEN_72B, work, ParallelDims(dp_shard=8, tp=8, pp=2))
 
     query_and_out, key_and_value, feed_forward = 2 * 8192 * 8192, 2 * 1024 * 8192, 3 * 29568 * 8192
     biases, norms = 8192 + 2 * 1024, 2 * 8192  # norms are cut by FSDP alone
     layer = (query_and_out + key_and_value + feed_forward + biases) // 64 + norms // 8
     assert layer == 13_715_616
     embedding = 152064 * 8192 // 64
-    assert (first.layers, first.elements) == (40, 40 * layer + embedding) == (40, 568_088_832)
-    assert (last.layers, last.elements) == (40, 40 * layer + embedding + 8192 // 8)
+    assert first.parameters == 4 * (40 * layer + embedding) == 4 * 568_088_832
+    assert last.parameters == 4 * (40 * layer + embedding + 8192 // 8)
     assert (first.parameters, first.gradients, first.optimizer) == (2_272_355_328, 2_272_355_328, 4_544_710_656)
 
     # A token in a layer, elements: two pieces of the residual stream, two gathered inputs, q k v and their result, four of F.
@@ -55,19 +59,19 @@ def test_72b_on_16_nodes_of_8_gpus_is_what_one_counts_by_hand() -> None:
 def test_what_does_not_divide_is_rounded_up() -> None:
     """FSDP over 3 x 2 ranks of a rank's 36 rows of tokens: 6; of the other matrices, by hand."""
     shape = DecoderShape.of(SMALL)
-    (one,) = memory_per_rank(shape, MemorySettings(1, 64), dp_shard=3, cp=2, tp=2)
+    (one,) = stages_of(shape, MemorySettings(1, 64), ParallelDims(dp_shard=3, cp=2, tp=2))
     query, key_and_value, out = 5 * 36, 2 * 3 * 36, 6 * 28  # 28, 14 and 36 rows
     gate_and_up, down = 2 * 4 * 36, 6 * 23  # 23 and 36 rows
     norms, head_norms, biases = 2 * 6, 2 * 3, 5 + 2 * 3
     layer = query + key_and_value + out + gate_and_up + down + norms + head_norms + biases
-    assert one.elements == 3 * layer + 2 * 6 * 36 + 6
+    assert one.parameters == 4 * (3 * layer + 2 * 6 * 36 + 6)
 
 
 def test_the_ranks_of_context_parallelism_share_the_activations_of_a_sequence() -> None:
     (whole,), (half,) = (
-        memory_per_rank(QWEN_72B, MemorySettings(1, 4096), dp_shard=16 // cp, cp=cp, tp=8) for cp in (1, 2)
+        stages_of(QWEN_72B, MemorySettings(1, 4096), ParallelDims(dp_shard=16 // cp, cp=cp, tp=8)) for cp in (1, 2)
     )
-    assert (half.elements, 2 * half.activations) == (whole.elements, whole.activations)
+    assert half.parameters == whole.parameters and half.activations == whole.activations / 2
 
 
 @pytest.fixture
@@ -86,8 +90,10 @@ def test_torch_puts_as_many_elements_on_the_first_rank(dp_shard: int, tp: int, s
     dims, cpu = ParallelDims(dp_shard=dp_shard, tp=tp), torch.device("cpu")
     parallelize(model, ParallelConfig(), dims, rank=0, device=cpu, group=dist.group.WORLD, fill=lambda held: held)
     here = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
-    (one,) = memory_per_rank(DecoderShape.of({**SMALL, **sizes}), MemorySettings(1, 64), dp_shard=dp_shard, tp=tp)
-    assert one.elements == here
+    (one,) = stages_of(
+        DecoderShape.of({**SMALL, **sizes}), MemorySettings(1, 64), ParallelDims(dp_shard=dp_shard, tp=tp)
+    )
+    assert one.parameters == 4 * here
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -110,7 +116,7 @@ def test_autograd_keeps_what_is_estimated(qk_norm: bool) -> None:
 
     work = MemorySettings(batch, seq_len, compute_bytes=4)
     (one,), (recomputed,) = (
-        memory_per_rank(DecoderShape.of(sizes), each)
+        stages_of(DecoderShape.of(sizes), each, ParallelDims())
         for each in (work, MemorySettings(batch, seq_len, compute_bytes=4, checkpointing=ActivationCheckpointing.FULL))
     )
     at_the_end = 2 * 36 * 4 + 71 * 12
@@ -127,7 +133,7 @@ def test_checkpointing_and_the_pipeline_change_what_is_kept() -> None:
     def activations(**changes: Any) -> list[int]:
         return [
             each.activations
-            for each in memory_per_rank(QWEN_72B, MemorySettings(1, 4096, **changes), dp_shard=8, tp=8, pp=4)
+            for each in stages_of(QWEN_72B, MemorySettings(1, 4096, **changes), ParallelDims(dp_shard=8, tp=8, pp=4))
         ]
 
     none, selective, full = (activations(checkpointing=kind) for kind in ("none", "selective", "full"))
@@ -143,8 +149,9 @@ def test_checkpointing_and_the_pipeline_change_what_is_kept() -> None:
 
 def test_what_is_gathered() -> None:
     def gathered(**changes: Any) -> int:
-        (one,) = memory_per_rank(QWEN_72B, MemorySettings(1, 4096, **changes), dp_shard=8)
-        return one.gathered
+        (one,) = stages_of(QWEN_72B, MemorySettings(1, 4096, **changes), ParallelDims(dp_shard=8))
+        gathered: int = one.gathered
+        return gathered
 
     layer, ends = 877_658_112 + 10_240 + 16_384, 2 * 152064 * 8192 + 8192
     assert gathered() == 2 * (ends + 3 * layer)

@@ -10,7 +10,8 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.checks import memory_by_dry_run
-from slurmtrain.planner.fit import GIB, ROOM, check_fits
+from slurmtrain.planner.fit import ROOM, check_fits
+from slurmtrain.planner.memory import GIB
 from slurmtrain.planner.plan import Plan, on_nodes, plan_of, search
 from slurmtrain.planner.step_time import Measured
 

@@ -102,7 +102,7 @@ def test_each_chart_is_drawn_and_each_curve_has_its_colour(opened: Callable[...,
         assert drawn > 2, charts.nth(index).get_attribute("id")
     where = "found => found.map(each => [each.getBoundingClientRect().top, each.textContent.trim()])"
     rows = page.locator("#chart-timeline .yaxislayer-above text").evaluate_all(where)
-    assert [name for _, name in sorted(rows)] == [f"Attempt {number}" for number in (1, 2, 3, 4)]
+    assert [name for _, name in sorted(rows)] == ["1: preempted", "2: hang", "3: preempted", "4: finished"]
     keys = page.locator("#chart-timeline .key")
     colors = {
         keys.nth(index).evaluate("each => getComputedStyle(each).backgroundColor") for index in range(keys.count())

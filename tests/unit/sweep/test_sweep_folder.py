@@ -14,7 +14,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.launch import submit_once
-from slurmtrain.runs.run_dir import PREPARING
+from slurmtrain.runs.create import PREPARING
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep import jobs
 from slurmtrain.system.files import write_json

@@ -98,14 +98,15 @@
     const meta = document.querySelector('meta[name="slurmtrain-refresh-s"]');
     if (!meta) return;
     const every = 1000 * Math.max(1, Number(meta.content)), said = document.getElementById("live");
-    let tag = null;
+    let shown = null; // the content as it was, without the time at which it was made
     const ask = async () => {
       try {
-        const headers = tag ? { "If-None-Match": tag } : {};
-        const answer = await fetch(`${location.pathname}?content`, { headers, cache: "no-store" });
-        if (answer.status === 200) {
-          tag = answer.headers.get("ETag");
-          const next = new DOMParser().parseFromString(await answer.text(), "text/html");
+        const answer = await fetch(`${location.pathname}?content`, { cache: "no-store" });
+        const next = new DOMParser().parseFromString(await answer.text(), "text/html");
+        const content = next.querySelector("main")?.outerHTML + next.querySelector("h1")?.outerHTML;
+        if (answer.status !== 200) said.textContent = `The server answered with ${answer.status}.`;
+        else if (content !== shown) {
+          shown = content;
           const unfolded = [...document.querySelectorAll("details")].map((each) => each.open);
           document.querySelectorAll(".js-plotly-plot").forEach((plot) => { Plotly.purge(plot); });
           for (const part of ["main", "h1"]) document.querySelector(part).replaceWith(document.adoptNode(next.querySelector(part)));
@@ -114,7 +115,7 @@
           said.textContent = goesOn ? `Refreshed at ${new Date().toLocaleTimeString()}.` : "The run has ended, so this page no longer changes.";
           setUp();
           if (!goesOn) return;
-        } else if (answer.status !== 304) said.textContent = `The server answered with ${answer.status}.`;
+        }
       } catch (error) {
         said.textContent = "The server does not answer, so the page is no longer updated.";
       }
