@@ -10,7 +10,6 @@ from torch import nn
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
-from slurmtrain.parallel.pipeline import part, shared_by_ends
 from slurmtrain.parallel.units import units
 from tests.parity.own_model import OwnModel
 
@@ -54,7 +53,7 @@ def test_a_class_that_the_model_does_not_have_is_refused() -> None:
     assert "Block" in str(refused.value)
 
 
-# The stages of a pipeline.
+# The stages of a pipeline, whose module takes a second to import: not every process that collects this file does.
 
 
 def pipelined(*, tied: bool) -> Decoder:
@@ -63,6 +62,8 @@ def pipelined(*, tied: bool) -> Decoder:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_stages_of_a_decoder_have_all_of_it_and_share_a_tied_embedding_alone(tied: bool) -> None:
+    from slurmtrain.parallel.pipeline import part, shared_by_ends
+
     model = pipelined(tied=tied)
     stages = [[name for name, _ in part(model, [number], 4).named_parameters()] for number in range(4)]
     held = [name for stage in stages for name in stage]
@@ -74,6 +75,8 @@ def test_the_stages_of_a_decoder_have_all_of_it_and_share_a_tied_embedding_alone
 
 
 def test_other_parameters_cannot_be_shared_by_stages() -> None:
+    from slurmtrain.parallel.pipeline import shared_by_ends
+
     repeated: Any = OwnModel()
     repeated.layers["1"] = repeated.layers["0"]
     with pytest.raises(
