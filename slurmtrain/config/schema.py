@@ -693,6 +693,11 @@ SHARES: tuple[tuple[str, str, Share], ...] = tuple(
     for share in get_args(kind)
     if isinstance(share, Share)
 )
-DEFAULTS = Config()  # of all fields; those that follow the number of steps are still open
-for _group, _name, _ in SHARES:
-    setattr(getattr(DEFAULTS, _group), _name, None)
+
+
+def defaults() -> Config:
+    """Return the defaults of all fields, as the environment is now; those that follow the number of steps are still open."""
+    found = Config()
+    for group, name, _ in SHARES:
+        setattr(getattr(found, group), name, None)
+    return found

@@ -27,12 +27,13 @@ from slurmtrain.config.fields import CONTROL, profiled_steps, raise_all, words_o
 from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.known_models import HUGGING_FACE, LINEAR_LAYERS, OUTPUTS, check_sizes, is_our_decoder
 from slurmtrain.config.parallel_dims import ParallelDims, at_most, parallel_dims_of, sequence_lengths
-from slurmtrain.config.schema import DEFAULTS, Config
+from slurmtrain.config.schema import Config, defaults
 from slurmtrain.config.secrets import scalars
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, SlurmtrainError, nearest
 from slurmtrain.system.redaction import SECRET_VARIABLE
 
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
+DEFAULTS = defaults()
 BUILT_IN_METRICS = ("perplexity", "bits_per_byte", "accuracy")
 # Options of sbatch that the script sets, or that would break what slurmtrain does with a job -> what decides them. All
 # others are cluster.sbatch's, and sbatch itself judges them: each version of SLURM has more.

@@ -257,7 +257,7 @@ def reopen(run_dir: RunDir, attempt: Attempt, steps: int) -> None:
 
 def all_attempts(run_dir: RunDir) -> list[Attempt]:
     """Return the records of all attempts, in order."""
-    return [read_attempt(run_dir, number) for number in run_dir.attempt_numbers()]
+    return [read_attempt_in(run_dir.attempt(number), number) for number in run_dir.attempt_numbers()]
 
 
 def record_stop(

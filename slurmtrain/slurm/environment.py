@@ -21,7 +21,6 @@ NODES_VARIABLE = "SLURMTRAIN_NODES"  # in a pod: the names of all nodes, with co
 NODE_VARIABLE = "SLURMTRAIN_NODE"  # in a pod: the name of its node
 RESTART_VARIABLE = "SLURMTRAIN_RESTART"  # in a pod: how many attempts that object has begun before
 JOB_VARIABLE = "SLURMTRAIN_JOB"  # in a pod: the name of the object that it belongs to, as a job of SLURM has an id
-WITHOUT_OBJECT = "pods"  # the same in a pod of an engine that no manifest of ours started
 SPECIAL_STEPS = 0xFFFFFFF0  # step ids above are the batch script, the extern step and salloc's interactive shell
 
 

@@ -7,7 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
-BENCHES = ("cli", "runs", "sweep", "training", "checkpoint", "hf_checkpoint", "data", "gpu")
+BENCHES = ("cli", "runs", "training", "checkpoint", "data", "gpu")
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ state in memory (eight where it is replicated) and seven times in free disk spac
     stall of a step by an asynchronous save         <= 0.5 x DCP async_save, thread or process; <= 1.2 x memcpy
     all time lost by it                             <= 1 x the best of DCP
     save and wait for the commit, digests included  <= 1 x dcp.save + fsync
-    restore, everything verified                    against dcp.load
 
 The replicated layout is what DDP has: ours stages and writes one half on each of two ranks, and DCP stages everything on each
 of them and writes one half. In the sharded one (FSDP2) both stage what a rank holds. Memcpy moves what a rank of ours writes.
@@ -36,7 +35,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import _async_process_executor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -51,7 +50,7 @@ DCP = ("DCP thread", "DCP process")
 
 
 def main(words: list[str]) -> None:
-    layouts, only = ("replicated", "sharded"), ("stalls", "writes", "reads")
+    layouts, only = ("replicated", "sharded"), ("stalls", "writes")
     chosen = options(__doc__, words, gb=3.0, rounds=3, compute=1.0, layouts=layouts, kinds=DCP, only=only)
     for layout in chosen.layouts:
         with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=os.environ.get("TMPDIR", ".")) as name:
@@ -72,8 +71,6 @@ def run_rank(rank: int, layout: str, folder: Path, chosen: argparse.Namespace) -
     if "writes" in chosen.only:
         writes = {"ours": bench.save_ours, "dcp": bench.save_dcp}
         rows += write_rows(in_turn(writes, chosen.rounds))
-    if "reads" in chosen.only:
-        rows += read_rows(in_turn(bench.readers(), chosen.rounds))
     if rank == 0:
         held = sum(tensor.nbytes for tensor in bench.training.tensors())
         show(f"{layout}: a rank holds {held / 1e9:.2f} GB, and ours writes {bench.own_bytes / 1e9:.2f} GB of it", rows)
@@ -98,11 +95,6 @@ def stall_rows(found: dict[str, list[tuple[float, float]]]) -> list[Row]:
 def write_rows(found: dict[str, list[float]]) -> list[Row]:
     rows = [Row(f"save and wait: {name}", values) for name, values in found.items()]
     return [*rows, ratio("save and wait: ours / dcp.save + fsync", found["ours"], found["dcp"], "<= 1")]
-
-
-def read_rows(found: dict[str, list[float]]) -> list[Row]:
-    rows = [Row(f"restore: {name}", values) for name, values in found.items()]
-    return [*rows, ratio("restore: ours / dcp.load", found["ours"], found["dcp"])]
 
 
 class Training:
@@ -150,7 +142,6 @@ class Bench:
     def __init__(self, rank: int, layout: str, folder: Path, gb: float, compute_s: float):
         self.rank, self.folder = rank, folder
         self.training = Training(layout, gb, compute_s)
-        self.objects: dict[str, Any] = {"model": self.training.model, "optimizer": self.training.optimizer}
         # What a rank of ours stages and writes: of replicas its share, of shards all.
         held = self.training.tensors()
         self.own = [tensor.chunk(RANKS)[rank] for tensor in held] if layout == "replicated" else held
@@ -225,34 +216,6 @@ class Bench:
         took = self.together(save)
         self.remove(directory)
         return took
-
-    def readers(self) -> dict[str, Callable[[], float]]:
-        """The last checkpoint of each into the live model, from the disk."""
-        saved = OurAsync(self.checkpointer)
-        saved.save(self.training, self.folder)
-        files = sorted(saved.pending.result().path.iterdir())
-        of_dcp = self.folder / "dcp-to-read"
-        write_dcp(self.training, of_dcp, self.group)
-
-        def ours() -> None:
-            self.own[0].zero_()
-            assert self.checkpointer.restore(**self.objects)
-            assert self.own[0].any()
-
-        def load() -> None:
-            state = dcp_state(self.training)
-            dcp.load(state, storage_reader=dcp.FileSystemReader(of_dcp), process_group=self.group)
-            model, optimizer = self.training.model, self.training.optimizer
-            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-        def cold(action: Callable[[], object]) -> float:
-            os.sync()
-            for path in (*files, *of_dcp.iterdir()):
-                with path.open("rb") as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            return self.together(action)
-
-        return {name: partial(cold, each) for name, each in (("ours", ours), ("dcp", load))}
 
     def remove(self, directory: Path) -> None:
         """And wait for the disk: freeing gigabytes must not fall into the next measurement."""

@@ -88,12 +88,3 @@ def run(words: Sequence[str], folder: Path, environment: Mapping[str, str] | Non
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} ended with {done.returncode}")
     return done.stdout
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 300.0) -> None:
-    """Look again and again, quickly."""
-    give_up = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > give_up:
-            raise SystemExit(f"nothing came within {timeout_s:.0f} s")
-        time.sleep(0.01)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from slurmtrain.checkpoint.format.directory import checkpoint_name, committed
+from slurmtrain.checkpoint.format.directory import checkpoint_name
 from slurmtrain.checkpoint.restore.reader import load
 from slurmtrain.checkpoint.state import flatten
 from slurmtrain.errors import ConfigError
@@ -88,30 +88,6 @@ def test_a_run_goes_on_through_all_layouts_as_on_one_process(gloo_ranks: GlooRan
     hashes = losses(tmp_path / "one", "data_hash")
     assert losses(tmp_path / "run", "data_hash") == {step: hashes[step] for step in ours}
     assert [step for step in ours if abs(ours[step] - theirs[step]) > TOLERANCE * theirs[step]] == []
-
-
-def some_steps(distributed: DistributedContext, run_path: Path, overrides: list[str], steps: int | None) -> None:
-    stops = steps is not None and distributed.environment.rank == 0
-    fit(distributed, run_path, overrides, StopAt(steps or 0) if stops else None)
-
-
-def test_on_4_then_2_then_3_ranks_runs_see_the_samples_that_one_process_sees(
-    gloo_ranks: GlooRanks, tmp_path: Path
-) -> None:
-    """Each begins from the last checkpoint of the one before, with other workers that read."""
-    words = [f"train.{each}" for each in ("steps=12", "global_batch_size=12", "micro_batch_size=1", "eval_every=0")]
-    parts: dict[Path, dict[int, float]] = {}
-    begin: list[str] = []
-    for ranks, workers, steps in ((4, 0, 3), (2, 1, 4), (3, 2, None)):
-        run = tmp_path / f"on-{ranks}"
-        layout = [f"cluster.tasks_per_node={ranks}", f"train.data_workers={workers}"]
-        gloo_ranks(ranks, some_steps, run, [*words, *layout, *begin], steps)
-        parts[run] = losses(run, "data_hash")
-        begin = [f"checkpoint.restore_from={committed(run / 'checkpoints')[-1]}"]
-    fit(alone(), tmp_path / "one", words)
-    assert [list(part) for part in parts.values()] == [[1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11, 12]]
-    seen = {step: digest for part in parts.values() for step, digest in part.items()}
-    assert seen == losses(tmp_path / "one", "data_hash")
 
 
 # The same layout: bits, not figures. Dropout, so that every rank's random state matters.

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.folders import PACKAGE
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
-from tests.support.children import children, descendants
-from tests.support.gloo import wait_until
+from tests.support.children import children
 from tests.support.local_runs import SMALL, LocalRun, Project, assert_same_run, assert_same_tensors, clean_environment
 from tests.support.reading import checkpoint_tensors
+from tests.support.scripts import Program
 
 JOBS = PACKAGE.parent / "jobs"
 
@@ -38,43 +38,9 @@ def needs(package: str, extra: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}: pip install 'slurmtrain[{extra}]'")
 
 
-class Script:
-    """A program in the project's folder, and what it says. It ends with all that it has started."""
-
-    def __init__(self, folder: Path, *words: str, **variables: str):
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".txt", delete=False) as log:
-            self.log = Path(log.name)
-            self.process = subprocess.Popen(
-                [sys.executable, *words],
-                cwd=folder,
-                env={**clean_environment(), **variables},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-
-    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
-        wait_until(lambda: condition() or self.process.poll() is not None, what, 300)
-        assert condition(), self.said
-
-    def wait(self, timeout_s: float = 300) -> int:
-        return self.process.wait(timeout_s)
-
-    def end(self) -> None:
-        for pid in [self.process.pid, *descendants(self.process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-    @property
-    def said(self) -> str:
-        return self.log.read_text()
-
-
 @pytest.fixture
-def scripts() -> Iterator[list[Script]]:
-    started: list[Script] = []
+def scripts() -> Iterator[list[Program]]:
+    started: list[Program] = []
     yield started
     for script in started:
         script.end()
@@ -113,10 +79,10 @@ def federated(project: Project) -> Path:
 @pytest.mark.slow
 @needs("nvflare", "flare")
 def test_rounds_of_two_equal_sites_are_one_run_although_one_is_preempted_within_a_round(
-    project: Project, federated: Path, scripts: list[Script]
+    project: Project, federated: Path, scripts: list[Program]
 ) -> None:
     words = ["flare_rounds.py", "--rounds=2", f"--steps={STEPS}", f"--folder={federated}", *SMALL]
-    scripts.append(flare := Script(project.path, *words))
+    scripts.append(flare := Program(project.path, *words))
     sites = [LocalRun(federated / name, flare.process) for name in SITES]
     flare.wait_for(lambda: all((federated / name / "runs").exists() for name in SITES), "at both sites")
     flare.wait_for(lambda: all(site.step() == STEPS for site in sites), "at the end of the first round")
@@ -160,7 +126,7 @@ class RayCluster:
     """A Ray of two "nodes" with a CPU each."""
 
     def __init__(self, folder: Path):
-        self._folder, self._ports, self._started = folder, free_ports(3), list[Script]()
+        self._folder, self._ports, self._started = folder, free_ports(3), list[Program]()
         self.address, self.jobs = f"127.0.0.1:{self._ports[0]}", f"http://127.0.0.1:{self._ports[1]}"
         self.variables = {
             "RAY_TMPDIR": str(folder),
@@ -192,25 +158,25 @@ class RayCluster:
         self.node = self._start(f"--address={self.address}")
         self.node.wait_for(lambda: "Ray runtime started" in self.node.said, "started")
 
-    def _start(self, *words: str) -> Script:
+    def _start(self, *words: str) -> Program:
         own = ["--block", "--num-cpus=1", "--node-ip-address=127.0.0.1", "--object-store-memory=80000000"]
         own += ["--min-worker-port=0", "--max-worker-port=0", f"--dashboard-agent-listen-port={free_ports(1)[0]}"]
         without = {name: value for name, value in self.variables.items() if name != "RAY_ADDRESS"}
-        self._started.append(Script(self._folder, *RAY, "start", *words, *own, **without))
+        self._started.append(Program(self._folder, *RAY, "start", *words, *own, **without))
         return self._started[-1]
 
-    def submit(self, *words: str) -> Script:
+    def submit(self, *words: str) -> Program:
         """`ray job submit`, which shows the output of the program and waits for its end."""
-        return Script(self._folder, *RAY, "job", "submit", "--address", self.jobs, "--", *words, **self.variables)
+        return Program(self._folder, *RAY, "job", "submit", "--address", self.jobs, "--", *words, **self.variables)
 
     def drain_node(self) -> None:
         """Announce that the node which is not the head is reclaimed in a while."""
         find = "import ray; ray.init(); print('ID', *(n['NodeID'] for n in ray.nodes() if n['Alive'] and "
         find += "'node:__internal_head__' not in n['Resources']))"
-        (found := Script(self._folder, "-c", find, **self.variables)).wait()
+        (found := Program(self._folder, "-c", find, **self.variables)).wait()
         words = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot", "--deadline-remaining-seconds=120"]
         node = found.said.rpartition("ID ")[2].strip()
-        drain = Script(self._folder, *RAY, "drain-node", "--node-id", node, *words, **self.variables)
+        drain = Program(self._folder, *RAY, "drain-node", "--node-id", node, *words, **self.variables)
         assert drain.wait() == 0, found.said + drain.said
 
 
@@ -238,18 +204,18 @@ def ray_cluster() -> Iterator[RayCluster]:
 @pytest.mark.slow
 @needs("ray", "ray")
 def test_ray_train_goes_on_with_the_same_bits_after_a_kill_a_drained_node_and_a_stop(
-    ray_cluster: RayCluster, tmp_path: Path, scripts: list[Script]
+    ray_cluster: RayCluster, tmp_path: Path, scripts: list[Program]
 ) -> None:
-    def train(name: str, *options: str, submitted: bool = False) -> Script:
+    def train(name: str, *options: str, submitted: bool = False) -> Program:
         words = [str(JOBS / "ray_train.py"), f"--folder={tmp_path / name}", "--steps=80", "--every=10", *options]
-        by_hand = Script(tmp_path, *words, **ray_cluster.variables) if not submitted else None
+        by_hand = Program(tmp_path, *words, **ray_cluster.variables) if not submitted else None
         scripts.append(by_hand or ray_cluster.submit(sys.executable, *words))
         return scripts[-1]
 
     def steps() -> list[int]:
         return [step_of(path) for path in committed(tmp_path / "disturbed" / "checkpoints")]
 
-    def node_fails(script: Script, resumed: str) -> None:
+    def node_fails(script: Program, resumed: str) -> None:
         ray_cluster.node.end()
         ray_cluster.start_node()
         script.wait_for(lambda: resumed in script.said, resumed)
@@ -285,9 +251,9 @@ def hook_of(rayjob: Any) -> list[str]:
 @pytest.mark.slow
 @needs("ray", "ray")
 def test_a_job_of_ray_trains_on_when_a_node_is_lost_and_stops_by_the_hook_of_a_pod(
-    ray_cluster: RayCluster, project: Project, scripts: list[Script]
+    ray_cluster: RayCluster, project: Project, scripts: list[Program]
 ) -> None:
-    def submit() -> Script:
+    def submit() -> Program:
         scripts.append(ray_cluster.submit(sys.executable, "-m", "slurmtrain", "supervise", str(run.path)))
         return scripts[-1]
 
@@ -316,7 +282,7 @@ def test_a_job_of_ray_trains_on_when_a_node_is_lost_and_stops_by_the_hook_of_a_p
 @pytest.mark.slow
 @needs("ray", "ray")
 def test_nodes_of_ray_are_set_up_and_one_that_never_joins_does_not_hold_the_others(
-    ray_cluster: RayCluster, project: Project, scripts: list[Script]
+    ray_cluster: RayCluster, project: Project, scripts: list[Program]
 ) -> None:
     waits = f"echo $PPID > {project.path}/node-$PET_NODE_RANK; until [ $PET_NODE_RANK = 0 -o -e {project.path}/come ]"
     setup = json.dumps([f"{waits}; do sleep 0.1; done", "export FROM_SET_UP=yes"])
@@ -337,7 +303,7 @@ def test_nodes_of_ray_are_set_up_and_one_that_never_joins_does_not_hold_the_othe
 @pytest.mark.slow
 @needs("ray", "ray")
 def test_a_run_that_has_ended_for_good_ends_at_once_when_ray_tries_it_again(
-    ray_cluster: RayCluster, project: Project, scripts: list[Script]
+    ray_cluster: RayCluster, project: Project, scripts: list[Program]
 ) -> None:
     run, _ = prepared(project, "rayjob", "job=command", "job.command='exit 78'")
     for _ in range(2):
@@ -371,15 +337,15 @@ def test_skypilot_takes_the_task(project: Project, tmp_path: Path) -> None:
     assert json.loads(said.splitlines()[-1]) == [2, {str(project.path): "claim"}, {"a100": 4}, "64+", "480+", recovery]
 
 
-def test_nodes_of_skypilot_crash_start_again_stop_and_finish_together(project: Project, scripts: list[Script]) -> None:
+def test_nodes_of_skypilot_crash_start_again_stop_and_finish_together(project: Project, scripts: list[Program]) -> None:
     """What the task runs, as SkyPilot would, which is not there."""
     run, task = prepared(project, "skypilot", "train.steps=12", "checkpoint.every_steps=4")
 
-    def nodes() -> list[Script]:
+    def nodes() -> list[Program]:
         own = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", **task["envs"]}
         program = task["run"].replace("python -m", f"{sys.executable} -m")
         shell = f"import os; os.execvp('bash', ['bash', '-c', {program!r}])"
-        started = [Script(project.path, "-c", shell, **own, SKYPILOT_NODE_RANK=str(rank)) for rank in range(2)]
+        started = [Program(project.path, "-c", shell, **own, SKYPILOT_NODE_RANK=str(rank)) for rank in range(2)]
         scripts.extend(started)
         return started
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,31 +45,6 @@ class Classifier(nn.Sequential):
         super().__init__(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 5))
 
 
-class OfAFile(Table):
-    """Rows of a file of class numbers, which the first row that is read opens."""
-
-    def __init__(self, path: Path, rows: int):
-        super().__init__(rows)
-        self._path, self._file = path, -1
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if self._file < 0:
-            self._file = os.open(self._path, os.O_RDONLY)
-        os.lseek(self._file, 8 * index, os.SEEK_SET)
-        time.sleep(1e-4)  # where another process that shares the position would move it
-        found = int.from_bytes(os.read(self._file, 8), "little")
-        assert found == index, f"sample {index} has got the data of sample {found}"
-        return super().__getitem__(index)
-
-
-class Filed:
-    """As a `data._target_`: what is evaluated is a part of what is read in training, by the same open file."""
-
-    def __init__(self, path: str, **ignored: Any):
-        self.train = OfAFile(Path(path), 200)
-        self.valid = torch.utils.data.Subset(self.train, range(20))
-
-
 WORDS = [f"data._target_={__name__}.Noisy", f"model._target_={__name__}.Classifier", "train.global_batch_size=40"]
 SHORT = [*WORDS, "train.steps=30", "optim.lr=3e-3", "train.eval_every=10", "checkpoint.every_steps=0"]
 # A step's loss is a sum over 40 samples; sums in another order differ by about sqrt(40) * 2**-24 relative (Higham 2002,
@@ -100,17 +72,6 @@ def test_stopped_and_resumed_with_workers_it_draws_what_it_would_have(tmp_path: 
     assert_same_run(tmp_path / "stopped", tmp_path / "undisturbed")
     with pytest.raises(CheckpointMismatchError, match=r"train\.shuffle"):  # samples would come twice, or never
         fit(alone(), tmp_path / "stopped", [*SHORT, "train.shuffle=false"], attempt=3)
-
-
-def test_no_sample_gets_the_data_of_another_one_when_workers_read_a_file(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
-    """On several ranks a batch is looked at before the first step, and a stop in an evaluation lets the next attempt begin
-    with one: both open the file."""
-    np.arange(200, dtype="<i8").tofile(tmp_path / "rows")
-    of_a_file = [f"data._target_={__name__}.Filed", f"+data.path={tmp_path / 'rows'}"]
-    words = [*SHORT, *of_a_file, "train.steps=15", "train.micro_batch_size=5", "train.data_workers=2"]
-    words += ["cluster.tasks_per_node=2", "optim.warmup_steps=1"]
-    gloo_ranks(2, fit, tmp_path / "run", words)
-    assert list(losses(tmp_path / "run"))[-1] == 15
 
 
 class Given(Table):

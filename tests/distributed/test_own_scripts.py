@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -23,47 +21,14 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from tests.support.children import children
 from tests.support.gloo import wait_until
-from tests.support.local_runs import LocalRun, Project, assert_same_tensors, clean_environment
+from tests.support.local_runs import LocalRun, Project, assert_same_tensors
 from tests.support.reading import checkpoint_tensors
-from tests.support.scripts import Script
+from tests.support.scripts import Program, Script
 
 JOBS = Path(__file__).parents[2] / "jobs"
 STEPS = 60
 SLOWLY = ["--pause", "0.1"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-class Program:
-    """A program below torchrun whose output can be read while it runs."""
-
-    def __init__(self, folder: Path, *words: str):
-        self.log = folder / "output.txt"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *TORCHRUN, *words],
-                cwd=folder,
-                env=clean_environment(),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def wait(self) -> int:
-        try:
-            return self.process.wait(180)
-        except subprocess.TimeoutExpired:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        """TERM first: torchrun then ends its workers."""
-        self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(60)
-        self.process.kill()
-        self.process.wait()
 
 
 def wait_for(program: Program | Script, text: str) -> None:
@@ -245,7 +210,7 @@ def test_both_models_both_optimisers_and_the_schedule_are_in_the_checkpoint(two_
 def test_killed_below_torchrun_both_models_end_with_the_bits_of_the_undisturbed_run(
     folder: Path, two_models: Path
 ) -> None:
-    program = Program(folder, "--max-restarts", "1", *TWO_MODELS, *SLOWLY)
+    program = Program(folder, *TORCHRUN, "--max-restarts", "1", *TWO_MODELS, *SLOWLY)
     try:
         # The kill leaves no time to save: what comes back is written in the background while training goes on.
         wait_until(lambda: program.has_ended() or committed(folder / "checkpoints"), "saved in between")
@@ -253,7 +218,7 @@ def test_killed_below_torchrun_both_models_end_with_the_bits_of_the_undisturbed_
         kill_rank(program, 0)
         assert program.wait() == 0, program.log.read_text()
     finally:
-        program.stop()
+        program.end()
     (resumed,) = map(int, re.findall(r"resuming at step (\d+) ", program.log.read_text()))
     assert 0 < resumed < STEPS and resumed % SAVE_EVERY == 0
     assert_same_state(folder / "checkpoints", two_models)

@@ -25,6 +25,7 @@ from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, NODES_VARIABLE, Envi
 from slurmtrain.system import signals
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.signals import StopDuringStartError
+from tests.support.descriptors import listening
 from tests.support.gloo import GlooRanks, cluster_config, wait_until
 
 
@@ -76,17 +77,6 @@ def test_the_ranks_of_each_part_of_a_layout_wait_as_long_as_all_ranks_do(gloo_ra
     """And not for torch's half an hour, whatever the config says."""
     time_out = float(cluster_config().collective_timeout_s)
     assert gloo_ranks(2, time_outs_of_layouts) == [{time_out}] * 2
-
-
-def listening(port: int) -> list[str]:
-    """The addresses on which somebody listens on a port of this machine, as the kernel writes them."""
-    found = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            address, state = line.split()[1], line.split()[3]
-            if state == "0A" and int(address.rpartition(":")[2], 16) == port:
-                found.append(address.rpartition(":")[0])
-    return found
 
 
 def test_ranks_of_one_machine_meet_where_no_other_machine_can_reach(gloo_ranks: GlooRanks) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,60 +303,6 @@ def save_sizes(distributed: DistributedContext, root: Path) -> int:
     return expected
 
 
-# ------------------------------------------------------------------------------------------------- not the same on all ranks
-
-
-class Stage(nn.Module):
-    """A part of a pipeline: its own layers, under the names that they have in the whole model."""
-
-    def __init__(self, layers: list[int]):
-        super().__init__()
-        self.layers = nn.ModuleDict({str(number): nn.Linear(3, 3) for number in layers})
-        self.shared = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers.values():
-            x = layer(x)
-        return x.sum() + self.shared.sum()
-
-
-def value_of(name: str) -> float:
-    return zlib.crc32(name.encode()) % 1000 / 1000
-
-
-def stage_of(distributed: DistributedContext, stages: int, *, filled: bool) -> tuple[Stage, torch.optim.Optimizer]:
-    """Stage r % stages, of 4 layers; ranks of the same stage are replicas."""
-    mine = distributed.environment.rank % stages
-    per_stage = 4 // stages
-    model = Stage(list(range(mine * per_stage, (mine + 1) * per_stage)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    if filled:
-        model(torch.ones(3)).backward()
-        optimizer.step()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.fill_(value_of(name))
-                optimizer.state[parameter]["exp_avg"].fill_(value_of(name) + 1)
-    return model, optimizer
-
-
-def save_stages(distributed: DistributedContext, root: Path, stages: int) -> None:
-    model, optimizer = stage_of(distributed, stages, filled=True)
-    checkpointer = Checkpointer(root, group=distributed.checkpoint_group)
-    checkpointer.save(1, model=model, optimizer=optimizer).result(60)
-    checkpointer.close()
-
-
-def restore_stages(distributed: DistributedContext, root: Path, stages: int) -> None:
-    model, optimizer = stage_of(distributed, stages, filled=False)
-    checkpointer = Checkpointer(root, group=distributed.checkpoint_group)
-    assert checkpointer.restore(model=model, optimizer=optimizer) is not None
-    for name, parameter in model.named_parameters():
-        assert (parameter == value_of(name)).all(), name
-        assert (optimizer.state[parameter]["exp_avg"] == value_of(name) + 1).all(), name
-    checkpointer.close()
-
-
 # --------------------------------------------------------------------------------------------- what FSDP does to parameters
 
 
@@ -420,7 +365,6 @@ WORLDS: list[tuple[int, dict[str, Case]]] = [
         {
             "layouts by 4": (save_all, EVERY),
             "sizes": (save_sizes,),
-            "stages by 4": (save_stages, 4),
             "zoo by 4": (save_zoo,),
         },
     ),
@@ -455,7 +399,6 @@ WORLDS: list[tuple[int, dict[str, Case]]] = [
                 [("plain", "fsdp_tp"), ("fsdp", "hsdp"), ("hsdp", "tp_replicas"), ("tp", "fsdp_tp"), ("fsdp_tp", "tp")],
             ),
             "uneven into 4": (restore_all, [("fsdp", "fsdp"), ("fsdp", "hsdp")]),
-            "stages into 4": (restore_stages, 4),
         },
     ),
 ]
@@ -540,16 +483,6 @@ def test_every_byte_is_written_once_and_by_all_ranks_alike(answers: Answers) -> 
         assert expected < sum(sizes) < expected + 4 * 65536, layout
         if layout == "plain":  # elsewhere the layout decides who has how much
             assert max(sizes) < 1.1 * sum(sizes) / 4
-
-
-def test_pipeline_stages_find_their_own(answers: Answers) -> None:
-    """Each of 4 ranks has another quarter of the layers, under the names of the whole model."""
-    assert answers["stages by 4"]
-    manifest = read_manifest(committed(answers.root / "stages")[-1])
-    assert {name for name in manifest.tensors if name.startswith("model.") and name.endswith("weight")} == {
-        f"model.layers.{number}.weight" for number in range(4)
-    }
-    assert answers["stages into 4"]
 
 
 def test_fsdp_can_be_saved_and_restored_after_an_evaluation(answers: Answers) -> None:

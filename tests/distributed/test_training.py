@@ -18,7 +18,6 @@ from torch import Tensor
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
-from slurmtrain.data import IGNORED_TARGET
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe import read_metrics
 from slurmtrain.report.goodput.causes import Cause
@@ -90,30 +89,7 @@ TOLERANCE = STEPS**0.5 * TOKENS**0.5 * 2**-24
 SLOW_RATE = ["optim.lr=1e-4", f"train.steps={STEPS}", "train.eval_every=10"]
 
 
-class Ragged:
-    """Token sequences with very different numbers of targets that count: ranks and micro batches have unequal shares."""
-
-    def __init__(self, samples: int):
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(256, (65,), generator=torch.Generator().manual_seed(index))
-        targets = tokens[1:].clone()
-        targets[1 + (index * index) % 64 :] = IGNORED_TARGET
-        return {"inputs": tokens[:-1], "targets": targets}
-
-
-class RaggedText:
-    """As a `data._target_`."""
-
-    def __init__(self, **ignored: Any):
-        self.train, self.valid = Ragged(64), Ragged(12)
-
-
-RAGGED = [*SLOW_RATE, f"data._target_={__name__}.RaggedText"]
+RAGGED = [*SLOW_RATE, "data._target_=tests.parity.matrix.RaggedText"]
 
 
 def dropped_out(distributed: DistributedContext, run_path: Path) -> Tensor:
@@ -351,56 +327,18 @@ def test_ended_by_ctrl_c_killed_and_orphaned_it_finishes_with_the_bits_of_the_un
     assert spent.interruptions["crash"] == 1 and spent.lost_s["crash"] > 0
 
 
-@pytest.mark.slow  # on a real SLURM it is not
-def test_a_killed_rank_restarts_from_the_copies_on_the_nodes_with_the_same_bits(
-    project: Project, undisturbed: LocalRun
-) -> None:
-    node = project.path / "node"
-    node.mkdir()
-    copies = [f"checkpoint.local={node}", "checkpoint.local_every_steps=3", "checkpoint.every_steps=0"]
-    pause(project)
-    run = project.submit(*LONG, *copies, "cluster.tasks_per_node=2")
-    wait_until(
-        lambda: [path for path in node.glob("*/*/*/checkpoint_*/COMPLETE") if "tmp" not in path.parent.name], "copied"
-    )
-    os.kill(run.rank_pid(1), signal.SIGKILL)
-    wait_for_attempt(run, 2)
-    go_on(project)
-    run.finish()
-    second = run.attempts()[1]
-    assert second.first_step
-    assert second.first_step % 3 == 0
-    assert "the copies on the nodes" in run.events("restored")[0]["origin"]
-    assert [path.name for path in committed(run.run_dir.checkpoints)] == ["checkpoint_0000030"]
-    assert_same_bits(run, undisturbed)
-    assert list(node.iterdir()) == []
-
-
 CRASHING_MODEL = """
-import json, pathlib
 from slurmtrain.models import Decoder
-from paced import Paced
 
 class Crashing(Decoder):
-    '''Counts its training forward passes over all attempts, and fails at those that the test names.'''
-    def __init__(self, *, crash_at, **arguments):
-        super().__init__(**arguments)
-        self.crash_at = crash_at
-        self.calls = 0
-
     def forward(self, tokens):
-        self.calls += self.training
-        if self.training and self.calls > self.crash_at:
-            raise ValueError('the seventh seal')
-        return super().forward(tokens)
+        raise ValueError('the seventh seal')
 """
 
 
 def test_a_crash_is_in_the_status_and_keeps_its_traceback(project: Project) -> None:
     (project.path / "crashing.py").write_text(CRASHING_MODEL)
-    run = project.submit(
-        "model._target_=crashing.Crashing", "+model.crash_at=2", "requeue.max_attempts_without_progress=1"
-    )
+    run = project.submit("model._target_=crashing.Crashing", "requeue.max_attempts_without_progress=1")
     assert run.wait() == 1
     assert [(attempt.reason, attempt.verdict) for attempt in run.attempts()] == [("crash", "end")]
     status = project.cli("status", "last").stdout

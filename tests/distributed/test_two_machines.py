@@ -23,6 +23,7 @@ from slurmtrain.errors import SlurmtrainError
 from slurmtrain.runtime.distributed_context import init_distributed
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
+from tests.support.descriptors import listening
 from tests.support.gloo import GlooRanks
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -79,15 +80,9 @@ def be_rank(
     total = torch.ones(1)
     dist.all_reduce(total)
     port = json.loads((directory / "rendezvous.json").read_text())["port"]
-    listening = []
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            address, state = line.split()[1], line.split()[3]
-            if state == "0A" and int(address.rpartition(":")[2], 16) == port:
-                listening.append(address.rpartition(":")[0])
     dist.barrier()
     interfaces = os.environ["GLOO_SOCKET_IFNAME"], os.environ.get("NCCL_SOCKET_IFNAME")
-    return Said(0, " ".join(map(str, (*interfaces, int(total), *listening))))
+    return Said(0, " ".join(map(str, (*interfaces, int(total), *listening(port)))))
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,40 +19,14 @@ from tests.faults.processes import Lane
 from tests.faults.rows import Outcome, Trial, row
 from tests.faults.training import Training, checkpointer
 
-
-def end_of_script() -> None:
-    pass
-
-
-def exit_by_sys() -> None:
-    sys.exit(3)
-
-
-def error_of_script() -> None:
-    sys.excepthook = lambda kind, error, trace: print(f"the script's own error: {error}", file=sys.stderr)
-    raise ValueError("the seventh seal")
-
-
-def destroy_process_group() -> None:
-    dist.destroy_process_group()
-
-
-def terminated() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(60)
-
-
-def exit_at_once() -> None:
-    os._exit(4)
-
-
-ENDINGS: dict[str, tuple[Callable[[], None], int]] = {
-    "the script ends": (end_of_script, 0),
-    "sys.exit": (exit_by_sys, 3),
-    "an error of the script": (error_of_script, 1),
-    "destroy_process_group": (destroy_process_group, 0),
-    "TERM": (terminated, -signal.SIGTERM),
-    "os._exit": (exit_at_once, 4),
+# How a script ends, and the exit code of its process.
+ENDINGS = {
+    "the script ends": ("pass", 0),
+    "sys.exit": ("sys.exit(3)", 3),
+    "an error of the script": ("raise ValueError('the seventh seal')", 1),
+    "destroy_process_group": ("dist.destroy_process_group()", 0),
+    "TERM": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", -signal.SIGTERM),
+    "os._exit": ("os._exit(4)", 4),
 }
 
 
@@ -72,7 +45,7 @@ def script(kind: str, rank: int, directory: Path, store: Path, delay_s: float) -
 
     FileLayer(directory, before).install()
     writer.save(NEWEST, per_rank=training.per_rank, **training.objects)
-    ENDINGS[kind][0]()
+    exec(ENDINGS[kind][0])
 
 
 def be_script(kind: str, *arguments: Any) -> None:
@@ -82,8 +55,8 @@ def be_script(kind: str, *arguments: Any) -> None:
         script(kind, *arguments)
     except SystemExit as ending:
         code = ending.code
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except ValueError as error:
+        print(f"the script's own error: {error}", file=sys.stderr)
         code = 1
     ctypes.pythonapi.Py_Exit(code)
 

@@ -176,14 +176,17 @@ def free(disk: Path) -> None:
         file.unlink()
 
 
-def next_life(rank: int, group: dist.ProcessGroup, directory: Path) -> str | None:
-    """Restore what is there and save LATER."""
+def next_life(rank: int, group: dist.ProcessGroup, directory: Path, order: int) -> str | None:
+    """Restore what is there and save LATER; the error of that, if there was one."""
     training = Training(rank=rank)
-    writer = checkpointer(directory, group, order=4)
+    writer = checkpointer(directory, group, order)
     restored = writer.restore(per_rank=training.per_rank, **training.objects)
     training.done = restored.step if restored else 0
     training.steps(LATER - training.done)
-    return attempt(writer, training)
+    error = attempt(writer, training)
+    with contextlib.suppress(CheckpointError):  # the same failure
+        writer.close()
+    return error
 
 
 @row("a full disk", Outcome.NEWEST, Outcome.OLDER, full=50, short=4)
@@ -202,7 +205,7 @@ def full_disk(lane: Lane) -> Trial:
         if sick.outcome in (Outcome.WRONG, Outcome.LOST):
             return sick
         trial = look(lane, directory, newest=NEWEST, detail=detail, order=3)
-        went_on = [child.result() for child in lane.ranks(RANKS, next_life, directory)]
+        went_on = [child.result() for child in lane.ranks(RANKS, next_life, directory, 4)]
         if trial.outcome == Outcome.ERROR:
             return Trial(Outcome.LOST, trial.detail)
         if len(failed) > 1:
@@ -239,17 +242,6 @@ def save_and_freeze(rank: int, group: dist.ProcessGroup, directory: Path, frozen
     return error
 
 
-def restart(rank: int, group: dist.ProcessGroup, directory: Path) -> None:
-    """The next life: restore, and save LATER."""
-    training = Training(rank=rank)
-    writer = checkpointer(directory, group, order=3)
-    restored = writer.restore(per_rank=training.per_rank, **training.objects)
-    training.done = restored.step if restored else 0
-    training.steps(LATER - training.done)
-    writer.save(LATER, per_rank=training.per_rank, **training.objects).result()
-    writer.close()
-
-
 def wait_until_frozen(child: Child) -> None:
     deadline = time.monotonic() + HANG_S
     while (known := stat(child.pid)) is None or known.state != "T":
@@ -273,8 +265,9 @@ def freeze(lane: Lane) -> Trial:
     before = look(lane, directory, newest=NEWEST, detail=detail, order=2)
     if before.outcome == Outcome.OLDER and errors[0] is None:
         return Trial(Outcome.UNEXPLAINED, f"{detail}: step {NEWEST} was reported as done and is not there")
-    for child in lane.ranks(RANKS, restart, directory):
-        child.result()
+    went_on = [child.result() for child in lane.ranks(RANKS, next_life, directory, 3)]
+    if went_on != [None] * RANKS:
+        return Trial(Outcome.UNEXPLAINED, f"{detail}: the next life does not go on: {went_on}")
     there = committed(directory)
     ranks[frozen].send(signal.SIGCONT)
     thawed = ranks[frozen].result()

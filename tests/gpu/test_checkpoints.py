@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from tests.support.local_runs import assert_same_tensors
 
 
 def model_on(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -38,11 +39,6 @@ def restored(folder: Path, device: str, **options: Any) -> dict[str, torch.Tenso
     assert checkpointer.restore(model=model, optimizer=optimizer, **options) is not None
     checkpointer.close()
     return values(model, optimizer)
-
-
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -87,6 +83,6 @@ def test_a_change_that_no_optimiser_has_made_during_a_save_is_not_committed_unse
     pending.wait()
     checkpointer.close()
     if pending.error is None:
-        assert_equal(restored(tmp_path, "cuda"), expected)
+        assert_same_tensors(restored(tmp_path, "cuda"), expected)
     else:
         assert "changed" in str(pending.error)

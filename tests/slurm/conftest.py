@@ -15,6 +15,7 @@ from slurmtrain.sandbox import SandboxSpec, default_directory, up
 from slurmtrain.sandbox.files import find_programs
 from slurmtrain.slurm.command_environment import PREFIX_FILE
 from slurmtrain.slurm.versions import PREEMPT_PARAMETERS
+from tests.support.gloo import wait_until
 from tests.support.slurm_cluster import Cluster, reconfigured
 
 
@@ -39,6 +40,27 @@ def sandbox() -> Iterator[Cluster]:
     """Eight nodes; preemption and requeue send SIGTERM, like most clusters."""
     spec = SandboxSpec(nodes=8, cpus=4, gpus=4, grace_s=30, kill_wait_s=10, slurmd_timeout_s=10, cred_expire_s=5)
     yield from _cluster("tests", spec)
+
+
+def _owners(cluster: Cluster, states: str) -> dict[str, str]:
+    """The jobs in these states, each with the run or the sweep that it belongs to; any other job is its own."""
+    lines = cluster.run(["squeue", "--noheader", f"--states={states}", "--format=%F|%k"]).stdout.splitlines()
+    jobs = (line.strip().split("|", 1) for line in lines)
+    return {job: ":".join(comment.split(":")[:2]) if "slurmtrain:" in comment else job for job, comment in jobs}
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_job(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test leaves when it fails is cancelled: the others would wait for its nodes. Runs of its module stay."""
+    if "sandbox" not in request.fixturenames:
+        yield
+        return
+    cluster: Cluster = request.getfixturevalue("sandbox")
+    before = set(_owners(cluster, "all").values())
+    yield
+    if left := [job for job, whose in _owners(cluster, "PENDING,RUNNING,SUSPENDED").items() if whose not in before]:
+        cluster.run(["scancel", *left], check=False)
+        wait_until(lambda: not {*left} & _owners(cluster, "PENDING,RUNNING,SUSPENDED,COMPLETING").keys(), "cancelled")
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.support.gloo import wait_until
-from tests.support.loops import LOOP
 from tests.support.slurm_cluster import Cluster, reconfigured
 
 pytestmark = pytest.mark.slow
@@ -102,21 +101,6 @@ def no_requeue_by_default(sandbox: Cluster) -> Iterator[Cluster]:
 def test_where_jobs_are_not_requeued_by_default_ours_are(no_requeue_by_default: Cluster, tmp_path: Path) -> None:
     code, ways, found = drill(no_requeue_by_default, tmp_path, "--ways", "requeue,preemption")
     assert (code, [each["result"] for each in ways.values()]) == (0, ["passed", "passed"]), found
-
-
-def test_a_rank_of_four_on_two_nodes_is_enough(sandbox: Cluster, tmp_path: Path) -> None:
-    words = ["cluster.nodes=2", "cluster.tasks_per_node=2", "--ways", "crash,early_signal"]
-    code, ways, found = drill(sandbox, tmp_path, *words)
-    assert (code, [each["comparison"]["same_bits"] for each in ways.values()]) == (0, [True] * 2), found
-
-
-def test_a_loop_of_ones_own_is_stopped_and_resumed_as_a_job(sandbox: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text(LOOP)
-    line = [*words_of(sandbox), "cluster.nodes=1", "cluster.tasks_per_node=1", "drill", "--json"]
-    done = sandbox.run([*line, "--", "python", "loop.py"], cwd=tmp_path, check=False)
-    found = json.loads(done.stdout)
-    assert found["ways"][0]["result"] == "passed", (found, done.stderr)
-    assert jobs_of_drills(sandbox) == []
 
 
 @pytest.fixture

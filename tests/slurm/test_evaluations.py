@@ -61,17 +61,6 @@ def test_each_due_checkpoint_is_evaluated_once_by_a_job(project: Project) -> Non
     assert f"valid loss {by_jobs[-1]['valid_loss']:.4f}" in run.status()
     assert not list((run.run_dir.checkpoints / ".held").iterdir())
 
-    # By hand: what is done is shown, the same command is the same job, and the run's end is that of its evaluations.
-    shown = json.loads(run.cli("evaluate", run.run_dir.id, "--step", "8", "--json"))
-    assert shown["metrics"] == without(by_jobs[1], "evaluation", "time", "step")
-    again = ["evaluate", run.run_dir.id, "cluster.sbatch.begin=now+1hour", "--submit"]
-    for _ in range(2):
-        run.cli(*again)
-    assert "told to end" in run.cli("cancel", run.run_dir.id)
-    by_hand = next(each for each in evaluations(run) if "-" in each["name"])
-    assert len(by_hand["job_ids"]) == 1
-    run.cluster.wait_for(by_hand["job_ids"][0], "CANCELLED")
-
 
 def verdicts_of(evaluations: list[RunDir]) -> list[str | None]:
     return [attempt.verdict for each in evaluations for attempt in attempts.all_attempts(each)]

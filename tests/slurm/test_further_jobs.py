@@ -124,16 +124,6 @@ def test_the_next_job_of_a_chain_goes_on_where_the_supervisor_of_the_one_before_
     assert_counted_once(run, STEPS)
 
 
-def test_a_job_of_a_chain_that_finds_the_run_finished_leaves_at_once(project: Project) -> None:
-    run = project.submit(*counting(STEPS), "requeue=chain", "requeue.chain_length=3", small=False, nodes="n1")
-    run.wait_until(lambda: bool(run.attempts()) and run.attempts()[-1].verdict == "done", "finished")
-    for link in jobs(run)[1:]:
-        run.cluster.wait_for(link, "CANCELLED")
-    late = run.cluster.run(["sbatch", "--parsable", str(run.run_dir.script)], cwd=project.path).stdout.strip()
-    run.cluster.wait_for(late, "COMPLETED")
-    assert len(run.attempts()) == 1
-
-
 def test_cancel_ends_the_whole_chain_and_resume_makes_another(project: Project) -> None:
     run = project.submit(*SLOW, "requeue=chain", "requeue.chain_length=2", small=False, nodes="n1")
     run.wait_for_step(3)

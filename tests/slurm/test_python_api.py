@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from slurmtrain.runs import attempts
 from slurmtrain.runs.run_dir import RunDir
+from tests.support.gloo import wait_until
 from tests.support.slurm_cluster import Cluster
 
 # Item 1 raises. Item 3 counts its attempts, and in the first one waits for a preemption.
@@ -60,13 +59,6 @@ except ValueError as error:
     raised = str(error)
 print(json.dumps([state, run.metrics(), results, raised, [each.state for each in calls.states()], repr(run)]))
 """
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not {what} after {timeout_s} s"
-        time.sleep(0.05)
 
 
 def test_a_killed_notebook_comes_back_to_its_run_and_to_calls_one_of_which_was_preempted(

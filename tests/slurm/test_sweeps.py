@@ -23,7 +23,7 @@ from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
 from tests.slurm.project import SMALL, Project, Run, assert_counted_once, counting, make_project
 from tests.support.local_runs import assert_same_bits
-from tests.support.slurm_cluster import Cluster, Job, reconfigured
+from tests.support.slurm_cluster import Cluster, Job
 
 # Fails for some seeds, until a file says that somebody has mended it; else it counts.
 STUMBLING_PROGRAM = """
@@ -40,33 +40,14 @@ def stumbling(steps: int, pause_s: float) -> list[str]:
     return [word.replace(" counting.py", " stumbling.py ${train.seed}") for word in counting(steps, pause_s)]
 
 
-# In front of the real sbatch: what it does is the next line of a file.
-FAULTY_SBATCH = """#!/bin/bash
+# In front of the real sbatch: the first call is accepted, and kills who called.
+KILLING_SBATCH = """#!/bin/bash
 case " $* " in *" --test-only "*) exec {sbatch} "$@" ;; esac
-plan={folder}/plan
-read -r fault < "$plan"
-sed -i 1d "$plan"
-echo "$fault" >> {folder}/calls
-case "$fault" in
-  times-out-after-accepting)
-    {sbatch} "$@" > /dev/null
-    echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
-    exit 1 ;;
-  times-out-before)
-    echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
-    exit 1 ;;
-  refuses)
-    echo "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying" >&2
-    exit 1 ;;
-  answers-late)
-    answer="$({sbatch} "$@")"; sleep 3; echo "$answer" ;;
-  kills-the-shell)
-    {sbatch} "$@" > /dev/null
-    # timeout, which was env, is this shell's parent; its parent is the one that submits
-    kill -KILL "$(ps -o ppid= -p "$PPID" | tr -d ' ')"
-    sleep 1 ;;
-  *) exec {sbatch} "$@" ;;
-esac
+mkdir {folder}/called 2>/dev/null || exec {sbatch} "$@"
+{sbatch} "$@" > /dev/null
+# timeout, which was env, is this shell's parent; its parent is the one that submits
+kill -KILL "$(ps -o ppid= -p "$PPID" | tr -d ' ')"
+sleep 1
 """
 
 
@@ -127,17 +108,6 @@ class Sweeper:
         rows = [line.strip().split("|") for line in text.splitlines()]
         return Counter(row[0] for row in rows if row[3].startswith(mine) and "slurmtrain:" in row[4])
 
-    def faulty_sbatch(self, *faults: str) -> str:
-        """PATH with a front for sbatch that does one of `faults` a call, and then what sbatch does."""
-        folder = self.path.parent / "front"
-        folder.mkdir(exist_ok=True)
-        (folder / "plan").write_text("".join(f"{fault}\n" for fault in faults))
-        (folder / "calls").unlink(missing_ok=True)
-        real = subprocess.run(["which", "sbatch"], capture_output=True, text=True, check=True).stdout.strip()
-        (folder / "sbatch").write_text(FAULTY_SBATCH.format(folder=folder, sbatch=real))
-        (folder / "sbatch").chmod(0o755)
-        return f"{folder}:{os.environ['PATH']}"
-
 
 @pytest.fixture
 def sweeper(sandbox: Cluster, tmp_path: Path) -> Iterator[Sweeper]:
@@ -159,7 +129,11 @@ def test_a_sweep_survives_its_shell_preemptions_and_points_that_fail(sweeper: Sw
         *stumbling(20, pause_s=0.5), f"train.seed=range({points})", "requeue.max_attempts_without_progress=1"
     )
     # The shell is killed in the moment in which SLURM has the array and the shell does not know it yet.
-    path = sweeper.faulty_sbatch("kills-the-shell")
+    front = sweeper.path.parent / "front"
+    front.mkdir()
+    (front / "sbatch").write_text(KILLING_SBATCH.format(folder=front, sbatch=shutil.which("sbatch")))
+    (front / "sbatch").chmod(0o755)
+    path = f"{front}:{os.environ['PATH']}"
     shell = sweeper.start(*words, "--array-parallelism", "8", PATH=path)
     assert shell.wait(240) == -signal.SIGKILL
     answer = json.loads(sweeper.cli(*words, "--array-parallelism", "8", "--json", PATH=path))
@@ -401,20 +375,3 @@ def test_each_array_of_a_sweep_has_its_nodes_and_the_limit_and_waits_for_what_ha
 def test_what_cannot_be_submitted_keeps_all_from_being_submitted(sweeper: Sweeper, words: list[str], said: str) -> None:
     assert said in sweeper.cli(*sweeper.words(*words, LATER), check=False)
     assert not sweeper.queue() and not list((sweeper.path / "runs").glob("*/sweep.json"))
-
-
-def test_an_sbatch_that_lies_refuses_and_dawdles_makes_no_double_and_loses_nothing(sweeper: Sweeper) -> None:
-    """On a cluster whose arrays have fewer tasks than the sweep has points."""
-    points, largest = 8, 5
-    faults = ["times-out-after-accepting", "refuses", "times-out-before", "answers-late"]
-    limit = {"MaxJobCount=50000": f"MaxJobCount=50000\nMaxArraySize={largest}"}
-    with reconfigured(sweeper.cluster, limit):
-        sweep = sweeper.submit(f"train.seed=range({points})", LATER, PATH=sweeper.faulty_sbatch(*faults))
-    calls = (sweeper.path.parent / "front" / "calls").read_text().splitlines()
-    assert calls[: len(faults)] == faults
-    sizes = [min(largest, points - begin) for begin in range(0, points, largest)]
-    assert sorted(sweeper.queue().values()) == sorted(sizes)
-    jobs = {sweep.job_id(number) for number in sweep.array_numbers()}
-    assert jobs == sweeper.queue().keys() and len(jobs) == len(sweep.array_numbers())
-    elements = [run_dir.info()["job_ids"] for run_dir in sweep.run_dirs().values()]
-    assert len({json.dumps(each) for each in elements}) == points and all(len(each) == 1 for each in elements)

@@ -1,17 +1,23 @@
-"""Scripts of a user's own, as `python SCRIPT` or torchrun would start them, without the seconds of their imports."""
+"""Scripts of a user's own, without the seconds of their imports, and with them."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import runpy
+import signal
+import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from tests.support.gloo import Ranks
+from tests.support.children import descendants
+from tests.support.gloo import Ranks, wait_until
 from tests.support.local_runs import clean_environment
 
 LOG = "output.txt"
@@ -43,6 +49,43 @@ class Script:
             return max(ending.exit_code or 0 for ending in self._ranks.endings())
         finally:
             self._ranks.reap()
+
+
+class Program:
+    """A Python that runs in a folder, and what it says. It ends with all that it has started."""
+
+    def __init__(self, folder: Path, *words: str, **variables: str):
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".txt", delete=False) as log:
+            self.log = Path(log.name)
+            self.process = subprocess.Popen(
+                [sys.executable, *words],
+                cwd=folder,
+                env={**clean_environment(), **variables},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+        wait_until(lambda: condition() or self.has_ended(), what, 300)
+        assert condition(), self.said
+
+    def wait(self, timeout_s: float = 300) -> int:
+        return self.process.wait(timeout_s)
+
+    def end(self) -> None:
+        for pid in [self.process.pid, *descendants(self.process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
 
 
 def _run(directory: Path, words: tuple[str, ...], variables: Mapping[str, str], together: Mapping[str, str]) -> None:

@@ -148,10 +148,10 @@ def logger_variables(config: Config, context: AttemptContext) -> dict[str, str]:
     """
     run, variables = logged_run(context.run_dir, context.number), dict[str, str]()
     if config.observe.wandb.enabled:
-        mode = wandb_logger.find_mode(config.observe.wandb.mode, os.environ)
-        variables |= wandb_logger.variables_of(config.observe.wandb, run, mode)
-        if not mode.online:
-            log.info("%s", wandb_logger.offline_sentence(run.directory, mode))
+        why = wandb_logger.why_offline(config.observe.wandb.mode, os.environ)
+        variables |= wandb_logger.variables_of(config.observe.wandb, run, online=why is None)
+        if why is not None:
+            log.info("%s", wandb_logger.offline_sentence(run.directory, why))
     if config.observe.mlflow.enabled:
         try:
             _, _, run_id = begin(lambda: mlflow_logger.find_or_create(config.observe.mlflow, run)).result(FIND_S)

@@ -36,7 +36,7 @@ from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
 from slurmtrain.observe.textfile import text_file_of
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
-from slurmtrain.planner.peaks import FP32, TF32, Peak, peak_of
+from slurmtrain.planner.gpus import FP32, TF32, Peak, peak_of
 from slurmtrain.runs import attempts
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runtime.agreement import StopAgreement

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from slurmtrain.choices import FindingKind
 from slurmtrain.config.schema import Config
-from slurmtrain.planner.peaks import BF16, peak_of
+from slurmtrain.planner.gpus import BF16, peak_of
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.preflight.findings import Fault, Finding
 

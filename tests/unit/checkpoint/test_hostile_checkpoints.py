@@ -14,7 +14,7 @@ import pickle
 import resource
 import signal
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -85,9 +85,6 @@ class Forged:
 
 Attack = Callable[[Forged], None]
 ATTACKS: dict[str, Attack] = {}
-value: Any
-values: Any
-dtype: Any
 
 
 def attack(name: str) -> Callable[[Attack], Attack]:
@@ -96,6 +93,42 @@ def attack(name: str) -> Callable[[Attack], Attack]:
         return function
 
     return add
+
+
+def each(name: str, values: Iterable[Any], act: Callable[[Forged, Any], Any]) -> None:
+    """An attack for each value: `name` has a place for it, or for the label that is given with each in a mapping."""
+    labelled = values.items() if isinstance(values, Mapping) else [(value, value) for value in values]
+    ATTACKS.update({name.format(label): partial(_act, act, value) for label, value in labelled})
+
+
+def _act(act: Callable[[Forged, Any], Any], value: Any, forged: Forged) -> None:
+    act(forged, value)
+
+
+def change(act: Callable[[Any, Any], Any]) -> Callable[[Forged, Any], None]:
+    """An act that changes the manifest which is written."""
+    return lambda forged, value: setattr(forged, "changes", lambda manifest: act(manifest, value))
+
+
+def put(where: Callable[[Forged], Any], *path: str) -> Callable[[Forged, Any], None]:
+    """An act that puts the value at a path of what `where` gives."""
+
+    def act(forged: Forged, value: Any) -> None:
+        inside = where(forged)
+        for key in path[:-1]:
+            inside = inside[key]
+        inside[path[-1]] = value
+
+    return act
+
+
+def header(forged: Forged) -> Any:
+    return forged.header
+
+
+def described(name: str) -> Callable[[Forged], Any]:
+    """Where a tensor is described."""
+    return lambda forged: forged.own if name in forged.own else forged.manifest["tensors"]
 
 
 # Code where data belongs.
@@ -128,7 +161,7 @@ def _(forged: Forged) -> None:
 
 # Names that lead elsewhere.
 
-for label, name in {
+NAMES = {
     "a relative path": "../../secret",
     "an absolute path": "/proc/self/environ",
     "a null byte": "a\0b",
@@ -136,28 +169,21 @@ for label, name in {
     "nothing": "",
     "a dot": ".",
     "an endless name": "x" * 5000,
-}.items():
+}
 
-    @attack(f"{label} in manifest.json")
-    def _(forged: Forged, name: str = name) -> None:
-        forged.more_files[name] = {"size": 6, "sha256": "00"}
 
-    @attack(f"{label} in the manifest in place of the shard")
-    def _(forged: Forged, name: str = name) -> None:
-        def change(manifest: Any) -> None:
-            for key in ("files", "headers"):
-                manifest[key] = {name: manifest[key][RANK]}
+def in_place_of_the_shard(manifest: Any, name: str) -> None:
+    for key in ("files", "headers"):
+        manifest[key] = {name: manifest[key][RANK]}
 
-        forged.changes = change
 
-    @attack(f"{label} in the header")
-    def _(forged: Forged, name: str = name) -> None:
-        forged.rename(WEIGHT, name)
-
+each("{} in manifest.json", NAMES, lambda forged, name: forged.more_files.update({name: {"size": 6, "sha256": "00"}}))
+each("{} in the manifest in place of the shard", NAMES, change(in_place_of_the_shard))
+each("{} in the header", NAMES, lambda forged, name: forged.rename(WEIGHT, name))
 
 # Absurd headers.
 
-for label, change in {
+HEADERS: dict[str, Callable[[bytes], bytes]] = {
     "a length beyond the end": lambda text: HUGE.to_bytes(8, "little") + text,
     "a length of nothing": lambda text: bytes(8) + text,
     "a deep one": lambda text: len(DEEP).to_bytes(8, "little") + DEEP.encode(),
@@ -165,64 +191,36 @@ for label, change in {
     "an empty one": lambda text: (2).to_bytes(8, "little") + b"{}",
     "four bytes": lambda text: b"abcd",
     "numbers without end": lambda text: (9_002).to_bytes(8, "little") + b"[" + b"9" * 9_000 + b"]",
-}.items():
-
-    @attack(f"a header: {label}")
-    def _(forged: Forged, change: Callable[[bytes], bytes] = change) -> None:
-        forged.beginning = change(json.dumps(forged.header).encode())
-
-
-for value in ([], None, 5, "x", {}, {"own": 5}, {"own": "x"}, {"own": "[]"}, {"own": DEEP}, {"own": '{"own/x": 5}'}):
-
-    @attack(f"metadata {str(value)[:40]}")
-    def _(forged: Forged, value: Any = value) -> None:
-        forged.header["__metadata__"] = value
-
-
-for place, name in (("first", WEIGHT), ("in the midst", MOMENT), ("last", "own/")):
-    for value in (
-        [-1, 5],
-        [0, -1],
-        [0, HUGE],
-        [HUGE, HUGE],
-        [0, 0],
-        [0.5, 1],
-        ["0", "1"],
-        [0],
-        [[0], 1],
-        None,
-        1,
-        {},
-        [1, 2, 3],
-    ):
-
-        @attack(f"{place} at {value}")
-        def _(forged: Forged, name: str = name, value: Any = value) -> None:
-            forged.header[name]["data_offsets"] = value
-
-    for value in ([], None, 5, "x", {}):
-
-        @attack(f"an entry {value} {place}")
-        def _(forged: Forged, name: str = name, value: Any = value) -> None:
-            forged.header[name] = value
-
-
-for box in (
-    "[0:4, 0:8]",
-    "[4:12, 0:8]",
-    "[-8:0, 0:8]",
-    "[0:0, 0:8]",
-    "[8:0, 8:0]",
-    "[0:64]",
-    "[0:8, 0:8, 0:1]",
-    "[]",
-    "[",
-):
-    for value in ("", *("9" * count for count in (19, 5000))):
-
-        @attack(f"a box {box}{value[:30]}")
-        def _(forged: Forged, box: str = box, value: str = value) -> None:
-            forged.rename(WEIGHT, WEIGHT + (box.replace("8]", f"{value}]") if value else box))
+}
+METADATA: list[Any] = [
+    [],
+    None,
+    5,
+    "x",
+    {},
+    {"own": 5},
+    {"own": "x"},
+    {"own": "[]"},
+    {"own": DEEP},
+    {"own": '{"own/x": 5}'},
+]
+PLACES = {"first": WEIGHT, "in the midst": MOMENT, "last": "own/"}
+RANGES: list[Any] = [[-1, 5], [0, -1], [0, HUGE], [HUGE, HUGE], [0, 0], [0.5, 1], ["0", "1"], [0], [[0], 1]]
+RANGES += [None, 1, {}, [1, 2, 3]]
+BOXES = ["[0:4, 0:8]", "[4:12, 0:8]", "[-8:0, 0:8]", "[0:0, 0:8]", "[8:0, 8:0]", "[0:64]", "[0:8, 0:8, 0:1]", "[]", "["]
+OTHERS: list[Any] = [[], None, 5, "x", {}]
+each(
+    "a header: {}",
+    HEADERS,
+    lambda forged, change: setattr(forged, "beginning", change(json.dumps(forged.header).encode())),
+)
+each("metadata {:.40}", {str(value): value for value in METADATA}, put(header, "__metadata__"))
+for place, key in PLACES.items():
+    each(f"{place} at {{}}", RANGES, put(header, key, "data_offsets"))
+    each(f"an entry {{}} {place}", OTHERS, put(header, key))
+for digits in ("", "9" * 19, "9" * 5000):
+    boxes = {box + digits[:30]: box.replace("8]", f"{digits}]") if digits else box for box in BOXES}
+    each("a box {}", boxes, lambda forged, box: forged.rename(WEIGHT, WEIGHT + box))
 
 
 @attack("a header of tiny pieces")
@@ -233,29 +231,18 @@ def _(forged: Forged) -> None:
 
 # Absurd tensors.
 
-for name in (WEIGHT, MOMENT, "own/random.torch"):
-    for shape in ([1 << 40], [HUGE, HUGE], [-1], [-8, -8], [0], [8.0, 8.0], "88", None, [8] * 500, [0, HUGE * 4]):
+SHAPES: list[Any] = [[1 << 40], [HUGE, HUGE], [-1], [-8, -8], [0], [8.0, 8.0], "88", None, [8] * 500, [0, HUGE * 4]]
+DTYPES: list[Any] = ["load", "__class__", "complex32", "quint8", "float64", "", 5, None, []]
 
-        @attack(f"{name} of shape {str(shape)[:40]}")
-        def _(forged: Forged, name: str = name, shape: Any = shape) -> None:
-            (forged.own if name in forged.own else forged.manifest["tensors"])[name]["shape"] = shape
 
-    for dtype in ("load", "__class__", "complex32", "quint8", "float64", "", 5, None, []):
-
-        @attack(f"{name} of dtype {dtype!r}")
-        def _(forged: Forged, name: str = name, dtype: Any = dtype) -> None:
-            (forged.own if name in forged.own else forged.manifest["tensors"])[name]["dtype"] = dtype
-
-    for value in ([], None, 5, "x", {}):
-
-        @attack(f"{name} is {value}")
-        def _(forged: Forged, name: str = name, value: Any = value) -> None:
-            (forged.own if name in forged.own else forged.manifest["tensors"])[name] = value
-
+for key in (WEIGHT, MOMENT, "own/random.torch"):
+    each(f"{key} of shape {{:.40}}", {str(shape): shape for shape in SHAPES}, put(described(key), key, "shape"))
+    each(f"{key} of dtype {{}}", {repr(dtype): dtype for dtype in DTYPES}, put(described(key), key, "dtype"))
+    each(f"{key} is {{}}", OTHERS, put(described(key), key))
 
 # Absurd values in manifest.json.
 
-for key, values in {
+VALUES: dict[str, list[Any]] = {
     "format": [1, "2", None, [2]],
     "run_id": [5, None, {"a": 1}],
     "step": ["1000", -1, 1.5, float("inf"), None, True, 10**30],
@@ -271,101 +258,75 @@ for key, values in {
     "metrics": [None, [], 5, {"valid_loss": {"a": 1}}, {"valid_loss": "\x1b[31m"}],
     "created": [None, "now", float("nan")],
     "more": [1],
-}.items():
-    for value in values:
-
-        @attack(f"{key} is {str(value)[:40]!r}")
-        def _(forged: Forged, key: str = key, value: Any = value) -> None:
-            forged.changes = lambda manifest: manifest.update({key: value})
-
-
-for size in (-1, 1.5, None, 10**30):
-
-    @attack(f"a shard of {size!r} bytes")
-    def _(forged: Forged, size: Any = size) -> None:
-        forged.changes = lambda manifest: manifest["files"][RANK].update(size=size)
-
-
-for digest in (5, "", None, "00" * 32):
-
-    @attack(f"a shard with the digest {digest!r}")
-    def _(forged: Forged, digest: Any = digest) -> None:
-        forged.changes = lambda manifest: manifest["files"][RANK].update(digests=digest)
-
-
-for label, text in {
+}
+TEXTS = {
     "deep": DEEP.encode(),
     "deep state": b'{"format": 3, "state": ' + DEEP.encode(),
     "a list": b"[]",
     "not text": b"\xff\xfe\x00",
     "nothing": b"",
-}.items():
-
-    @attack(f"manifest.json: {label}")
-    def _(forged: Forged, text: bytes = text) -> None:
-        forged.text = text
-
+}
+for key, values in VALUES.items():
+    each(
+        f"{key} is {{:.40}}",
+        {repr(value): {key: value} for value in values},
+        change(lambda manifest, new: manifest.update(new)),
+    )
+each(
+    "a shard of {} bytes",
+    [-1, 1.5, None, 10**30],
+    change(lambda manifest, size: manifest["files"][RANK].update(size=size)),
+)
+each(
+    "a shard with the digest {!r}",
+    [5, "", None, "00" * 32],
+    change(lambda manifest, digest: manifest["files"][RANK].update(digests=digest)),
+)
+each("manifest.json: {}", TEXTS, lambda forged, text: setattr(forged, "text", text))
 
 # Absurd state.
 
-for value in (
-    None,
-    5,
-    "x",
-    [],
-    [5],
-    [{}],
-    [{"params": 5}],
-    [{"params": []}],
-    [{"params": ["model.weight", "model.bias"], "lr": {"__tensor__": "nowhere"}}],
-    [{"params": ["model.weight", "model.bias"], "lr": {"__tensor__": ["x"]}}],
-    [{"params": ["model.weight", "model.bias"], "lr": {"__dict__": [[[1], 2]]}}],
-    [{"params": ["model.weight", "model.bias"], "lr": {"__dict__": 5}}],
-    [{"params": ["model.weight", "model.bias"], "lr": {"__tuple__": 5}}],
-):
-
-    @attack(f"the optimiser's groups are {str(value)[:100]}")
-    def _(forged: Forged, value: Any = value) -> None:
-        forged.manifest["state"]["optimizer"] = value
-
+BOTH = ["model.weight", "model.bias"]
+RATES: list[Any] = [
+    {"__tensor__": "nowhere"},
+    {"__tensor__": ["x"]},
+    {"__dict__": [[[1], 2]]},
+    {"__dict__": 5},
+    {"__tuple__": 5},
+]
+GROUPS: list[Any] = [None, 5, "x", [], [5], [{}], [{"params": 5}], [{"params": []}]]
+each(
+    "the optimiser's groups are {:.100}",
+    {str(groups): groups for groups in [*GROUPS, *([{"params": BOTH, "lr": rate}] for rate in RATES)]},
+    put(lambda forged: forged.manifest["state"], "optimizer"),
+)
 
 # Files that are none.
 
 
-@attack("a shard that is a pipe")
-def _(forged: Forged) -> None:
-    forged.write()
-    (forged.path / RANK).unlink()
-    os.mkfifo(forged.path / RANK)
-    forged.write = lambda: None  # type: ignore[method-assign]
+def only(act: Callable[[Path], None]) -> Attack:
+    """Written, and then changed by `act`."""
+
+    def attack(forged: Forged) -> None:
+        forged.write()
+        act(forged.path)
+        forged.write = lambda: None  # type: ignore[method-assign]
+
+    return attack
 
 
-@attack("a manifest that is a pipe")
-def _(forged: Forged) -> None:
-    (forged.path / "manifest.json").unlink()
-    os.mkfifo(forged.path / "manifest.json")
-    forged.write = lambda: None  # type: ignore[method-assign]
+def replaced(path: Path, make: Callable[[Path], None]) -> None:
+    path.unlink()
+    make(path)
 
 
-@attack("a shard that is a folder")
-def _(forged: Forged) -> None:
-    forged.changes = lambda manifest: manifest["files"][RANK].update(size=(forged.path / RANK).stat().st_size)
-    forged.write()
-    (forged.path / RANK).unlink()
-    (forged.path / RANK).mkdir()
-    forged.write = lambda: None  # type: ignore[method-assign]
-
-
-@attack("an endless manifest")
-def _(forged: Forged) -> None:
-    os.truncate(forged.path / "manifest.json", 1 << 36)
-    forged.write = lambda: None  # type: ignore[method-assign]
-
-
-@attack("an endless COMPLETE")
-def _(forged: Forged) -> None:
-    os.truncate(forged.path / "COMPLETE", 1 << 36)
-    forged.write = lambda: None  # type: ignore[method-assign]
+ATTACKS |= {
+    "a shard that is a pipe": only(lambda path: replaced(path / RANK, os.mkfifo)),
+    "a manifest that is a pipe": only(lambda path: replaced(path / "manifest.json", os.mkfifo)),
+    "a shard that is a folder": only(lambda path: replaced(path / RANK, Path.mkdir)),
+    "an endless manifest": only(lambda path: os.truncate(path / "manifest.json", 1 << 36)),
+    "an endless COMPLETE": only(lambda path: os.truncate(path / "COMPLETE", 1 << 36)),
+}
 
 
 # What a person does with it.
@@ -498,12 +459,7 @@ def test_a_file_outside_is_not_read_as_weights(mode: str, name: str, sound: Path
     path = copy(sound, tmp_path)
     forged = Forged(path)
     outside = name.format(tmp_path)
-
-    def change(manifest: Any) -> None:
-        for key in ("files", "headers"):
-            manifest[key] = {outside: manifest[key][RANK]}
-
-    forged.changes = change
+    forged.changes = lambda manifest: in_place_of_the_shard(manifest, outside)
     forged.write()
     (path / RANK).rename(tmp_path / "secret")
     found = outcomes({"restore": lambda: restore(path.parent, path=path, verify=mode)})

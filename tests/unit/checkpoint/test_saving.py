@@ -37,6 +37,7 @@ from slurmtrain.checkpoint.save.staging import Staging
 from slurmtrain.checkpoint.store.fencing import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.errors import EXIT_CONFIG
+from tests.support.local_runs import assert_same_tensors
 
 PATIENCE_S = 60.0  # for what must happen
 GRACE_S = 0.3  # for what must not
@@ -86,8 +87,11 @@ class Training:
         return [step_of(path) for path in committed(self.directory)]
 
 
+Make = Callable[..., Training]
+
+
 @pytest.fixture
-def training(tmp_path: Path) -> Iterator[Callable[..., Training]]:
+def training(tmp_path: Path) -> Iterator[Make]:
     made: list[Training] = []
 
     def make(**options: Any) -> Training:
@@ -98,11 +102,6 @@ def training(tmp_path: Path) -> Iterator[Callable[..., Training]]:
     for one in made:
         with contextlib.suppress(CheckpointError):
             one.checkpointer.close(2)
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
 class Gate:
@@ -152,7 +151,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
 # --------------------------------------------------------------------------------------------------------------- one by one
 
 
-def test_a_save_returns_before_it_is_written(training: Callable[..., Training], writing: Gate) -> None:
+def test_a_save_returns_before_it_is_written(training: Make, writing: Gate) -> None:
     run = training()
     saving = run.save(3)
     assert writing.reached.wait(PATIENCE_S)
@@ -175,7 +174,7 @@ def test_a_save_returns_before_it_is_written(training: Callable[..., Training], 
     assert run.checkpointer.wait() is None, "there is none in flight"
 
 
-def test_one_save_is_in_flight_at_a_time(training: Callable[..., Training], writing: Gate) -> None:
+def test_one_save_is_in_flight_at_a_time(training: Make, writing: Gate) -> None:
     run = training()
     first = run.save(1)
     second: list[PendingSave] = []
@@ -191,9 +190,7 @@ def test_one_save_is_in_flight_at_a_time(training: Callable[..., Training], writ
     assert run.steps == [1, 2]
 
 
-def test_a_save_that_is_not_asynchronous_returns_after_its_commit(
-    training: Callable[..., Training], disk: FullDisk
-) -> None:
+def test_a_save_that_is_not_asynchronous_returns_after_its_commit(training: Make, disk: FullDisk) -> None:
     run = training(asynchronous=False)
     with pytest.raises(CheckpointError, match="No space left on device"):
         run.save(1)
@@ -204,14 +201,14 @@ def test_a_save_that_is_not_asynchronous_returns_after_its_commit(
     assert saving.done() and run.steps == [2] and run.checkpointer.in_flight is None
     assert saving.result().stall_s == saving.stall_s > 0
     run.step()
-    assert_equal(run.restored(), expected)
+    assert_same_tensors(run.restored(), expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------- failures
 
 
 def test_a_failure_is_told_takes_no_space_and_the_next_save_tries_again(
-    training: Callable[..., Training], disk: FullDisk, caplog: pytest.LogCaptureFixture
+    training: Make, disk: FullDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = training()
     disk.full = False
@@ -249,7 +246,7 @@ def test_a_failure_is_told_takes_no_space_and_the_next_save_tries_again(
     ],
 )
 def test_so_many_failures_in_a_row_end_it(
-    training: Callable[..., Training], disk: FullDisk, most: int, fails: list[bool], ends: bool
+    training: Make, disk: FullDisk, most: int, fails: list[bool], ends: bool
 ) -> None:
     run = training(max_failures=most)
     for step, disk.full in enumerate(fails, start=1):
@@ -266,7 +263,7 @@ def test_so_many_failures_in_a_row_end_it(
 
 
 def test_a_bug_while_writing_is_a_failure_and_no_hang(
-    training: Callable[..., Training], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    training: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = training()
     with monkeypatch.context() as patch:
@@ -281,7 +278,7 @@ def test_a_bug_while_writing_is_a_failure_and_no_hang(
 
 
 def test_a_discarded_save_is_neither_there_nor_a_failure(
-    training: Callable[..., Training], writing: Gate, monkeypatch: pytest.MonkeyPatch
+    training: Make, writing: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = training(max_failures=2)
     saving = run.save(1)
@@ -298,9 +295,7 @@ def test_a_discarded_save_is_neither_there_nor_a_failure(
     assert run.steps == [3]
 
 
-def test_closing_waits_for_the_commit_and_nothing_is_saved_or_discarded_after_it(
-    training: Callable[..., Training], writing: Gate
-) -> None:
+def test_closing_waits_for_the_commit_and_nothing_is_saved_or_discarded_after_it(training: Make, writing: Gate) -> None:
     run = training()
     run.checkpointer.discard()  # nothing is there
     run.save(1)
@@ -314,7 +309,7 @@ def test_closing_waits_for_the_commit_and_nothing_is_saved_or_discarded_after_it
     assert run.steps == [1] and run.checkpointer.last_step == 1
 
 
-def test_closing_with_little_time_gives_it_up(training: Callable[..., Training], writing: Gate) -> None:
+def test_closing_with_little_time_gives_it_up(training: Make, writing: Gate) -> None:
     run = training()
     saving = run.save(1)
     assert writing.reached.wait(PATIENCE_S)
@@ -346,7 +341,7 @@ def test_a_checkpointer_that_a_script_drops_lives_until_its_save_has_ended(tmp_p
 # ------------------------------------------------------------------------------------------------- the state at the call
 
 
-def test_what_comes_right_after_a_save_does_not_leak_into_it(training: Callable[..., Training], writing: Gate) -> None:
+def test_what_comes_right_after_a_save_does_not_leak_into_it(training: Make, writing: Gate) -> None:
     """Neither a step nor a change by hand: not one through `.data`, which no counter of torch's shows."""
     run = training()
     run.step()
@@ -360,7 +355,7 @@ def test_what_comes_right_after_a_save_does_not_leak_into_it(training: Callable[
         state["exp_avg"].data.mul_(2)
     writing.open()
     saving.result(PATIENCE_S)
-    assert_equal(run.restored(), expected)
+    assert_same_tensors(run.restored(), expected)
     other = nn.Linear(4, 4)
     Checkpointer(run.directory).restore(averaged=other)
     assert torch.equal(other.weight, average)
@@ -438,7 +433,7 @@ def test_a_save_works_where_no_memory_can_be_locked(driver: Driver, caplog: pyte
     assert "cannot be page-locked (out of memory)" in caplog.text and driver.asked == 2
 
 
-def test_restoring_during_a_save_harms_neither(training: Callable[..., Training], writing: Gate) -> None:
+def test_restoring_during_a_save_harms_neither(training: Make, writing: Gate) -> None:
     """Both use one buffer."""
     run = training()
     writing.open()
@@ -452,18 +447,18 @@ def test_restoring_during_a_save_harms_neither(training: Callable[..., Training]
     restored = run.checkpointer.restore(model=run.model, optimizer=run.optimizer)
     saving.result(PATIENCE_S)
     assert restored is not None and restored.step in (1, 2)
-    assert_equal(run.restored(), second)
+    assert_same_tensors(run.restored(), second)
     if restored.step == 2:
-        assert_equal(run.values(), second)
+        assert_same_tensors(run.values(), second)
     else:
-        assert_equal({name: run.values()[name] for name in first}, first)
+        assert_same_tensors({name: run.values()[name] for name in first}, first)
 
 
 # ---------------------------------------------------------------------------------------------------------- what is handed in
 
 
 def test_metrics_and_config_are_in_the_manifest_and_numbers_may_be_those_of_torch_and_numpy(
-    training: Callable[..., Training],
+    training: Make,
 ) -> None:
     run = training(config={"width": 8}, run_id="run")
     metrics = {"valid_loss": torch.tensor(0.5), "accuracy": 0.25}
@@ -474,7 +469,7 @@ def test_metrics_and_config_are_in_the_manifest_and_numbers_may_be_those_of_torc
 
 
 def test_who_is_told_has_recorded_the_save_before_anybody_may_leave_because_of_it(
-    training: Callable[..., Training],
+    training: Make,
 ) -> None:
     committed_now, may_record, recorded = threading.Event(), threading.Event(), list[Any]()
 
@@ -501,7 +496,7 @@ def test_a_second_checkpointer_of_the_same_life_is_refused(tmp_path: Path) -> No
     Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
 
 
-def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(training: Callable[..., Training]) -> None:
+def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(training: Make) -> None:
     run = training()
     path = run.save(1).result(PATIENCE_S).path
     run.checkpointer.close()
@@ -515,7 +510,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(traini
 
 
 @pytest.mark.parametrize("step", [-1, 2.5, None, "3"])
-def test_a_step_that_no_reader_would_find_is_refused(training: Callable[..., Training], step: Any) -> None:
+def test_a_step_that_no_reader_would_find_is_refused(training: Make, step: Any) -> None:
     run = training()
     with pytest.raises(CheckpointError, match="is not a number of optimiser steps"):
         run.save(step)
@@ -523,7 +518,7 @@ def test_a_step_that_no_reader_would_find_is_refused(training: Callable[..., Tra
 
 
 def test_weights_that_are_no_numbers_replace_no_sound_checkpoint_and_end_the_run(
-    training: Callable[..., Training], caplog: pytest.LogCaptureFixture
+    training: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = training(keep=Keep(last=2))
     for step in (1, 2, 3):
@@ -545,7 +540,7 @@ def test_weights_that_are_no_numbers_replace_no_sound_checkpoint_and_end_the_run
 
 
 def test_infinite_is_what_was_so_before_anything_was_trained_and_nothing_that_a_restore_has_filled(
-    training: Callable[..., Training],
+    training: Make,
 ) -> None:
     run = training()
     run.model.register_buffer("mask", torch.full((4, 4), -math.inf))
@@ -570,9 +565,7 @@ def test_infinite_is_what_was_so_before_anything_was_trained_and_nothing_that_a_
 
 
 @pytest.mark.parametrize("field", ["exp_avg", "exp_avg_sq"])
-def test_a_state_of_the_optimiser_that_is_not_finite_is_not_saved(
-    training: Callable[..., Training], field: str
-) -> None:
+def test_a_state_of_the_optimiser_that_is_not_finite_is_not_saved(training: Make, field: str) -> None:
     run = training()
     run.forward_backward()
     run.optimizer.step()
@@ -585,7 +578,7 @@ def test_a_state_of_the_optimiser_that_is_not_finite_is_not_saved(
     assert run.steps == [1]
 
 
-def test_a_loop_of_ones_own_can_go_back_and_forget_what_came_after(training: Callable[..., Training]) -> None:
+def test_a_loop_of_ones_own_can_go_back_and_forget_what_came_after(training: Make) -> None:
     run = training()
     for step in (1, 2, 3):
         with torch.no_grad():

@@ -30,33 +30,34 @@ def after_load(module: nn.Module, hook: Callable[..., None]) -> None:
     module.register_load_state_dict_post_hook(hook)
 
 
-class Cloning(nn.Linear):
-    """Gives copies, as modules do that gather their parameters."""
+class Hooked(nn.Linear):
+    """A matrix, with hooks on what its state_dict gives and on what it takes back."""
 
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        after_state_dict(self, clone_all)
-
-
-def clone_all(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name in list(state):
-        state[name] = state[name].clone()
+    def __init__(self, gives: Callable[..., None], takes: Callable[..., None] | None = None, **options: Any):
+        super().__init__(3, 3, **options)
+        self.calls: dict[str, Any] = {}
+        after_state_dict(self, gives)
+        if takes is not None:
+            before_load(self, takes)
 
 
-class Wider(nn.Linear):
+def each_as(change: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    """Gives its tensors changed."""
+
+    def hook(module: nn.Module, state: dict[str, Any], *others: Any) -> None:
+        state.update({name: change(value) for name, value in state.items()})
+
+    return hook
+
+
+class Wider(Hooked):
     """Holds bfloat16 and gives float32, which loses nothing."""
 
     def __init__(self) -> None:
-        super().__init__(3, 3, dtype=torch.bfloat16)
-        after_state_dict(self, to_float32)
+        super().__init__(each_as(Tensor.float), dtype=torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.bfloat16()).float()
-
-
-def to_float32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name in list(state):
-        state[name] = state[name].float()
 
 
 class Packed(nn.Module):
@@ -100,14 +101,12 @@ def renew_table(module: Any, incompatible: Any) -> None:
     module.table = torch.outer(module.seeds, module.seeds)
 
 
-class Counting(nn.Linear):
-    """Gives an entry that is no tensor, and takes it back."""
+class Counted(nn.Linear):
+    """Computes with something that is no tensor."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
         self.calls: dict[str, Any] = {"number": 0, "scale": torch.ones(())}
-        after_state_dict(self, give_calls)
-        before_load(self, take_calls)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls = {"number": self.calls["number"] + 1, "scale": self.calls["scale"] * 1.5}
@@ -115,7 +114,16 @@ class Counting(nn.Linear):
         return scaled
 
 
-def give_calls(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+class Counting(Counted):
+    """Gives it by hooks, and takes it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        after_state_dict(self, give_calls)
+        before_load(self, take_calls)
+
+
+def give_calls(module: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
     state[f"{prefix}calls"] = module.calls
 
 
@@ -123,16 +131,7 @@ def take_calls(module: Any, state: dict[str, Any], prefix: str, *others: Any) ->
     module.calls = state.pop(f"{prefix}calls")
 
 
-class ExtraState(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.calls: dict[str, Any] = {"number": 0, "scale": torch.ones(())}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls = {"number": self.calls["number"] + 1, "scale": self.calls["scale"] * 1.5}
-        scaled: Tensor = super().forward(x) * self.calls["number"] * self.calls["scale"]
-        return scaled
-
+class ExtraState(Counted):
     def get_extra_state(self) -> dict[str, Any]:
         return self.calls
 
@@ -155,18 +154,15 @@ def compiled() -> nn.Module:
     return cast(nn.Module, torch.compile(nn.Linear(3, 3), backend="eager"))
 
 
-def compiled_within() -> nn.Module:
-    return nn.Sequential(compiled(), nn.BatchNorm1d(3))
-
-
-def normalised() -> nn.Module:
-    return torch.nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+def cloning() -> nn.Module:
+    """Gives copies, as modules do that gather their parameters."""
+    return Hooked(each_as(Tensor.clone))
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)),
-    "clones": Cloning,
-    "nested clones": lambda: nn.Sequential(nn.Linear(3, 3), Cloning()),
+    "clones": cloning,
+    "nested clones": lambda: nn.Sequential(nn.Linear(3, 3), cloning()),
     "converts without loss": Wider,
     "packs": Packed,
     "load hook": Derived,
@@ -175,8 +171,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "extra state": ExtraState,
     "tied": Tied,
     "compiled": compiled,
-    "compiled within": compiled_within,
-    "parametrized": normalised,
+    "compiled within": lambda: nn.Sequential(compiled(), nn.BatchNorm1d(3)),
+    "parametrized": lambda: torch.nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
     "moving average": lambda: torch.optim.swa_utils.AveragedModel(nn.Linear(3, 3)),
 }
 
@@ -399,43 +395,12 @@ class Average:
 # What cannot be right is refused when it is saved.
 
 
-class Narrow(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        after_state_dict(self, to_bfloat16)
-
-
-def to_bfloat16(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name in list(state):
-        state[name] = state[name].bfloat16()
-
-
-class Merged(nn.Linear):
+def doubled(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Gives other values than it holds, as adapters do that are merged for export."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        after_state_dict(self, merge)
-
-
-def merge(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
 
 
-class OneWay(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.calls: dict[str, Any] = {}
-        after_state_dict(self, give_calls)
-
-
-class Renamed(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        after_state_dict(self, rename)
-
-
-def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def renamed(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     state[f"{prefix}kernel"] = state.pop(f"{prefix}weight").clone()
 
 
@@ -450,10 +415,22 @@ def sgd(params: Parameters) -> torch.optim.Optimizer:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Parameters], Any], str]] = {
-    "fewer bits": (Narrow, sgd, r"gives model\.weight as torch\.bfloat16, and it is torch\.float32"),
-    "other values": (Merged, sgd, r"gives other values for model\.weight than it holds"),
-    "an entry that nothing takes": (OneWay, sgd, r"gives model\.calls, a dict, which nothing would take back"),
-    "a tensor that nothing takes": (Renamed, sgd, r"gives model\.kernel, which is no parameter or buffer"),
+    "fewer bits": (
+        lambda: Hooked(each_as(Tensor.bfloat16)),
+        sgd,
+        r"gives model\.weight as torch\.bfloat16, and it is torch\.float32",
+    ),
+    "other values": (lambda: Hooked(doubled), sgd, r"gives other values for model\.weight than it holds"),
+    "an entry that nothing takes": (
+        lambda: Hooked(give_calls),
+        sgd,
+        r"gives model\.calls, a dict, which nothing would take back",
+    ),
+    "a tensor that nothing takes": (
+        lambda: Hooked(renamed),
+        sgd,
+        r"gives model\.kernel, which is no parameter or buffer",
+    ),
     "a trained parameter that is left out": (
         lambda: LeavesOut(3, 3),
         sgd,
@@ -478,16 +455,11 @@ def test_what_could_not_be_restored_is_refused_when_it_is_saved(tmp_path: Path, 
 
 
 def test_hooks_that_are_not_each_others_inverse_are_told_at_the_restore(tmp_path: Path) -> None:
-    class Drifting(Merged):
-        def __init__(self) -> None:
-            super().__init__()
-            before_load(self, halve_twice)
-
     with closing(Checkpointer(tmp_path)) as checkpointer:
-        checkpointer.save(1, model=Drifting()).result()
+        checkpointer.save(1, model=Hooked(doubled, halved_twice)).result()
         with pytest.raises(CheckpointError, match=r"model\.weight is not what was loaded"):
-            checkpointer.restore(model=Drifting())
+            checkpointer.restore(model=Hooked(doubled, halved_twice))
 
 
-def halve_twice(module: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
+def halved_twice(module: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
     state[f"{prefix}weight"] = state[f"{prefix}weight"] / 4

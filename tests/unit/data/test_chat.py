@@ -14,15 +14,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from slurmtrain.choices import LossOn, RecordKind
-from slurmtrain.config.schema import PrepareConfig
 from slurmtrain.data import PreparedText
 from slurmtrain.data.format.manifest import Manifest, read_manifest, shard_file
-from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
+from slurmtrain.data.format.tokenizers import TokenizerChoice
 from slurmtrain.data.prepare.chat_template import CHATML_TEMPLATE
-from slurmtrain.data.prepare.finish import finish
-from slurmtrain.data.prepare.unit import Task, prepare_unit
-from slurmtrain.data.prepare.unit_plan import agree_on, make_plan
 from slurmtrain.errors import ConfigError
+from tests.unit.data.test_prepare import prepare as prepare_all
 
 # In the manner of Llama 3: trims, has a begin token, and asks for the date.
 LLAMA = (
@@ -148,12 +145,7 @@ def prepare(folder: Path, records: Sequence[Any], **settings: Any) -> Path:
 
 
 def prepare_files(raw: Path, output: Path, **settings: Any) -> Manifest:
-    plan = make_plan(PrepareConfig(inputs=[str(raw)], output=str(output), records=RecordKind.CHAT, **settings))
-    agree_on(plan)
-    tokenizer, _ = load_tokenizer(plan.settings.tokenizer)
-    for unit in plan.units:
-        prepare_unit(Task.of(plan), unit, tokenizer, lambda progress: None)
-    manifest = finish(plan, settings.get("max_bad_share", 0.0))
+    manifest = prepare_all(raw, output, records=RecordKind.CHAT, **settings)
     assert manifest is not None
     return manifest
 

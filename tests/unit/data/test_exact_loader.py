@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from torch.utils.data import (
 import slurmtrain
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.errors import UsageError
+from slurmtrain.system.signals import SLURM_STOP_SIGNALS
 
 SAMPLES = 24
 
@@ -137,6 +140,24 @@ print([len(list(loader)) for loader in (ours, ours, torchs)])
 def test_a_program_whose_workers_stay_and_ignore_signals_ends() -> None:
     done = subprocess.run([sys.executable, "-c", STAYING], capture_output=True, text=True, timeout=120, check=True)
     assert (done.stdout, done.stderr) == ("[3, 3, 3]\n", "")
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_workers_of_torchs_own_loader_read_on_after_the_signals_of_a_stop(context: str) -> None:
+    """SLURM sends them to every process of a step, and only the ranks act on them."""
+    ours: dict[str, Any] = {
+        "worker_init_fn": slurmtrain.ignore_stop_signals,
+        "multiprocessing_context": context,
+        "num_workers": 1,
+    }
+    others = multiprocessing.active_children()
+    batches = iter(torch.utils.data.DataLoader(Noisy(), batch_size=1, **ours))
+    seen = [next(batches)]  # it has begun
+    (worker,) = [process for process in multiprocessing.active_children() if process not in others]
+    for number in SLURM_STOP_SIGNALS:
+        os.kill(worker.pid or 0, number)
+    seen += batches
+    assert [int(batch[0, 0]) for batch in seen] == list(range(SAMPLES))
 
 
 def test_what_it_wraps_can_be_looked_at() -> None:

@@ -81,8 +81,8 @@ class Counted(Numbers):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         self._read.release()
-        if self._stuck:
-            time.sleep(1000)
+        while self._stuck:
+            time.sleep(1)
         return super().__getitem__(index)
 
     def wait_for(self, samples: int) -> None:
@@ -123,20 +123,6 @@ def ids(step: list[dict[str, Tensor]]) -> list[int]:
 def run_steps(n: int, steps: int, **changes: Any) -> list[list[int]]:
     with loader(Numbers(n), **changes) as batches:
         return [ids(next(batches).micro_batches) for _ in range(steps)]
-
-
-def all_ranks(n: int, steps: int, dp_size: int, **changes: Any) -> list[list[int]]:
-    ranks = [run_steps(n, steps, dp_rank=rank, dp_size=dp_size, **changes) for rank in range(dp_size)]
-    return [sorted(itertools.chain.from_iterable(step)) for step in zip(*ranks, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("dp_size", "micro", "workers"), [(1, 8, 0), (1, 2, 2), (2, 2, 0), (2, 4, 1), (4, 1, 0), (4, 2, 2), (8, 1, 0)]
-)
-def test_a_step_sees_the_same_samples_under_any_layout(dp_size: int, micro: int, workers: int) -> None:
-    """20 samples in steps of 8: the third and fifth step cross into the next epoch."""
-    expected = [sorted(sample_ids(8 * step, 8, n=20, seed=1).tolist()) for step in range(5)]
-    assert all_ranks(20, 5, dp_size, micro_batch_size=micro, num_workers=workers) == expected
 
 
 def test_micro_batch_m_of_rank_r_is_where_the_documentation_says() -> None:
@@ -255,9 +241,7 @@ def test_close_kills_workers_that_are_stuck() -> None:
     with loader(data, num_workers=2) as batches:
         batches.start()
         data.wait_for(2)
-        begin = time.perf_counter()
         batches.close()
-        assert time.perf_counter() - begin < 60
         batches.close()  # again is no harm
     assert multiprocessing.active_children() == []
 
@@ -397,14 +381,8 @@ def test_memory_that_a_data_set_uses_again_is_sent_as_it_was() -> None:
     results.close()
 
 
-class Drawn:
+class Drawn(Numbers):
     """Every sample draws from all three generators, as augmentations do."""
-
-    def __init__(self, n: int):
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         drawn = torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))])
@@ -450,6 +428,8 @@ def test_stopped_and_resumed_with_any_ranks_and_micro_batches_the_hash_and_each_
     total = sum(stretch[0] for stretch in plan)
     chain, seen = run(n, plan, batch)
     assert (chain, seen) == run(n, [(total, 1, 1, 0)], batch)
+    steps = (sorted(sample_ids(batch * step, batch, n=n, seed=1).tolist()) for step in range(total))
+    assert seen == list(itertools.chain.from_iterable(steps))
     # As many as there were whole epochs, and once more in the one that has begun.
     times = np.bincount(seen, minlength=n)
     assert times.min() == total * batch // n and times.max() == -(-total * batch // n)

@@ -318,36 +318,6 @@ def test_what_somebody_else_is_writing_stays_until_he_is_gone(tmp_path: Path) ->
     assert not list(begun.iterdir())
 
 
-def test_a_job_that_is_stopped_goes_on_when_it_is_resumed(
-    raw: Path, settings: dict[str, Any], undisturbed: dict[str, bytes], project: Path
-) -> None:
-    output = project / "out"
-    words = [f"prepare.{name}={value}" for name, value in settings.items()]
-    words += [f"prepare.inputs=[{raw}]", f"prepare.output={output}", "prepare.workers=1"]
-    command = [sys.executable, "-m", "slurmtrain", "+cluster=local", "cluster.tasks_per_node=2", "job=prepare"]
-    with subprocess.Popen(
-        [*command, *words, "submit"],
-        env={**os.environ, **hanging_disk(project / "disk", output, after=2)},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as job:
-        wait_until(lambda: units_done(output) > 0)
-        [run] = project.glob("runs/prepare/*")
-        (run / "stop").touch()  # which rank 0 alone looks for
-        said, _ = job.communicate(timeout=180)
-    assert "stopped by the file `stop`" in said, said
-    (project / "disk/gate").unlink()
-    done = subprocess.run(
-        [sys.executable, "-m", "slurmtrain", "resume", "last"], capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done
-    assert content(output) == undisturbed
-    attempts = [json.loads(path.read_text()) for path in sorted(run.glob("attempts/*/attempt.json"))]
-    total = len(list(output.glob(".prepare/units/*.json")))
-    # The other task may do one more after rank 0 has counted.
-    assert 0 < attempts[0]["last_step"] <= attempts[1]["first_step"] < attempts[1]["last_step"] == total
-
-
 def test_a_process_that_is_killed_is_told(raw: Path, settings: dict[str, Any], tmp_path: Path) -> None:
     with started(raw, tmp_path / "out", settings, hangs_after=3) as process:
         wait_until(lambda: units_done(tmp_path / "out") > 0)

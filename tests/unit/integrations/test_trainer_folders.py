@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slurmtrain.checkpoint.random_state import RANDOM_STATE
+from slurmtrain.integrations import commit as commit_room
+from slurmtrain.integrations.commit import commit, damage_of, keep_newest, note_files, set_aside
 from slurmtrain.integrations.trainer_folders import newest_complete, torn
 
 
@@ -95,3 +101,81 @@ def test_folders_that_were_torn_twice_at_a_step_are_both_kept(tmp_path: Path) ->
         without("trainer_state.json")(write(tmp_path, 5))
         assert newest_complete(tmp_path) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["torn-checkpoint-5", "torn-checkpoint-5.2"]
+
+
+# Folders that others have written, with a list of their files.
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    temporary = tmp_path / ".step_1.tmp-1"
+    (temporary / "engine").mkdir(parents=True)
+    torch.save({"weights": torch.ones(100)}, temporary / "engine" / "states.pt")
+    (temporary / "engine" / "words").write_text("of a format that nobody knows")
+    note_files(temporary)
+    commit(temporary, tmp_path / "step_1")
+    return tmp_path / "step_1"
+
+
+def test_a_whole_folder_is_whole(saved: Path) -> None:
+    assert damage_of(saved) is None and damage_of(saved, thorough=True) is None
+
+
+def test_what_is_missing_cut_or_of_another_content_is_named(saved: Path) -> None:
+    words, states = saved / "engine" / "words", saved / "engine" / "states.pt"
+    os.truncate(words, 7)
+    assert damage_of(saved) == "engine/words has 7 of 29 bytes"
+    words.unlink()
+    assert damage_of(saved) == "engine/words is missing"
+    words.write_text("of a format that nobody knows")
+    content = bytearray(states.read_bytes())
+    content[content.index(torch.ones(100).numpy().tobytes()) + 8] ^= 1
+    states.write_bytes(content)
+    assert damage_of(saved) is None
+    assert "is damaged" in (damage_of(saved, thorough=True) or "")
+
+
+def test_a_folder_of_an_earlier_version_is_judged_by_the_formats_of_its_files(saved: Path) -> None:
+    (saved / "files.json").unlink()
+    assert damage_of(saved, thorough=True) is None
+    os.truncate(saved / "engine" / "states.pt", 300)
+    assert damage_of(saved) == "engine/states.pt: it is cut"
+
+
+def test_an_error_that_may_pass_is_no_damage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(path: Path) -> int:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(commit_room, "_size", stale)
+    with pytest.raises(OSError, match="Stale"):
+        damage_of(saved)
+
+
+def test_a_damaged_one_that_is_set_aside_makes_room_for_the_sound_one_of_its_name(saved: Path) -> None:
+    set_aside(saved)
+    sound = saved.with_name(".step_1.tmp-2")
+    sound.mkdir()
+    commit(sound, saved)
+    keep_newest(saved.parent, "step_*", 1)
+    assert {path.name for path in saved.parent.iterdir()} == {"step_1", ".step_1.damaged-1"}
+    assert not any(saved.iterdir())
+
+
+# The loaders of an Accelerator, when a training goes on in the midst of an epoch.
+
+
+class Stateful(list[int]):
+    """A loader that has loaded its place already, as torchdata's StatefulDataLoader does: it yields what is left."""
+
+    use_stateful_dataloader = True
+
+
+def test_a_loader_that_knows_its_place_is_not_told_to_skip() -> None:
+    accelerate = pytest.importorskip("slurmtrain.integrations.accelerate", reason="the extra `accelerate` is missing")
+    checkpointer = object.__new__(accelerate.AcceleratorCheckpointer)
+    checkpointer._random_state = RANDOM_STATE.state_dict()
+    checkpointer._place = accelerate._Place(None)
+    next_draw = random.random()
+    assert list(checkpointer.skip_first_batches(Stateful([3, 4, 5]), 3)) == [3, 4, 5]
+    assert random.random() == next_draw, "the random state is the restored one after the first batch"
+    assert list(checkpointer.skip_first_batches(Stateful([1, 2]), 0)) == [1, 2]

@@ -10,6 +10,7 @@ from hydra.utils import instantiate
 from slurmtrain.config.compose import compose
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
+from slurmtrain.models.decoder import RopeScaling, rotary_angles
 from slurmtrain.planner.shape import DecoderShape
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -85,6 +86,20 @@ def test_parameters_and_flops_are_counted_as_published() -> None:
     untied = decoder(hidden_dim=96, tie_embeddings=False)
     assert untied.num_parameters() == parameters + 50 * 32
     assert untied.flops_per_token(16) == model.flops_per_token(16)
+
+
+def test_scaled_rotations_are_slowed_down_as_far_as_they_are_slow() -> None:
+    """Llama 3.1: periods below 8192 / 4 tokens stay, those above 8192 are 8 times as long."""
+    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192)
+    period = torch.tensor([100.0, 2048.0, 8192.0, 100_000.0], dtype=torch.float64)
+    torch.testing.assert_close(
+        period / (scaling(1 / period * 2 * torch.pi) ** -1 * 2 * torch.pi), torch.tensor([1, 1, 1 / 8, 1 / 8]).double()
+    )
+    between = scaling(torch.tensor(2 * torch.pi / 4096.0)) * 4096 / (2 * torch.pi)
+    assert between.item() == pytest.approx((1 - 1 / 3) / 8 + 1 / 3)  # two turns: a third of the way from one to four
+    cos, _ = rotary_angles(torch.tensor([8192]), 128, 500000.0, scaling)
+    slow = 8192 * 500000.0 ** (-126 / 128) / 8
+    assert cos[0, 63].item() == pytest.approx(torch.tensor(slow).cos().item(), abs=1e-6)
 
 
 def test_dropout_acts_in_training_and_never_in_evaluation() -> None:

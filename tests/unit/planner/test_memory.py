@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slurmtrain.choices import ActivationCheckpointing
 from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.models import Decoder
+from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.planner.memory import MemorySettings, layers_of_stages, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
-from tests.distributed.test_parity import sharded, tensor_parallel
 
 QWEN_72B = DecoderShape(152064, 8192, 80, 64, 8, 128, 29568, tie_embeddings=False, qkv_bias=True, qk_norm=False)
 SMALL: dict[str, Any] = {
@@ -87,10 +87,8 @@ def sixteen_ranks() -> Iterator[None]:
 def test_torch_puts_as_many_elements_on_the_first_rank(dp_shard: int, tp: int, sizes: dict[str, Any]) -> None:
     with torch.device("meta"):
         model = Decoder(**{**SMALL, **sizes})
-    mesh = init_device_mesh("cpu", (dp_shard, tp), mesh_dim_names=("dp", "tp"))
-    if tp > 1:
-        tensor_parallel(model, mesh["tp"])
-    sharded(model, mesh["dp"])
+    dims, cpu = ParallelDims(dp_shard=dp_shard, tp=tp), torch.device("cpu")
+    parallelize(model, ParallelConfig(), dims, rank=0, device=cpu, group=dist.group.WORLD, fill=lambda held: held)
     here = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
     (one,) = stages_of(
         DecoderShape.of({**SMALL, **sizes}), MemorySettings(1, 64), ParallelDims(dp_shard=dp_shard, tp=tp)

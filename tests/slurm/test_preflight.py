@@ -1,8 +1,4 @@
-"""What is tried by hand on a real SLURM: layouts that share a model, the checks before training.
-
-That all layouts go on with the same bits is shown by tests/distributed/test_change_of_layout.py, and that SLURM's preemption
-changes no bit by test_training.py.
-"""
+"""`probe`, and the checks before training, on a real SLURM."""
 
 from __future__ import annotations
 
@@ -14,37 +10,9 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.runs.reasons import Reason
-from tests.slurm.project import Project, make_project
-from tests.support.local_runs import assert_same_bits, assert_steps_join
+from slurmtrain.slurm.read_facts import read_facts
+from tests.slurm.project import SMALL, make_project
 from tests.support.slurm_cluster import Cluster
-
-pytestmark = pytest.mark.slow
-
-STEPS = 12
-SHORT = [f"train.steps={STEPS}", "train.eval_every=6", "model.tie_embeddings=false"]
-WORDS = [
-    *("+cluster=sandbox", "cluster.sandbox=null", "cluster.nodes=2", "cluster.tasks_per_node=1", "+experiment=smoke"),
-    *("parallel=fsdp", "train.global_batch_size=8", "cluster.network_gb_per_s=1", "job.name=lm"),
-]
-
-
-@pytest.fixture(scope="module")
-def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    made = make_project(tmp_path_factory.mktemp("by-hand") / "project", sandbox)
-    return made
-
-
-def test_a_preempted_run_on_two_nodes_finishes_with_the_same_bits(project: Project) -> None:
-    undisturbed = project.submit(*SHORT, "parallel=fsdp_tp", nodes="n0,n1")
-    preempted = project.submit(*SHORT, "parallel=fsdp_tp", "+model.pause_s=0.3", nodes="n2,n3")
-    preempted.wait_for_step(3)
-    preempted.preempt_by_high()
-    preempted.finish()
-    undisturbed.finish()
-    assert [attempt.reason for attempt in preempted.attempts()] == ["preempted", "finished"]
-    assert_steps_join(preempted, total=STEPS)
-    assert_same_bits(preempted, undisturbed)
-
 
 # Python loads it first of all, from the snapshot: on one node another environment comes before the one of all others.
 OTHER_PACKAGES = """
@@ -54,6 +22,7 @@ if os.environ.get("SLURMD_NODENAME") == "n1" and "SLURM_PROCID" in os.environ:
 """
 
 
+@pytest.mark.slow
 def test_a_node_with_other_packages_is_left_out_of_the_next_start_and_the_run_finishes(
     sandbox: Cluster, tmp_path: Path
 ) -> None:
@@ -73,15 +42,43 @@ def test_a_node_with_other_packages_is_left_out_of_the_next_start_and_the_run_fi
     assert last.reason == "finished"
 
 
+@pytest.mark.slow
 def test_the_verb_checks_an_allocation_and_trains_nothing(sandbox: Cluster, tmp_path: Path) -> None:
-    project = make_project(tmp_path / "project", sandbox)
     words = ["+cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={sandbox.sandbox.slurm_conf}"]
     words += ["+experiment=smoke", "cluster.nodes=2", "cluster.tasks_per_node=1", "preflight", "--full", "--json"]
     done: subprocess.CompletedProcess[str] = sandbox.run(
-        [sys.executable, "-m", "slurmtrain", *words], cwd=project.path, check=False
+        [sys.executable, "-m", "slurmtrain", *words], cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)["preflight"]
     assert (found["mode"], found["ranks"], len(found["nodes"])) == ("full", 2, 2)
     assert [each["kind"] for each in found["findings"] if each["fatal"]] == []
     assert len(found["measured"]["links"]) == 1
+
+
+def test_probe_writes_a_file_with_which_submit_works_untouched(sandbox: Cluster, tmp_path: Path) -> None:
+    project = make_project(tmp_path / "project", sandbox)
+    answer = json.loads(_run(sandbox, project.path, "probe", "--json"))
+    assert answer["refused"] is None
+    assert answer["values"]["network_interface"] == "lo"
+    cluster = Path(answer["file"]).stem
+    assert cluster == "sandbox-low"  # `sandbox` is a shipped one
+    # Without GPUs that could compute, the ranks train on CPUs.
+    overrides = [f"+cluster={cluster}", *SMALL, "train.steps=2", "train.device=cpu", "submit", "--follow"]
+    said = _run(sandbox, project.path, *overrides)
+    assert "finished" in said
+    assert "fits cluster sandbox" in _run(sandbox, project.path, "probe", "--check", cluster)
+
+
+def test_the_facts_of_a_sandbox_are_those_that_it_was_started_with(sandbox: Cluster) -> None:
+    facts = read_facts(lambda command: sandbox.run(command).stdout)  # however long an answer takes
+    low = facts.partition(None)
+    assert low is not None
+    assert (low.name, low.preempt_mode, low.grace_s) == ("low", "REQUEUE", 30.0)
+    (nodes,) = facts.nodes_of("low")
+    assert (nodes.count, nodes.cpus, nodes.gpu_count, nodes.memory_mb) == (8, 4, 4, 4000)
+    assert not facts.keeps_accounts
+
+
+def _run(cluster: Cluster, folder: Path, *words: str) -> str:
+    return cluster.run([sys.executable, "-m", "slurmtrain", *words], cwd=folder).stdout
