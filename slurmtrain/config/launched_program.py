@@ -25,30 +25,17 @@ LAUNCHERS = (
 OF_SEVERAL_NODES = ("nnodes", "nummachines", "hostfile", "numnodes")
 
 
-def _after(heads: Sequence[str], words: Sequence[str]) -> list[str] | None:
-    """Return the words after those that start a launcher; None: the command does not begin with one."""
-    program = os.path.basename(words[0])
-    typed = ["python" if PYTHON.match(program) else program, *words[1:]]
-    for head in heads:
-        if typed[: len(head.split())] == head.split():
-            return list(words[len(head.split()) :])
-    return None
-
-
-def _option(word: str) -> str:
-    """Return the name of an option without dashes and underscores."""
-    return word.partition("=")[0].lstrip("-").replace("-", "").replace("_", "")
-
-
 def repeated_launcher(config: Config) -> str | None:
     """Return a warning where each of several tasks would start a launcher, whose processes know nothing of the others'."""
-    job, cluster = config.job, config.cluster
-    tasks = cluster.tasks_per_node * cluster.node_range.most
-    if job.kind != JobKind.COMMAND or tasks == 1:
+    tasks = config.cluster.tasks_per_node * config.cluster.node_range.most
+    words = shlex.split(config.job.command or "") if config.job.kind == JobKind.COMMAND else []
+    if not words or tasks == 1:
         return None
-    words = shlex.split(job.command or "")
-    rest = _after(LAUNCHERS, words) if words else None
-    if rest is None or any(word.startswith("-") and _option(word) in OF_SEVERAL_NODES for word in rest):
+    program = os.path.basename(words[0])
+    typed = ["python" if PYTHON.match(program) else program, *words[1:]]
+    rest = next((typed[len(head.split()) :] for head in LAUNCHERS if typed[: len(head.split())] == head.split()), None)
+    options = {re.sub("[-_]", "", word.partition("=")[0]) for word in rest or () if word.startswith("-")}
+    if rest is None or not options.isdisjoint(OF_SEVERAL_NODES):
         return None
     return (
         f"job.command: each of the {tasks} ranks starts {os.path.basename(words[0])} by itself, so that {tasks} trainings run "
