@@ -38,7 +38,6 @@ ContainerKind = StrEnum("ContainerKind", "PYXIS APPTAINER")
 # of the verb `preflight`; no person types them.
 JobKind = StrEnum("JobKind", "TRAIN COMMAND PREPARE EVALUATE PREFLIGHT")
 # The program that starts the processes of a program of the user's own on each node
-Launcher = StrEnum("Launcher", "NONE TORCHRUN")
 # The code that a snapshot takes
 SnapshotMode = StrEnum("SnapshotMode", "AUTO CWD NONE")
 # What context parallelism exchanges
@@ -88,10 +87,12 @@ PreflightMode = StrEnum("PreflightMode", "OFF QUICK FULL")
 # What the checks before training may find; each has a paragraph on the manual's page `preflight`
 FindingKind = StrEnum(
     "FindingKind",
-    "GPU_MISSING GPU_DRIVER GPU_BROKEN GPU_SLOWED GPU_BUSY VERSIONS CODE DATA SHARED_FOLDER DISK_FULL CPUS CLOCK VARIABLES "
+    "GPU_MISSING GPU_DRIVER GPU_BROKEN GPU_SLOWED GPU_BUSY VERSIONS CODE DATA SHARED_FOLDER DISK_FULL CPUS CLOCK "
     "SLOW_NODE SLOW_LINK BELOW_STATED",
 )
 
 for _kind in list(globals().values()):
     if isinstance(_kind, type) and issubclass(_kind, StrEnum) and _kind is not StrEnum:
         _kind.__repr__ = str.__repr__  # type: ignore[method-assign]
+# What a row of `usage` is about
+Grouping = StrEnum("Grouping", "RUN USER NODE")

@@ -48,7 +48,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     overrides: list[str] = []
     rest: list[str] = []
     for word in words:
-        if before in options and options[before].takes_value:
+        if before in options and before in WITH_VALUE:
             rest.append(word)
         elif word in taken:
             taken.remove(word)

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from slurmtrain.cli.arguments import find_verb, visible_verbs
-from slurmtrain.cli.verbs import HYDRA, NO_VERB, VERBS, Argument
+from slurmtrain.cli.verbs import HYDRA, NO_VERB, VERBS, WITH_VALUE, Argument
 from slurmtrain.config.folders import search_folders, search_path
 from slurmtrain.config.frozen import to_values
 from slurmtrain.system.paths import runs_root
@@ -79,9 +79,8 @@ def complete(arguments: argparse.Namespace) -> int:
         if action in before[before.index(name or "") + 1 :]:
             verb, words = verb.with_action(action), ["--help"]
     options = verb.options
-    asking = options.get(before[-1]) if before else None
-    if asking is not None and asking.takes_value:
-        _offer(_values(asking), last)
+    if before and before[-1] in options and before[-1] in WITH_VALUE:
+        _offer(_values(options[before[-1]]), last)
         return 0
     words += [option for option, each in options.items() if each.settings["help"] != argparse.SUPPRESS]
     words += [word for each in verb.arguments if not each.names[0].startswith("-") for word in _values(each)]

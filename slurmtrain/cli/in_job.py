@@ -71,7 +71,7 @@ def train(options: argparse.Namespace) -> int:
     """Run this process as a rank of a training job; it does not return."""
     from slurmtrain.system import signals
 
-    stop_flag = signals.install_signal_handlers()  # before anything heavy is imported
+    signals.install_signal_handlers()  # before anything heavy is imported
 
     from slurmtrain.runs.run_dir import RunDir
     from slurmtrain.runtime import main as runtime
@@ -87,12 +87,7 @@ def train(options: argparse.Namespace) -> int:
             )
         run_dir = RunDir(located(Path(options.run_directory)))
         run_dir.info()
-        began = None
-        if options.standby:
-            from slurmtrain.runtime.standby import await_attempt
-
-            began = await_attempt(run_dir, stop_flag)
-        runtime.run_submitted(run_dir, began)
+        runtime.run_submitted(run_dir)
 
     from slurmtrain.cli.submit import compose_and_validate
     from slurmtrain.launch.submit import preparing

@@ -7,8 +7,6 @@ import contextlib
 import io
 import logging
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.cli.json_output import print_json
@@ -21,13 +19,14 @@ from slurmtrain.errors import EXIT_CONFIG, UsageError
 from slurmtrain.launch.checks import check
 from slurmtrain.launch.submit import preparing
 from slurmtrain.report.page.units import plural
-from slurmtrain.report.preflight import PreflightRecord, read_preflight
+from slurmtrain.report.preflight import PreflightRecord, Rates, read_preflight
 from slurmtrain.report.status.look import state
 from slurmtrain.report.waiting import as_they_end
 from slurmtrain.runs import attempts
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.platforms.local import run_local
+from slurmtrain.system.files import read_json
 from slurmtrain.system.paths import current_folder
 from slurmtrain.system.records import printable
 
@@ -70,7 +69,8 @@ def _report(run_dir: RunDir, *, as_json: bool) -> int:
     found = read_preflight(run_dir.attempt(tries[-1].number)) if tries else None
     now = state(run_dir)
     if as_json:
-        values = found.values if found is not None else None
+        path = run_dir.attempt(tries[-1].number).preflight_file if found is not None else None
+        values = read_json(path) if path is not None else None
         print_json({"run": run_dir.id, "path": str(run_dir.path), "said": now.explanation, "preflight": values})
     elif found is None:
         print(f"the checks were not completed: {now.status}: {printable(now.explanation)}")
@@ -85,19 +85,18 @@ def _report(run_dir: RunDir, *, as_json: bool) -> int:
 
 def print_record(found: PreflightRecord) -> None:
     """Print what was measured, and each finding with what to do. The facts of each node are in preflight.json."""
-    measured = found.measured or {}
-    rates: dict[str, list[Any]] = {"all-reduce {} GB/s": [measured.get("all_reduce")]}
-    by_rank = measured.get("tflops")
-    rates["{} TFLOP/s on a rank"] = list(by_rank.values()) if isinstance(by_rank, Mapping) else []
-    links = measured.get("links")
-    pairs = [each for each in links if isinstance(each, list) and each] if isinstance(links, list) else []
-    rates["{} GB/s between two nodes"] = [each[-1] for each in pairs]
-    for text, values in rates.items():
-        if known := [value for value in values if isinstance(value, int | float)]:
-            low, high = with_unit(min(known)), with_unit(max(known))
+    measured = found.measured or Rates()
+    for text, values in (
+        ("all-reduce {} GB/s", [measured.all_reduce] if measured.all_reduce is not None else []),
+        ("{} TFLOP/s on a rank", list(measured.tflops.values())),
+        ("{} GB/s between two nodes", [rate for _, _, rate in measured.links]),
+    ):
+        if values:
+            low, high = with_unit(min(values)), with_unit(max(values))
             print(f"measured: {text.format(low if low == high else f'{low} to {high}')}")
     findings = plural(len(found.findings), "finding") if found.findings else "nothing found"
     where = f"{plural(found.ranks, 'rank')} on {plural(len(found.nodes), 'node')}"
-    print(f"preflight, {found.mode}: {where} compared in {found.seconds:.2f} s: {findings}")
+    print(printable(f"preflight, {found.mode}: {where} compared in {found.seconds:.2f} s: {findings}"))
     for each in found.findings:
-        print(f"  {'ends a training' if each.fatal else 'warning'}, {each.kind}: {each.sentence}\n    -> {each.advice}")
+        how = "ends a training" if each.fatal else "warning"
+        print(printable(f"  {how}, {each.kind}: {each.sentence}\n    -> {each.advice}"))

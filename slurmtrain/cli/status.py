@@ -7,6 +7,7 @@ import contextlib
 import fnmatch
 import functools
 import logging
+import os
 import shlex
 import shutil
 import sys
@@ -23,6 +24,7 @@ from slurmtrain.report.progress import lowest
 from slurmtrain.report.status.look import states, states_by_path
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import lookup
+from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
@@ -190,28 +192,22 @@ def _show_one(run_dir: RunDir, *, as_json: bool) -> None:
 
 def _lines(run_dir: RunDir, now: RunState) -> list[str]:
     """Return what there is to say of one run, without its attempts. What cannot be read is left out."""
-    from slurmtrain.cli.usage import gpus_in_a_line, in_a_line
+    from slurmtrain.cli.usage import in_a_line
     from slurmtrain.report import trouble
     from slurmtrain.report.goodput.run import goodput_of
-    from slurmtrain.report.preflight import in_words, read_preflight
-    from slurmtrain.runs.gpu_use import read_gpu_use, total_of
-    from slurmtrain.runs.node_blame import left_out_of
 
     info, events = run_dir.info(), run_dir.events()
     folders = [run_dir.attempt(each.number) for each in now.attempts]
     hung = [folder.hang_page for folder, each in zip(folders, now.attempts, strict=True) if each.reason == Reason.HANG]
-    left_out = left_out_of(run_dir, now.job_id) if now.alive and now.job_id is not None else []
     facts: dict[str, Callable[[], str]] = {
         "progress": lambda: _progress(now),
         "goodput": lambda: in_a_line(goodput_of(run_dir, alive=_alive(now))),
-        "GPUs": lambda: gpus_in_a_line(total_of(node for folder in folders for node in read_gpu_use(folder))),
+        "GPUs": lambda: _gpus([folder for folder in folders if folder.gpu_files()]),
         "numbers": lambda: trouble.trouble(events),
         "slow ranks": lambda: trouble.trouble_of_ranks(events),
         "checkpoints": lambda: trouble.trouble_of_checkpoints(events),
-        "preflight": lambda: "".join(
-            in_words(found.findings) for folder in folders[-1:] if (found := read_preflight(folder)) is not None
-        ),
-        "left out": lambda: "; ".join(each.sentence(time.time()) for each in left_out),
+        "preflight": lambda: "".join(map(_findings, folders[-1:])),
+        "left out": lambda: _left_out(run_dir, now.job_id) if now.alive and now.job_id is not None else "",
         "stacks": lambda: "".join(str(page) for page in hung[-1:] if page.exists()),
         "sweep": lambda: _place_in_sweep(run_dir),
     }
@@ -228,6 +224,33 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
         f"  overrides: {one_line(shlex.join(info['overrides'])) or 'none'}",  # whole, to be pasted
         f"  {one_line(str(run_dir.path))}",
     ]
+
+
+def _gpus(folders: list[AttemptDir]) -> str:
+    """Say how busy the GPUs were, as the attempts with these folders have sampled them."""
+    if not folders:
+        return ""
+    from slurmtrain.cli.usage import gpus_in_a_line
+    from slurmtrain.runs.gpu_use import read_gpu_use, total_of
+
+    return gpus_in_a_line(total_of(node for folder in folders for node in read_gpu_use(folder)))
+
+
+def _findings(folder: AttemptDir) -> str:
+    """Say what the checks of an attempt have found."""
+    if not os.path.lexists(folder.preflight_file):
+        return ""
+    from slurmtrain.report.preflight import in_words, read_preflight
+
+    found = read_preflight(folder)
+    return in_words(found.findings) if found is not None else ""
+
+
+def _left_out(run_dir: RunDir, job_id: str) -> str:
+    """Say which nodes the job leaves out."""
+    from slurmtrain.runs.node_blame import left_out_of
+
+    return "; ".join(each.sentence(time.time()) for each in left_out_of(run_dir, job_id))
 
 
 def _progress(now: RunState) -> str:

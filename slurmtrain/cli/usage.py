@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from typing import TYPE_CHECKING
 
+from slurmtrain.choices import Grouping
 from slurmtrain.cli.columns import one_line, print_table
 from slurmtrain.cli.json_output import print_json, usage_object
 from slurmtrain.cli.status import run_or_sweep, runs_or_refuse
 from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Cause, Goodput
 from slurmtrain.report.page.units import hours, percent
-from slurmtrain.report.usage import Grouping, Usage, usage_of
-from slurmtrain.runs.gpu_use import GpuTotals
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.durations import roughly
 from slurmtrain.system.paths import runs_root
+
+if TYPE_CHECKING:
+    from slurmtrain.report.usage import Usage
+    from slurmtrain.runs.gpu_use import GpuTotals
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +30,8 @@ LEAST_SHOWN = 0.005  # share of the held time below which a cause is not worth a
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
+    from slurmtrain.report.usage import usage_of  # `status` loads this module, too
+
     if options.name is None:
         runs = runs_or_refuse(runs_root())
     else:

@@ -27,11 +27,6 @@ class Argument(NamedTuple):
     names: tuple[str, ...]
     settings: Mapping[str, Any]
 
-    @property
-    def takes_value(self) -> bool:
-        """Whether it is an option whose value is the next word."""
-        return self.names[0].startswith("-") and "action" not in self.settings
-
 
 def option(spec: str, help: str, type: Callable[[str], Any] = str, **settings: Any) -> Argument:
     """Return the argument that `spec` shows as the help does.
@@ -167,10 +162,7 @@ VERBS: dict[str, Verb] = {
     ),
     "train": Verb(
         "Train on this rank; started by srun, torchrun, or by hand.",
-        (
-            option("[DIRECTORY]", "train this run, with its own config", dest="run_directory"),
-            option("--standby", "for the supervisor: load PyTorch, then wait for an attempt"),
-        ),
+        (option("[DIRECTORY]", "train this run, with its own config", dest="run_directory"),),
         "quickstart",
         composes=True,
         runs_program=True,
@@ -501,8 +493,8 @@ VERBS: dict[str, Verb] = {
 # Options with a value: the word after one of these is no verb.
 WITH_VALUE = {
     name
-    for verb in (NO_VERB, *(each for each in VERBS.values() if not each.hidden))
+    for verb in (NO_VERB, *VERBS.values())
     for each in (verb, *verb.actions.values())
     for name, option in each.options.items()
-    if option.takes_value
+    if "action" not in option.settings
 }

@@ -51,7 +51,7 @@ from slurmtrain.config.overrides import (
     shipped_groups,
     unknown_field,
 )
-from slurmtrain.config.schema import DEFAULTS, Config
+from slurmtrain.config.schema import Config, defaults
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, first_line, nearest, shown
 from slurmtrain.system.records import config_loader
 from slurmtrain.system.redaction import SECRET_NAME, hide
@@ -184,7 +184,7 @@ class Composer(ConfigRepository):
             found = create_defaults_list(self, self.config_name, choices, prepend_hydra=False, skip_missing=False)
         finally:
             base.version_base = before
-        values = to_values(DEFAULTS)
+        values = to_values(defaults())
         for default in found.defaults:
             loaded = self.load_config(default.config_path) if default.config_path is not None else None
             if loaded is not None:
@@ -487,4 +487,4 @@ def explaining() -> Iterator[None]:
 
 def register_schema() -> None:
     """Register the schema under the name in the defaults list of conf/config.yaml, for a program that composes with Hydra."""
-    ConfigStore.instance().store(name=SCHEMA, node=to_values(DEFAULTS))
+    ConfigStore.instance().store(name=SCHEMA, node=to_values(defaults()))

@@ -9,7 +9,6 @@ from typing import Any
 from slurmtrain.choices import Backend, JobKind, PreflightMode, RequeueMode
 from slurmtrain.config.fields import merge
 from slurmtrain.config.frozen import to_config, to_values
-from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.parallel_dims import at_most, parallel_dims_of
 from slurmtrain.config.schema import (
     ClusterConfig,
@@ -76,7 +75,6 @@ def evaluation_config(
     values["hooks"] = asdict(HooksConfig())
     values["sweep"]["pack"] = 1
     values["job"] |= {"name": f"eval-{config.job.name}"[:64], "singleton": False}
-    values["requeue"]["standby_ranks"] = False
     if config.requeue.mode == RequeueMode.CHAIN:  # requeueing is forbidden where it is used
         values["requeue"]["mode"] = RequeueMode.RESUBMIT
     try:
@@ -100,7 +98,7 @@ def preflight_config(config: Config, *, full: bool) -> Config:
         config: a config after all checks.
         full: measure, too.
     """
-    job, shape = config.job, node_shape(config)
+    job = config.job
     return replace(
         config,
         job=JobConfig(
@@ -112,8 +110,6 @@ def preflight_config(config: Config, *, full: bool) -> Config:
         ),
         cluster=replace(
             config.cluster,
-            tasks_per_node=shape.processes,
-            cpus_per_task=shape.threads,
             spare_nodes=0,
             time_limit_min=min(config.cluster.time_limit_min, TIME_LIMIT_MIN),
         ),

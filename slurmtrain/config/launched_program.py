@@ -1,136 +1,28 @@
-"""What job.command runs, and what job.launcher makes of it: processes per node, the launcher's own words, the script.
-
-Pure functions, for the checks before the queue, the supervisor, and the tasks that start a launcher.
-"""
+"""What job.command runs: its script or module, and the files that it names. Pure functions, for the checks before the queue."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from slurmtrain.choices import JobKind, Launcher
+from slurmtrain.choices import JobKind
 from slurmtrain.config.overrides import all_keys, literal_override, shipped_groups, unknown_field
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ConfigError, UsageError, nearest
+from slurmtrain.errors import UsageError, nearest
 
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?$")
 SHELLS = ("bash", "sh", "dash", "zsh", "ksh", "fish", "csh", "tcsh")
 IN_A_SHELL = re.compile(r"[$`*?{}]")  # characters that only a shell, or a rank, can expand
 WITH_VALUE = re.compile(r"-[XW]|--check-hash-based-pycs")  # options of Python
-TORCHRUN = ("torchrun", "python -m torch.distributed.run", "python -m torch.distributed.launch")
 # What starts several processes of a program: its training and another one know nothing of each other if each rank starts one.
-LAUNCHERS = (*TORCHRUN, "accelerate launch", "accelerate-launch", "deepspeed")
-# Options of torchrun that are derived, by their names without dashes and underscores.
-DERIVED = {
-    *("nnodes", "nprocpernode", "noderank", "masteraddr", "masterport", "standalone", "maxrestarts", "rdzvbackend"),
-    *("rdzvendpoint", "rdzvid", "rdzvconf"),
-}
+LAUNCHERS = (
+    *("torchrun", "python -m torch.distributed.run", "python -m torch.distributed.launch"),
+    *("accelerate launch", "accelerate-launch", "deepspeed"),
+)
 # Options by which a launcher that is typed for each node joins those of the other nodes.
 OF_SEVERAL_NODES = ("nnodes", "nummachines", "hostfile", "numnodes")
-OF_ONE_PROCESS = re.compile(r"\$(?:\{(RANK|LOCAL_RANK)\}|(RANK|LOCAL_RANK)\b)")
-
-
-@dataclass(frozen=True)
-class NodeShape:
-    """What is started on each node.
-
-    Attributes:
-        tasks: tasks of srun.
-        cpus_per_task: CPUs of each of them.
-        processes: processes of the program.
-        threads: CPUs of each of these.
-    """
-
-    tasks: int
-    cpus_per_task: int
-    processes: int
-    threads: int
-
-
-def node_shape(config: Config) -> NodeShape:
-    """Return what is started on each node: one process per task, or one launcher that starts all processes."""
-    cluster = config.cluster
-    tasks, cpus = cluster.tasks_per_node, cluster.cpus_per_task
-    if not has_launcher(config):
-        return NodeShape(tasks, cpus, tasks, cpus)
-    processes = tasks if tasks > 1 else max(1, cluster.gpus_per_node)
-    return NodeShape(1, tasks * cpus, processes, max(1, tasks * cpus // processes))
-
-
-def has_launcher(config: Config) -> bool:
-    """Return whether a launcher starts the processes, and not srun."""
-    return config.job.kind == JobKind.COMMAND and config.job.launcher != Launcher.NONE
-
-
-def as_started(config: Config) -> Config:
-    """Return the config with the tasks that srun starts, which are launchers where the config has one."""
-    if not has_launcher(config):
-        return config
-    shape = node_shape(config)
-    cluster = dataclasses.replace(config.cluster, tasks_per_node=shape.tasks, cpus_per_task=shape.cpus_per_task)
-    return dataclasses.replace(config, cluster=cluster)
-
-
-@dataclass(frozen=True)
-class LaunchedProgram:
-    """A command, taken apart for torchrun.
-
-    Attributes:
-        interpreter: the Python that the command names; None: it names none.
-        beside: a launcher that the command names, beside whose file its Python lies; None: it names none.
-        options: the launcher's own options in the command.
-        words: the program: a Python script or module with its arguments and what Python takes before, or any program.
-        python: the words are for Python, which is not among them.
-        script_end: how many of the words come before the program's own arguments; 0: it is not known.
-    """
-
-    interpreter: str | None
-    beside: str | None
-    options: tuple[str, ...]
-    words: tuple[str, ...]
-    python: bool
-    script_end: int
-
-
-def launched_program(command: str) -> LaunchedProgram:
-    """Take a command apart: `train.py ...`, `python train.py ...`, `torchrun OPTIONS train.py ...`, or any other program.
-
-    Raises:
-        ConfigError: it has options of the launcher that are derived, or no program can be found among its words.
-    """
-    words = shlex.split(command)
-    is_python, rest = PYTHON.match(os.path.basename(words[0])) is not None, _after(TORCHRUN, words)
-    interpreter = words[0] if is_python else None
-    if rest is None:
-        own = tuple(words[1:] if is_python else words)
-        is_python = is_python or words[0].endswith(".py")
-        return LaunchedProgram(interpreter, None, (), own, is_python, _script_end(own) if is_python else 0)
-    beside = None if is_python else words[0]
-    for at, word in enumerate(rest):
-        if word.startswith("-") and _option(word) in DERIVED:
-            raise ConfigError(
-                f"job.command: {word.partition('=')[0]} is derived with job.launcher=torchrun",
-                hint="leave it out: cluster.nodes, gpus_per_node and tasks_per_node decide; or run the command as it is: "
-                "job.launcher=none",
-            )
-        if word in ("--no-python", "--no_python"):
-            return LaunchedProgram(interpreter, beside, tuple(rest[:at]), tuple(rest[at + 1 :]), False, 0)
-        if word in ("-m", "--module") or (word.endswith(".py") and not word.startswith("-")):
-            own = (word if word.endswith(".py") else "-m", *rest[at + 1 :])
-            return LaunchedProgram(interpreter, beside, tuple(rest[:at]), own, True, _script_end(own))
-    raise ConfigError(
-        f"job.command: which word of {command!r} is the program cannot be told",
-        hint="a script whose name ends with .py, -m MODULE, or --no-python PROGRAM",
-    )
-
-
-def _script_end(words: Sequence[str]) -> int:
-    """Return how many words of Python come before the program's own arguments; 0 where code stands in place of a script."""
-    return max(0, _named(["python", *words])[2] - 1)
 
 
 def _after(heads: Sequence[str], words: Sequence[str]) -> list[str] | None:
@@ -152,7 +44,7 @@ def repeated_launcher(config: Config) -> str | None:
     """Return a warning where each of several tasks would start a launcher, whose processes know nothing of the others'."""
     job, cluster = config.job, config.cluster
     tasks = cluster.tasks_per_node * cluster.node_range.most
-    if job.kind != JobKind.COMMAND or job.launcher != Launcher.NONE or tasks == 1:
+    if job.kind != JobKind.COMMAND or tasks == 1:
         return None
     words = shlex.split(job.command or "")
     rest = _after(LAUNCHERS, words) if words else None
@@ -160,37 +52,8 @@ def repeated_launcher(config: Config) -> str | None:
         return None
     return (
         f"job.command: each of the {tasks} ranks starts {os.path.basename(words[0])} by itself, so that {tasks} trainings run "
-        "beside each other and write the same files; without it, or with job.launcher=torchrun and the program alone, all "
-        "ranks train together"
+        "beside each other and write the same files; without it, as in `python train.py`, all ranks train together"
     )
-
-
-def program_of(config: Config) -> str:
-    """Return the command without its launcher, as `python train.py ...`, for checks of what it runs."""
-    command = config.job.command or ""
-    if not has_launcher(config):
-        return command
-    program = launched_program(command)
-    words = [program.interpreter or program.beside or "python", *program.words] if program.python else program.words
-    return shlex.join(words)
-
-
-def check_launched(config: Config) -> None:
-    """Raise ConfigError where a command does not suit its launcher."""
-    command = config.job.command or ""
-    program = launched_program(command)
-    if not program.words or program.words == ("-m",):
-        raise ConfigError(f"job.command={command!r} contains no program", hint="submit -- train.py --lr 1e-3")
-    for word in program.words:
-        if os.path.basename(word) in SHELLS:
-            return
-        found = OF_ONE_PROCESS.search(word)
-        if found is not None:
-            raise ConfigError(
-                f"job.command: {found.group()} cannot be replaced with job.launcher=torchrun, which starts a process for "
-                "each rank later",
-                hint="read it from the environment in the program",
-            )
 
 
 # What a command runs, and which files it names.
@@ -198,29 +61,24 @@ def check_launched(config: Config) -> None:
 
 def script_and_module(command: str) -> tuple[str | None, str | None]:
     """Return the file that a command runs, or the module that it runs with `-m`; None where it names neither."""
-    script, module, _ = _named(_words(command))
-    return script, module
-
-
-def _named(words: Sequence[str]) -> tuple[str | None, str | None, int]:
-    """Return the script or the module that words run, and how many words there are up to its name; 0: they name none."""
+    words = _words(command)
     program = os.path.basename(words[0]) if words else ""
     python, shell = PYTHON.match(program) is not None, program in SHELLS
     if not (python or shell or program in ("torchrun", "accelerate", "deepspeed")):
         is_path = bool(words) and os.sep in words[0] and not IN_A_SHELL.search(words[0])
-        return (words[0], None, 1) if is_path else (None, None, 0)
-    rest = iter(enumerate(words[1:], 2))
-    for end, word in rest:
+        return (words[0] if is_path else None), None
+    rest = iter(words[1:])
+    for word in rest:
         if word in ("-m", "--module") and not shell:
-            end, module = next(rest, (0, ""))
-            return None, module if re.fullmatch(r"\w+(\.\w+)*", module) else None, end
+            module = next(rest, "")
+            return None, module if re.fullmatch(r"\w+(\.\w+)*", module) else None
         if (python and WITH_VALUE.fullmatch(word)) or (shell and re.fullmatch(r"[-+]\w*[oO]", word)):
             next(rest, None)
         elif not word.startswith("-") and (python or shell or (word.endswith(".py") and "=" not in word)):
-            return None if IN_A_SHELL.search(word) else word, None, end
+            return None if IN_A_SHELL.search(word) else word, None
         elif (python or shell) and re.match(r"-[^-XW]*[cm]|-$", word):  # code, or short options that end with -m
             break
-    return None, None, 0
+    return None, None
 
 
 def paths_in(command: str) -> Iterator[tuple[str, str]]:

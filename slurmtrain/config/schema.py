@@ -259,10 +259,6 @@ class JobConfig:
     command: Lines | None = None
     # What ${NAME} stands for in the words after `submit --`; set by +NAME=VALUE, also with choices in a sweep.
     args: dict[str, str] = field(default_factory=dict)
-    # With job.command: what starts its processes. "none": srun starts cluster.tasks_per_node processes on each node.
-    # "torchrun": srun starts it once on each node, and it starts as many processes, or one per GPU if
-    # cluster.tasks_per_node=1; slurmtrain passes it the nodes, processes, addresses and ports.
-    launcher: choices.Launcher = choices.Launcher.NONE
     # With job.command: the signal that tells its processes to stop, whatever the reason. With "SIGTERM", processes that
     # handle SIGUSR2 get that as the early warning before the time limit. With another signal, they ignore the SIGTERM
     # of SLURM.
@@ -274,9 +270,6 @@ class JobConfig:
     # or the working directory) that exists when the command ends, or an exit code. null: it exits with 0 without being
     # told to stop.
     finished_when: Text | None = None
-    # With job.command: a file or pattern (located like finished_when) that the command changes when it makes progress,
-    # for instance its newest checkpoint.
-    progress_file: str | None = None
     # With job.command: a pattern (located like finished_when) that matches its own checkpoints, such as
     # 'out/checkpoint-*'. The newest complete one shows the progress; the last number in its name is the step.
     checkpoints: Text | None = None
@@ -479,9 +472,6 @@ class RequeueConfig:
     # After a crash, a hang or the loss of a node, restart the ranks within the same job, which keeps its nodes. A
     # failed node is replaced if there are spare nodes (cluster.spare_nodes). null: yes, except with mode=off.
     in_place: bool | None = None
-    # Keep a second process per rank that has already loaded PyTorch, so that a restart within the same job takes only a
-    # second or two. Each takes about 0.2 GB of the node's memory, and no GPU memory.
-    standby_ranks: bool = False
     # with mode=chain: number of jobs; the run ends with the last of them, finished or not
     chain_length: Annotated[int, Range(2, hint="requeue=off submits a single job")] = 4
     # end the run after this many crashes or time limits in a row without progress
@@ -522,13 +512,8 @@ class WatchdogConfig:
     # after the first step, a rank that others wait for counts as hung if no heartbeat has come from it for this long,
     # whatever it was doing; a call that holds Python's interpreter lock for longer needs more
     silent_s: Seconds = 60
-    # time-out of your own program, whose evaluations and saves cannot be told apart: with heartbeat_file, and without a
-    # call of should_stop if it has called init(watchdog=True)
+    # time-out of your own loop, whose evaluations cannot be told apart: with slurmtrain.init(watchdog=True)
     program_s: Seconds = 600
-    # With job.command: a file or pattern (located like job.progress_file) that the command keeps changing while it
-    # makes progress; $RANK in it stands for the rank. The command counts as hung if there is no change for program_s, or
-    # no first change for first_step_s.
-    heartbeat_file: str | None = None
 
 
 @dataclass
@@ -594,9 +579,6 @@ class ObserveConfig:
     # those that somebody requests with `touch RUN/profile`
     profile_steps: Annotated[str, profiled_steps] | None = None
     profile_ranks: list[int] = field(default_factory=lambda: [0])  # ranks that write a profile; []: all
-    # Also record a node with a slow rank in the ledger of nodes, as one incident in each attempt; see
-    # requeue.blame_threshold
-    blame_stragglers: bool = False
 
 
 @dataclass
@@ -711,6 +693,11 @@ SHARES: tuple[tuple[str, str, Share], ...] = tuple(
     for share in get_args(kind)
     if isinstance(share, Share)
 )
-DEFAULTS = Config()  # of all fields; those that follow the number of steps are still open
-for _group, _name, _ in SHARES:
-    setattr(getattr(DEFAULTS, _group), _name, None)
+
+
+def defaults() -> Config:
+    """Return the defaults of all fields, as the environment is now; those that follow the number of steps are still open."""
+    found = Config()
+    for group, name, _ in SHARES:
+        setattr(getattr(found, group), name, None)
+    return found

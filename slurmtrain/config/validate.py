@@ -26,14 +26,14 @@ from slurmtrain.config.evaluation import evaluation_config
 from slurmtrain.config.fields import CONTROL, profiled_steps, raise_all, words_of, written
 from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.known_models import HUGGING_FACE, LINEAR_LAYERS, OUTPUTS, check_sizes, is_our_decoder
-from slurmtrain.config.launched_program import check_launched, has_launcher
 from slurmtrain.config.parallel_dims import ParallelDims, at_most, parallel_dims_of, sequence_lengths
-from slurmtrain.config.schema import DEFAULTS, Config
+from slurmtrain.config.schema import Config, defaults
 from slurmtrain.config.secrets import scalars
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, SlurmtrainError, nearest
 from slurmtrain.system.redaction import SECRET_VARIABLE
 
 SLURM_EARLY_S = 60  # `man sbatch`, --signal: the signal may be sent up to 60 seconds earlier than specified
+DEFAULTS = defaults()
 BUILT_IN_METRICS = ("perplexity", "bits_per_byte", "accuracy")
 # Options of sbatch that the script sets, or that would break what slurmtrain does with a job -> what decides them. All
 # others are cluster.sbatch's, and sbatch itself judges them: each version of SLURM has more.
@@ -80,12 +80,8 @@ EXCLUSIVE = (
 
 
 # Fields that need something: their names, whether it is there, and what it is.
-OF_COMMANDS = (
-    "job.command job.launcher job.stop_signal job.stop_grace_s job.finished_when job.progress_file job.checkpoints "
-    "job.checkpoint_complete watchdog.heartbeat_file"
-)
+OF_COMMANDS = "job.command job.stop_signal job.stop_grace_s job.finished_when job.checkpoints job.checkpoint_complete"
 OF_GPUS = "cluster.gpu_memory_gb cluster.gpu_type cluster.mem_per_gpu_gb"
-IN_PLACE = "cluster.spare_nodes requeue.standby_ranks"
 NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     (OF_COMMANDS, lambda c: c.job.kind == JobKind.COMMAND, "job=command"),
     (
@@ -93,7 +89,6 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         lambda c: c.job.kind != JobKind.COMMAND,
         "the built-in trainer: your own program has to call its loggers and load its checkpoint itself",
     ),
-    ("requeue.standby_ranks", lambda c: c.job.kind == JobKind.TRAIN, "the built-in trainer"),
     (
         "observe.profile_steps",
         lambda c: c.job.kind == JobKind.TRAIN,
@@ -122,7 +117,7 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         "a cluster, such as +cluster=sandbox on this machine: cluster.backend=local has one node",
     ),
     (
-        f"eval.mode cluster.stage.wanted {IN_PLACE}",
+        "eval.mode cluster.stage.wanted cluster.spare_nodes",
         lambda c: c.cluster.backend == Backend.SLURM,
         "a SLURM cluster, such as +cluster=sandbox on this machine: the other values of cluster.backend have no jobs",
     ),
@@ -141,18 +136,9 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         lambda c: c.requeue.mode in (RequeueMode.REQUEUE, RequeueMode.OFF) or c.cluster.backend != Backend.KUBERNETES,
         "SLURM: Kubernetes starts the same pods again (requeue=requeue), or does not (requeue=off)",
     ),
-    (f"cluster.stage.wanted {IN_PLACE}", lambda c: c.sweep.pack == 1, "sweep.pack=1"),
-    (IN_PLACE, lambda c: c.requeue.starts_in_place, "requeue.in_place=true"),
-    (
-        "requeue.standby_ranks",
-        lambda c: not (c.cluster.spare_nodes or c.cluster.node_range.elastic),
-        "fixed nodes: no cluster.spare_nodes and no range of cluster.nodes",
-    ),
-    (
-        "cluster.stage.wanted requeue.standby_ranks",
-        lambda c: c.cluster.container.kind is None,
-        "ranks without a container",
-    ),
+    ("cluster.stage.wanted cluster.spare_nodes", lambda c: c.sweep.pack == 1, "sweep.pack=1"),
+    ("cluster.spare_nodes", lambda c: c.requeue.starts_in_place, "requeue.in_place=true"),
+    ("cluster.stage.wanted", lambda c: c.cluster.container.kind is None, "ranks without a container"),
     ("cluster.stage.code", lambda c: c.job.snapshot != SnapshotMode.NONE, "job.snapshot=auto"),
     (
         "cluster.stage.data",
@@ -197,8 +183,6 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
     ("preflight.exclude_slow", lambda c: c.preflight.mode == PreflightMode.FULL, "preflight.mode=full, which measures"),
     ("preflight.exclude_slow", lambda c: c.cluster.backend != Backend.KUBERNETES, "SLURM, which can leave nodes out"),
-    ("observe.blame_stragglers", lambda c: c.observe.phases, "observe.phases=true"),
-    ("observe.blame_stragglers", lambda c: c.observe.straggler_every, "observe.straggler_every above 0"),
     ("prepare.part", lambda c: c.prepare.part < c.prepare.parts, "more prepare.parts, which are counted from 0"),
 )
 
@@ -272,8 +256,6 @@ def _job(config: Config) -> Iterator[ConfigError]:
         shlex.split(job.command)
     except ValueError as error:
         raise ConfigError(f"job.command is {job.command!r}: {error}", hint="close the quote") from None
-    if has_launcher(config):
-        check_launched(config)
 
 
 def _sbatch(config: Config) -> Iterator[ConfigError]:

@@ -141,7 +141,7 @@ def dump_of_timer(file: Path) -> str:
 
 def ask_for_stacks(pid: int, file: Path | None, number: int = DUMP_SIGNAL) -> str:
     """Have a process write its stacks to a file that it has open, and return them; empty if it writes none."""
-    if file is None or not _catches(pid, number):
+    if file is None or number not in process.caught_signals(pid):
         return ""
     before = seen = _size(file)
     process.send(number, [pid])
@@ -183,20 +183,7 @@ def state_of(pid: int, born: str | None) -> str:
 
 def is_traced(pid: int | str) -> bool:
     """Return whether a debugger is attached to a process."""
-    return _status(pid, "TracerPid") not in ("", "0")
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal."""
-    return bool(int(_status(pid, "SigCgt") or "0", 16) >> (number - 1) & 1)
-
-
-def _status(pid: int | str, name: str) -> str:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith(f"{name}:"):
-                return line.split()[1]
-    return ""
+    return process.status_of(pid, "TracerPid") not in ("", "0")
 
 
 def describe_processes(pids: Iterable[int], file: Path | None, number: int = DUMP_SIGNAL) -> list[dict[str, Any]]:
@@ -261,15 +248,6 @@ def last_collectives() -> dict[str, Collective]:
                 if group not in found or number >= found[group].number:
                     found[group] = Collective(entry["profiling_name"], number, entry["time_created_ns"] / 1e9)
     return found
-
-
-def write_nccl_trace(path: Path) -> None:
-    """Write NCCL's flight record, which torch's `torchfrtrace` reads, if there is one."""
-    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_nccl_trace", None)
-    record: bytes = _within(5.0, dump, b"") if dump is not None else b""
-    if record:
-        with contextlib.suppress(OSError):
-            path.write_bytes(record)
 
 
 def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:

@@ -33,7 +33,7 @@ def write_together(
     own: Report,
     world_size: int,
     every_s: float,
-    expected_nodes: Mapping[int, str] | None = None,
+    expected_nodes: Mapping[int, str],
 ) -> set[int]:
     """Write this rank's report, and the page if it is the lowest rank that has reported; return those ranks.
 
@@ -69,30 +69,20 @@ def say(text: str) -> None:
         os.write(2, (text.rstrip() + "\n").encode(errors="replace"))
 
 
-def write_page(attempt_dir: AttemptDir, expected_nodes: Mapping[int, str] | None) -> str:
+def write_page(attempt_dir: AttemptDir, expected_nodes: Mapping[int, str]) -> str:
     """Write hang.md and hang.json from the reports, and return the sentence.
 
     Args:
-        expected_nodes: where SLURM puts each rank; None: the ranks are programs, of which those count that have reported.
+        expected_nodes: where SLURM puts each rank.
     """
     reports: dict[int, Report] = {}
     for rank, path in sorted(attempt_dir.hang_reports().items()):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             reports[rank] = msgspec.json.decode(records.read_bytes(path), type=Report)
-    if expected_nodes is None:
-        culprits = [_program_culprit(each) for each in reports.values() if not each.beat.waits]
-        culprits = culprits or [_program_culprit(each) for each in reports.values()]
-    else:
-        silent = [rank for rank in expected_nodes if rank not in reports]
-        dumps = {rank: evidence.dump_of_timer(attempt_dir.stacks_file(rank)) for rank in silent}
-        culprits = find_culprits(reports, len(expected_nodes), expected_nodes, dumps)
-    return record(attempt_dir, culprits, reports, len(expected_nodes or reports))
-
-
-def _program_culprit(report: Report) -> Culprit:
-    beat = report.beat
-    what = f"rank {beat.rank} on {beat.node} hangs, {beat.phase}: {report.where}"
-    return Culprit(beat.rank, beat.node, beat.pid, what, workers=report.workers)
+    silent = [rank for rank in expected_nodes if rank not in reports]
+    dumps = {rank: evidence.dump_of_timer(attempt_dir.stacks_file(rank)) for rank in silent}
+    culprits = find_culprits(reports, len(expected_nodes), expected_nodes, dumps)
+    return record(attempt_dir, culprits, reports, len(expected_nodes))
 
 
 def record(attempt_dir: AttemptDir, culprits: Sequence[Culprit], reports: Mapping[int, Report], world_size: int) -> str:

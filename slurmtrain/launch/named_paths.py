@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from slurmtrain.checkpoint.format.directory import MANIFEST, committed
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.known_models import HUGGING_FACE, is_our_decoder
-from slurmtrain.config.launched_program import paths_in, program_of, repeated_launcher, script_and_module
+from slurmtrain.config.launched_program import paths_in, repeated_launcher, script_and_module
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources import config_check
 from slurmtrain.errors import ConfigError
@@ -128,21 +128,6 @@ def _has_weights(model: Mapping[str, Any]) -> bool:
     return known and isinstance(model.get("path"), str) and bool(model["path"])
 
 
-class Named(NamedTuple):
-    """A path that must exist when the job begins.
-
-    Attributes:
-        field: the config's field, for messages.
-        what: what it is to be.
-        has: what must be in the folder, if it is one; a name or a pattern.
-    """
-
-    field: str
-    what: str
-    path: Path
-    has: str = ""
-
-
 def check_named_paths(config: Config, cwd: Path, *, later: bool = False, begun: bool = False) -> list[str]:
     """Check that the paths in the config exist, as far as this machine can know.
 
@@ -166,12 +151,12 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False, begun: 
     check_program(config, cwd)
     unknown: dict[str, None] = {}
     places: dict[str, None] = {}  # to name in cluster.node_paths
-    for named in _named(config, later=later, begun=begun):
-        seen = look(named.path / named.has, config.cluster.node_paths)
+    for key, field, path in _named(config, later=later, begun=begun):
+        seen = look(path / field.has, config.cluster.node_paths)
         if seen.sight == Sight.MISSING or (seen.sight == Sight.UNKNOWN and config.cluster.backend == Backend.LOCAL):
-            raise _missing(named, seen, cwd)
+            raise _missing(key, field, path, seen, cwd)
         if seen.sight == Sight.UNKNOWN:
-            unknown[f"{named.field} ({named.path})"] = None
+            unknown[f"{key} ({path})"] = None
             whole = seen.place in OF_EACH_NODE[1:] or seen.missing is None  # it is on every machine, with other files
             places[str(seen.place if whole else seen.place / (seen.missing or ""))] = None
     warnings = []
@@ -186,24 +171,22 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False, begun: 
     return warnings
 
 
-def _missing(named: Named, seen: Seen, cwd: Path) -> ConfigError:
+def _missing(key: str, field: Field, path: Path, seen: Seen, cwd: Path) -> ConfigError:
     """Return the error for a path that is certainly not there."""
     missing, hint = seen.missing or "", f"relative paths start in the folder of the command, {cwd}"
     names = sorted(os.listdir(seen.place)) if os.access(seen.place, os.R_OK | os.X_OK) else []
-    folders = (named.path, named.path / "checkpoints")  # with the folder of a run, its newest checkpoint is meant
+    folders = (path, path / "checkpoints")  # with the folder of a run, its newest checkpoint is meant
     if newest := next((found[-1] for folder in folders if (found := committed(folder))), None):
         hint = f"its newest one is {newest}"
-    elif named.path.is_dir() and named.has:
-        hint = f"it is incomplete, or no {named.what}"
+    elif path.is_dir() and field.has:
+        hint = f"it is incomplete, or no {field.what}"
     elif close := difflib.get_close_matches(missing, names, n=2, cutoff=0.7):
         hint = f"did you mean {' or '.join(str(seen.place / name) for name in close)}?"
-    return ConfigError(
-        f"{named.field}: there is no {named.what} {named.path}: {seen.place} has no {missing}", hint=hint
-    )
+    return ConfigError(f"{key}: there is no {field.what} {path}: {seen.place} has no {missing}", hint=hint)
 
 
-def _named(config: Config, *, later: bool, begun: bool) -> Iterator[Named]:
-    """Yield everything that must exist when the job begins."""
+def _named(config: Config, *, later: bool, begun: bool) -> Iterator[tuple[str, Field, Path]]:
+    """Yield the fields whose paths must exist when the job begins, each with its name for messages, and the path."""
     kind, inside = config.job.kind, config.cluster.container.kind is not None  # which has its own files
     for key, field in PATHS.items():
         of_job = key.startswith("cluster.") or key.startswith("prepare.") == (kind == JobKind.PREPARE)
@@ -216,21 +199,22 @@ def _named(config: Config, *, later: bool, begun: bool) -> Iterator[Named]:
             if path and os.path.isabs(path):  # else it is a name, or a URL
                 of_mount = key == "cluster.container.mounts"
                 where = path.partition(":")[0] if of_mount else path
-                yield Named(f"{key} has {path!r}" if of_mount else key, field.what, Path(where), field.has)
+                yield f"{key} has {path!r}" if of_mount else key, field, Path(where)
     if inside or later or kind != JobKind.TRAIN:
         return
     for values, name in ((config.data, "data"), (config.eval.sets, "eval.sets")):
         for path in _texts(values):
-            yield Named("data.paths" if name == "data" else name, "file", path)
+            yield "data.paths" if name == "data" else name, Field(_path, "file"), path
         for path in config_check.prepared_folders(values):
-            yield Named("data.path" if name == "data" else name, "folder of prepared data", path)
+            yield "data.path" if name == "data" else name, Field(_path, "folder of prepared data"), path
     if not _has_weights(config.model):
         return
     folder = Path(config.model["path"])
     if not begun or config.lora.r > 0:  # later starts read the weights of the checkpoint, but adapters not theirs
-        yield from (Named("model.path", "folder of weights", folder, name) for name in _files_of_weights(folder))
+        for name in _files_of_weights(folder):
+            yield "model.path", Field(_path, "folder of weights", name), folder
     elif not is_our_decoder(config.model):
-        yield Named("model.path", "folder", folder)  # whose config.json describes the model
+        yield "model.path", Field(_path, "folder"), folder  # whose config.json describes the model
 
 
 def _files_of_weights(folder: Path) -> Sequence[str]:
@@ -267,7 +251,7 @@ def check_program(config: Config, cwd: Path) -> None:
 
     if config.job.kind != JobKind.COMMAND:
         return
-    command = program_of(config)
+    command = config.job.command or ""
     word, (script, module) = shlex.split(command)[0], script_and_module(command)
     for name in filter(None, (word if os.sep in word else None, script)):
         path = absolute(name, cwd)
@@ -323,7 +307,7 @@ def check_in_snapshot(config: Config, workdir: Path, source: CodeSource, cwd: Pa
         return "git ignores it" if source.git else "hidden files are not copied"
 
     if config.job.kind == JobKind.COMMAND:
-        command = program_of(config)
+        command = config.job.command or ""
         script, module = script_and_module(command)
         refused = None
         if script is not None and not os.path.isabs(script) and not (workdir / script).exists():

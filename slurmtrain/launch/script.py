@@ -19,7 +19,6 @@ from slurmtrain.choices import RequeueMode
 from slurmtrain.config.fields import NodeRange
 from slurmtrain.config.folders import shipped
 from slurmtrain.config.frozen import SECRET_REFERENCE
-from slurmtrain.config.launched_program import as_started
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
 from slurmtrain.errors import EnvironmentMismatchError
@@ -216,7 +215,7 @@ class JobPaths:
 
 def explained_directives(config: Config, paths: JobPaths) -> list[Line]:
     """Return the #SBATCH lines with their reasons, in the order in which a person reads them."""
-    cluster, mode = as_started(config).cluster, config.requeue.mode
+    cluster, mode = config.cluster, config.requeue.mode
     nodes, spare = cluster.node_range, cluster.spare_nodes
     elastic = nodes.elastic
     gpus = f"{cluster.gpu_type}:{cluster.gpus_per_node}" if cluster.gpu_type else cluster.gpus_per_node

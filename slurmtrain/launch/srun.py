@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmtrain.choices import ContainerKind
-from slurmtrain.config.launched_program import as_started
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.launch.script import Line
 from slurmtrain.runs.attempt_dir import rank_log_name
@@ -48,7 +47,6 @@ def explained_srun(
     *,
     nodes: Sequence[str] = (),
     packed: bool = False,
-    standby: bool = False,
     version: Version | None = None,
 ) -> list[Words]:
     """Return the words of srun's command line, each with its reason.
@@ -57,15 +55,14 @@ def explained_srun(
         workdir: the working directory of the ranks.
         nodes: options that say on which of the job's nodes they run; (): on all.
         packed: several runs share the job.
-        standby: for ranks that wait beside those that train; see `runtime/standby.py`.
         version: the release of SLURM on the cluster; None: not known.
     """
-    cluster = as_started(config).cluster
+    cluster = config.cluster
     container = cluster.container
     words = [
         Words(
             ["srun"],
-            "starts one process per task: a " + ("standby rank (requeue.standby_ranks)" if standby else "rank"),
+            "starts one process per task: a rank",
         ),
         Words(
             [f"--cpus-per-task={cluster.cpus_per_task}"],
@@ -85,7 +82,7 @@ def explained_srun(
                 "between sockets, which puts half of them far from their GPUs",
             )
         )
-    if packed or standby:
+    if packed:
         words.append(Words(["--overlap"], "runs beside other steps of this job, on the same CPUs and GPUs"))
     if not packed and not any(word.startswith("--mem") for word in cluster.srun_args):
         # Counted memory is given back late: after a crash, SLURM 22.05 refuses the next step ("Memory required by task is not
@@ -98,20 +95,15 @@ def explained_srun(
     words.append(
         Words(["--unbuffered"], "writes output at once, so that the last lines of a rank that dies are in its log")
     )
-    if not standby:  # each opens its log itself
-        log = f"{_no_pattern(attempt_dir, version)}/{rank_log_name('%t')}"
-        words.append(Words([f"--output={log}"], "one log per rank, in the attempt's folder"))
+    log = f"{_no_pattern(attempt_dir, version)}/{rank_log_name('%t')}"
+    words.append(Words([f"--output={log}"], "one log per rank, in the attempt's folder"))
     if container.kind == ContainerKind.PYXIS:
         words += _pyxis_options(config, cluster, run_dir, workdir)
     words += [Words([word], "cluster.srun_args: your arguments, unchanged") for word in cluster.srun_args]
-    if standby:
-        words.append(
-            Words(["--output=all"], "the supervisor reads what they print until they begin, wherever yours goes")
-        )
     if container.kind == ContainerKind.APPTAINER:
         words += _apptainer_words(cluster, run_dir, workdir)
     shielded = ["bash", "-c", STAGED if cluster.stage.wanted else SHIELDED]
-    rank = [rank_python(cluster), "-u", "-m", "slurmtrain", "train", str(run_dir), *["--standby"] * standby]
+    rank = [rank_python(cluster), "-u", "-m", "slurmtrain", "train", str(run_dir)]
     why = "the program of a rank (cluster.python, venv or conda_env); it ignores signals until Python can handle them"
     return [*words, Words([*shielded, *rank], why)]
 

@@ -11,8 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,32 +32,13 @@ NOTE_EVERY_S = 5.0  # between notes of what the logger has
 PAUSES_S = (5.0, 15.0, 60.0)  # after the first, second, and each further error in a row
 TRIES = 3  # of a record
 CLOSE_S = {Ending.FINISHED: 30.0, Ending.STOPPED: 5.0, Ending.FAILED: 5.0}  # the grace time of a stop is short
+AGAIN_S = (
+    2.0  # that must be left for another try at the end: the signal of a stop may have killed what serves the logger
+)
 BUILT_IN = {
     "wandb": "slurmtrain.observe.wandb_logger.WandbLogger",
     "mlflow": "slurmtrain.observe.mlflow_logger.MlflowLogger",
 }
-
-
-class Tail:
-    """The records of a metrics file, as they come."""
-
-    def __init__(self, path: Path):
-        self._path, self._offset = path, 0
-
-    def rewind(self) -> None:
-        """Begin again at the first record."""
-        self._offset = 0
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        """Yield the whole records since the last call."""
-        rest = b""
-        for piece in records.pieces(self._path, self._offset):
-            *lines, rest = (rest + piece).split(b"\n")
-            for line in lines:
-                self._offset += len(line) + 1
-                record = records.parse(line)
-                if isinstance(record, dict) and records.is_count(record.get("step")):
-                    yield record
 
 
 def is_evaluation(record: dict[str, Any]) -> bool:
@@ -75,16 +55,24 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def is_held(record: dict[str, Any], held: Held) -> bool:
-    """Return whether a logger has a record already."""
-    return bool(record["step"] <= (held.evaluated if is_evaluation(record) else held.step))
-
-
 def held_after(record: dict[str, Any], held: Held) -> Held:
     """Return what a logger has when it has been given a record, too."""
     if is_evaluation(record):
         return replace(held, evaluated=max(held.evaluated, record["step"]))
     return replace(held, step=max(held.step, record["step"]))
+
+
+def read_records(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the whole records of a metrics file from byte `offset` on, and the byte after the last one."""
+    found, rest = [], b""
+    for piece in records.pieces(path, offset):
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            offset += len(line) + 1
+            record = records.parse(line)
+            if isinstance(record, dict) and records.is_count(record.get("step")):
+                found.append(record)
+    return found, offset
 
 
 class LoggerThread:
@@ -94,6 +82,7 @@ class LoggerThread:
         build: makes the logger anew, also after an error.
         describe: returns the run, without what the logger has.
         note_file: where to note what the logger has, for the next attempt.
+        say: shows a sentence to the person who watches.
     """
 
     def __init__(
@@ -103,22 +92,19 @@ class LoggerThread:
         describe: Callable[[], LoggedRun],
         metrics_file: Path,
         note_file: Path,
+        say: Callable[[str], None],
     ):
         self.name = name
-        self.sayings: deque[str] = deque()  # for the person who watches
-        self._build, self._describe, self._note_file = build, describe, note_file
-        self._tail = Tail(metrics_file)
-        self._told = threading.Condition()
-        self._rewound = False
-        self._ending: Ending | None = None
-        self._close_by = float("inf")  # in seconds of time.monotonic
-        self._held = Held()
-        self._logger: Logger | None = None
-        self._noted, self._noted_held = 0.0, self._held
-        self._failures = 0
-        self._left_out = 0
-        self._failing: dict[str, Any] | None = None  # the record that was handed over last
+        self._build, self._describe, self._say = build, describe, say
+        self._metrics_file, self._note_file = metrics_file, note_file
+        self._over = threading.Event()
+        self._ending, self._close_by = Ending.STOPPED, float("inf")  # the latter in seconds of time.monotonic
+        self._offset, self._rewound = 0, False
+        self._held, self._noted = Held(), 0.0
+        self._failures = 0  # in a row
+        self._refused, self._tries = Held(), 0  # what it would have with the record that it last refused, and how often
         self._error: str | None = None
+        self._said: str | None = None
         self._thread = threading.Thread(target=self._follow, name=f"logger-{name}", daemon=True)
         try:
             self._thread.start()
@@ -127,15 +113,12 @@ class LoggerThread:
 
     def rewind(self) -> None:
         """Tell it that records of metrics.jsonl were dropped."""
-        with self._told:
-            self._rewound = True
-            self._told.notify()
+        self._rewound = True
 
     def close(self, ending: Ending, deadline: float) -> None:
         """Tell it to close its logger by `deadline`, in seconds of time.monotonic. Returns at once."""
-        with self._told:
-            self._ending, self._close_by = ending, deadline
-            self._told.notify()
+        self._ending, self._close_by = ending, deadline
+        self._over.set()
 
     def wait(self) -> None:
         """Wait until it has closed its logger, and leave it behind when its time is over."""
@@ -148,74 +131,68 @@ class LoggerThread:
                 self.name,
             )
 
-    def _wait(self, seconds: float) -> None:
-        """Wait until something was told, at most `seconds`."""
-        with self._told:
-            self._told.wait_for(lambda: self._rewound or self._ending is not None, seconds)
-            if self._rewound:
-                self._rewound = False
-                self._tail.rewind()
-
     def _follow(self) -> None:
-        """Follow the file until the end."""
+        """Keep a logger at work until the end; after an error, with a pause, a new one."""
         with contextlib.suppress(OSError, ValueError):  # without a note, the logger itself may know what it has
             self._note_file.parent.mkdir(mode=folder_mode(self._note_file.parent.parent), exist_ok=True)
             note = read_json(self._note_file) or {}
             self._held = Held(_count(note.get("step")), _count(note.get("evaluated")))
-        tried_again = False
         while True:
-            over = self._ending is not None  # before the file is read: what comes later is for the next attempt
+            was_over = self._over.is_set()
             try:
-                if self._logger is None:
-                    self._open()
-                self._hand_on()
-                self._note()
+                return self._work()
             except (Exception, SystemExit) as error:  # whatever a logger raises
                 self._failed(error)
-                if not over:
-                    self._wait(PAUSES_S[min(self._failures, len(PAUSES_S)) - 1])
-            else:
-                if not over:
-                    self._wait(POLL_S)
-            # What serves the logger may have been killed by the signal that ends the run: a second try, if there is time.
-            if over and (self._close() or tried_again or time.monotonic() > self._close_by - 2.0):
+            if was_over or time.monotonic() > self._close_by - AGAIN_S:
                 return
-            tried_again = over
+            self._over.wait(PAUSES_S[min(self._failures, len(PAUSES_S)) - 1])
 
-    def _open(self) -> None:
+    def _work(self) -> None:
+        """Open a logger, give it what it does not have until the end, and close it."""
         logger = self._build()
-        told = logger.open(replace(self._describe(), held=self._held))
-        self._held = told if told is not None else self._held
-        self._logger = logger
-        self._tail.rewind()
-        self._note(force=True)
-        if said := getattr(logger, "said", None):
-            self._say(said)
+        try:
+            told = logger.open(replace(self._describe(), held=self._held))
+            self._held = told if told is not None else self._held
+            self._offset = 0
+            self._note()
+            self._show(getattr(logger, "said", None))
+            while True:
+                over = self._over.is_set()  # before the file is read: what comes later is for the next attempt
+                self._hand_on(logger)
+                if over:
+                    break
+                self._over.wait(POLL_S)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                logger.close(Ending.FAILED)
+            raise
+        said = logger.close(self._ending)
+        self._note(durable=True)
+        self._show(said)
 
-    def _hand_on(self) -> None:
-        """Give the logger all that it does not have."""
-        assert self._logger is not None
-        held, given = self._held, 0
-        for record in self._tail.new():
-            if is_held(record, held):
+    def _hand_on(self, logger: Logger) -> None:
+        """Give a logger the records since the last time, as far as it does not have them."""
+        begin, self._rewound, held = 0 if self._rewound else self._offset, False, self._held
+        found, self._offset = read_records(self._metrics_file, begin)
+        for record in found:
+            if record["step"] <= (self._held.evaluated if is_evaluation(record) else self._held.step):
                 continue
-            self._failing = record
-            hand = self._logger.evaluated if is_evaluation(record) else self._logger.log
-            hand(record["step"], numbers_of(record))
+            try:
+                hand = logger.evaluated if is_evaluation(record) else logger.log
+                hand(record["step"], numbers_of(record))
+            except Exception:
+                refused = held_after(record, held)
+                self._refused, self._tries = refused, 1 + (self._tries if refused == self._refused else 0)
+                if self._tries >= TRIES:
+                    log.warning("the logger %s lacks step %d, which failed %d times", self.name, record["step"], TRIES)
+                    self._held = refused
+                raise
             held = held_after(record, held)
-            given += 1
-            if given % 1000 == 0:
-                self._flush(held)
-                if time.monotonic() > self._close_by - 1.0:
-                    return  # the next attempt makes up for what is missing
-        if given:
-            self._flush(held)
-        self._failing = None
-
-    def _flush(self, held: Held) -> None:
-        assert self._logger is not None
-        self._logger.flush()
-        self._held, self._failures, self._error = held, 0, None
+        if held != self._held:
+            logger.flush()
+            self._held, self._failures, self._error = held, 0, None
+            if time.monotonic() - self._noted > NOTE_EVERY_S:
+                self._note()
 
     def _failed(self, error: BaseException) -> None:
         self._failures += 1
@@ -226,51 +203,20 @@ class LoggerThread:
         if sentence != self._error:
             log.warning("the logger %s fails, and is tried again: %s", self.name, sentence)
         self._error = sentence
-        if self._failing is not None and self._failures >= TRIES:
-            step = self._failing["step"]
-            log.warning("the logger %s lacks step %d, which failed %d times", self.name, step, self._failures)
-            self._held = held_after(self._failing, self._held)
-            self._left_out += 1
-            self._failures = 0
-        logger, self._logger, self._failing = self._logger, None, None
-        if logger is not None:
-            try:
-                logger.close(Ending.FAILED)
-            except Exception as another:
-                log.warning("the logger %s could not be closed: %s", self.name, redact(str(another)))
-        self._note(force=True)
+        self._note()
 
-    def _close(self) -> bool:
-        """Close the logger, and return whether that went well."""
-        closed = self._logger is not None
-        if self._logger is not None:
-            try:
-                if said := self._logger.close(self._ending or Ending.FAILED):
-                    self._say(said)
-            except Exception as error:
-                self._error = redact(f"{type(error).__name__}: {error}"[:500])
-                log.warning("the logger %s could not be closed: %s", self.name, self._error)
-                closed, self._logger = False, None
-        self._note(force=True, closed=closed)
-        return closed
+    def _show(self, said: str | None) -> None:
+        """Say once where the numbers go."""
+        if said and said != self._said:
+            self._said = said
+            self._say(redact(said))
 
-    def _say(self, sentence: str) -> None:
-        self.sayings.append(redact(sentence))
-
-    def _note(self, *, force: bool = False, closed: bool = False) -> None:
-        """Note what the logger has, now and then."""
-        if not force and (self._held == self._noted_held or time.monotonic() - self._noted < NOTE_EVERY_S):
-            return
-        self._noted, self._noted_held = time.monotonic(), self._held
-        note = {
-            "step": self._held.step,
-            "evaluated": self._held.evaluated,
-            "closed": closed,
-            "error": self._error,
-            "left_out": self._left_out,
-        }
+    def _note(self, *, durable: bool = False) -> None:
+        """Note what the logger has."""
+        self._noted = time.monotonic()
+        note = {"step": self._held.step, "evaluated": self._held.evaluated, "error": self._error}
         try:
-            write_json(self._note_file, note, durable=closed)
+            write_json(self._note_file, note, durable=durable)
         except OSError as error:  # a full disk
             log.warning("cannot note what the logger %s has: %s", self.name, error.strerror or error)
 
@@ -287,8 +233,6 @@ class LoggerThreads:
     """
 
     def __init__(self, run_dir: RunDir, config: Config, attempt: int, say: Callable[[str], None]):
-        self._say = say
-        self._said: set[str] = set()
         self._threads = [
             LoggerThread(
                 name,
@@ -296,18 +240,10 @@ class LoggerThreads:
                 lambda: logged_run(run_dir, attempt),
                 run_dir.metrics_file,
                 run_dir.logger_file(name),
+                say,
             )
             for name in loggers_of(config.observe)
         ]
-
-    def look(self) -> None:
-        """Show what they have to say."""
-        for each in self._threads:
-            while each.sayings:
-                sentence = each.sayings.popleft()
-                if sentence not in self._said:
-                    self._said.add(sentence)
-                    self._say(sentence)
 
     def rewind(self) -> None:
         """Tell them that records of metrics.jsonl were dropped."""
@@ -321,7 +257,6 @@ class LoggerThreads:
             each.close(ending, deadline)
         for each in self._threads:
             each.wait()
-        self.look()
 
 
 def loggers_of(observe: ObserveConfig) -> Sequence[str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import logging
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ log = logging.getLogger(__name__)
 
 TABLE_ROWS = 50
 MEMORY_EVENTS = 200_000  # allocations and frees that are remembered, with their stacks, in the host's memory
-PIECE_BYTES = 1 << 20
 
 
 class StepProfiler:
@@ -88,13 +85,14 @@ class StepProfiler:
         if not self._wanted:
             return
         self._wanted = False
-        raw = temporary_beside(self._folder / "trace.json", ".json")
+        trace = self._folder / f"rank-{self._rank}.trace.json.gz"
+        packed = temporary_beside(trace, ".json.gz")
         try:
-            profile.export_chrome_trace(str(raw))
-            with raw.open("rb") as source:
-                self._write_packed(self._folder / f"rank-{self._rank}.trace.json.gz", source)
+            profile.export_chrome_trace(str(packed))
+            packed.chmod(file_mode(self._folder))
+            packed.replace(trace)
         finally:
-            raw.unlink(missing_ok=True)
+            packed.unlink(missing_ok=True)
             if self._on_gpu:
                 self._write_memory()
         by = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
@@ -103,17 +101,6 @@ class StepProfiler:
             profile.key_averages().table(sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=60),
             durable=False,
         )
-
-    def _write_packed(self, path: Path, source: Any) -> None:
-        packed = temporary_beside(path)
-        try:
-            with packed.open("xb") as target:
-                packed.chmod(file_mode(path.parent))
-                with gzip.GzipFile("", "wb", 5, target) as stream:
-                    shutil.copyfileobj(source, stream, PIECE_BYTES)
-            packed.replace(path)
-        finally:
-            packed.unlink(missing_ok=True)
 
     def _write_memory(self) -> None:
         import torch

@@ -18,7 +18,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from slurmtrain.runs.run_dir import RunDir
@@ -54,19 +54,9 @@ def render(values: Mapping[str, float], labels: Mapping[str, str]) -> str:
     lines = []
     for name, value in sorted(values.items()):
         metric = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-        # The same help in every file, or the node exporter reports them as inconsistent.
-        lines += [f"# HELP {metric} {HELP.get(name, 'As in metrics.jsonl of the run.')}", f"# TYPE {metric} gauge"]
+        lines.append(f"# TYPE {metric} gauge")
         lines.append(f"{metric}{{{shown}}} {_number(value)}")
     return "\n".join(lines) + "\n"
-
-
-HELP = {
-    "step": "Steps of training that are done, at the last logged one.",
-    "steps": "Steps of training that the run is to do.",
-    "attempt": "Number of the attempt, from 1.",
-    "logged_timestamp_seconds": "When a step was last logged, in unix seconds.",
-    "updated_timestamp_seconds": "When this file was written, in unix seconds.",
-}
 
 
 def _escaped(value: str) -> str:
@@ -86,8 +76,7 @@ class TextFile:
         folder: of the node exporter.
         name: of the file, without `slurmtrain_` and `.prom`.
         labels: of every number.
-        source: called by the thread for further numbers before it writes; None: there are none.
-        every_s, at_least_every_s: seconds between two writes, with and without a change.
+        every_s: seconds between two looks for other numbers.
     """
 
     def __init__(
@@ -96,51 +85,40 @@ class TextFile:
         name: str,
         labels: Mapping[str, str],
         *,
-        source: Callable[[], Mapping[str, float]] | None = None,
         every_s: float = EVERY_S,
-        at_least_every_s: float = AT_LEAST_EVERY_S,
     ):
         self._folder, self.path = folder, folder / f"{PREFIX}{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.prom"
-        self._labels, self._source = dict(labels), source
-        self._every_s, self._at_least_every_s = every_s, at_least_every_s
+        self._labels, self._every_s = dict(labels), every_s
         self._values: dict[str, float] = {}
-        self._condition = threading.Condition()
-        self._changed = self._ended = self._warned = False
+        self._ended, self._warned = threading.Event(), False
         self._thread = threading.Thread(target=self._work, name="textfile", daemon=True)
         self._thread.start()
 
     def update(self, values: Mapping[str, float]) -> None:
         """Show these numbers, and those before under other names. Returns at once."""
-        with self._condition:
-            self._values |= values
-            self._changed = True
-            self._condition.notify_all()
+        self._values = {**self._values, **values}
 
     def close(self) -> None:
         """Remove the file. A folder that hangs is not waited for."""
-        with self._condition:
-            self._ended = True
-            self._condition.notify_all()
+        self._ended.set()
         self._thread.join(CLOSE_S)
 
     def _work(self) -> None:
         self._remove_stale()
+        shown, due = dict[str, float](), 0.0
         while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._changed or self._ended, self._at_least_every_s)
-                if self._ended:
-                    break
-                values, self._changed = dict(self._values), False
-            self._write(values)
-            with self._condition:
-                self._condition.wait_for(lambda: self._ended, self._every_s)
+            values = self._values
+            if values and (values is not shown or time.monotonic() >= due):
+                self._write(values)
+                shown, due = values, time.monotonic() + AT_LEAST_EVERY_S
+            if self._ended.wait(self._every_s):
+                break
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
 
     def _write(self, values: dict[str, float]) -> None:
         try:
-            more = self._source() if self._source is not None else {}
-            text = render({**values, **more, "updated_timestamp_seconds": round(time.time(), 3)}, self._labels)
+            text = render({**values, "updated_timestamp_seconds": round(time.time(), 3)}, self._labels)
             replace_file(self.path, text.encode(), mode=MODE, durable=False)
             self._warned = False
         except Exception as error:  # of a folder that is not ours

@@ -19,7 +19,6 @@ import os
 import shlex
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,45 +39,27 @@ CONNECT_S = 3.0
 OPEN_S = 60.0  # to begin a run with the server
 FINISH_S = 25.0  # to upload what is left when training has finished
 STEP_OF_EVALUATION = "evaluated_step"
+MARK = "slurmtrain.json"  # in the folder of an offline attempt that was closed: the last steps in it
 
 
-@dataclass(frozen=True)
-class Mode:
-    """Whether W&B is given the numbers now, or files for later.
-
-    Attributes:
-        why: of what is offline, half a sentence; "" for online.
-    """
-
-    online: bool
-    why: str = ""
-
-
-def mode_of(wanted: WandbMode, variables: Mapping[str, str], *, key_is_known: bool, answers: bool) -> Mode:
-    """Decide between online and offline.
+def why_offline(wanted: WandbMode, variables: Mapping[str, str]) -> str | None:
+    """Decide between online and offline, by what is known on this machine; this may take a few seconds.
 
     Args:
         variables: the environment, of which WANDB_MODE decides where the config says "auto".
-        key_is_known: an API key was found.
-        answers: the server can be reached.
+
+    Returns:
+        Half a sentence that says why the numbers go into files for later; None: W&B is given them now.
     """
-    if wanted == WandbMode.AUTO and variables.get("WANDB_MODE") in ("online", "offline", "dryrun"):
-        wanted = WandbMode.ONLINE if variables["WANDB_MODE"] == "online" else WandbMode.OFFLINE
-    if wanted == WandbMode.ONLINE:
-        return Mode(True)
-    if wanted == WandbMode.OFFLINE:
-        return Mode(False, "observe.wandb.mode or WANDB_MODE says so")
-    if not key_is_known:
-        return Mode(False, f"no API key is known here ({KEY}, or a netrc file)")
-    return Mode(True) if answers else Mode(False, "its server cannot be reached from this node")
-
-
-def find_mode(wanted: WandbMode, variables: Mapping[str, str]) -> Mode:
-    """Decide between online and offline, by what is known on this machine; this may take a few seconds."""
+    asked = variables.get("WANDB_MODE") if wanted == WandbMode.AUTO else str(wanted)
+    if asked == "online":
+        return None
+    if asked in ("offline", "dryrun"):
+        return "observe.wandb.mode or WANDB_MODE says so"
     hosts = _hosts(variables)
-    known = any(variables.get(name) for name in KEYS) or _is_in_netrc(hosts, variables)
-    asks = wanted == WandbMode.AUTO and "WANDB_MODE" not in variables and known
-    return mode_of(wanted, variables, key_is_known=known, answers=not asks or _answers(hosts, variables))
+    if not any(variables.get(name) for name in KEYS) and not _is_in_netrc(hosts, variables):
+        return f"no API key is known here ({KEY}, or a netrc file)"
+    return None if _answers(hosts, variables) else "its server cannot be reached from this node"
 
 
 def _hosts(variables: Mapping[str, str]) -> list[tuple[str, int]]:
@@ -111,7 +92,7 @@ def _answers(hosts: list[tuple[str, int]], variables: Mapping[str, str]) -> bool
     return False
 
 
-def variables_of(config: WandbConfig, run: LoggedRun, mode: Mode) -> dict[str, str]:
+def variables_of(config: WandbConfig, run: LoggedRun, *, online: bool) -> dict[str, str]:
     """Return the variables by which any program that uses wandb goes on in the run of this id. None is a secret."""
     variables = {
         "WANDB_RUN_ID": run.id,
@@ -119,7 +100,7 @@ def variables_of(config: WandbConfig, run: LoggedRun, mode: Mode) -> dict[str, s
         "WANDB_DIR": str(run.directory),
         "WANDB_PROJECT": config.project or run.name,
         "WANDB_NAME": f"{run.name} {run.id}",
-        "WANDB_MODE": "online" if mode.online else "offline",
+        "WANDB_MODE": "online" if online else "offline",
     }
     if config.entity:
         variables["WANDB_ENTITY"] = config.entity
@@ -130,10 +111,10 @@ def variables_of(config: WandbConfig, run: LoggedRun, mode: Mode) -> dict[str, s
     return variables
 
 
-def offline_sentence(directory: Path, mode: Mode) -> str:
+def offline_sentence(directory: Path, why: str) -> str:
     """Say that a run is offline, why, and how its files are sent later, from a machine with internet."""
     return (
-        f"Weights & Biases is offline, since {mode.why}; to send the run later: "
+        f"Weights & Biases is offline, since {why}; to send the run later: "
         f"wandb sync {shlex.quote(str(directory / 'wandb'))}/offline-run-*"
     )
 
@@ -155,10 +136,9 @@ class WandbLogger(Logger):
             )
         self._config = config
         self._run: Any = None
-        self._online = False
         self._held, self._row = Held(), -1
         self._defined: set[str] = set()
-        self._folders: _Folders | None = None
+        self._folder: Path | None = None  # of an offline run
         self.said = ""  # where the numbers go
 
     def open(self, run: LoggedRun) -> Held:
@@ -170,12 +150,11 @@ class WandbLogger(Logger):
             with contextlib.suppress(Exception):
                 wandb.teardown()
         WandbLogger._opened = True
-        mode = find_mode(self._config.mode, os.environ)
-        self._online = mode.online
-        variables = variables_of(self._config, run, mode)
+        why = why_offline(self._config.mode, os.environ)
+        online = why is None
+        variables = variables_of(self._config, run, online=online)
         (run.directory / "wandb").mkdir(mode=folder_mode(run.directory), exist_ok=True)
-        self._folders = _Folders(run)
-        held = Held() if mode.online else self._folders.begin_offline()
+        held = Held() if online else begin_offline(run)
         self._run = wandb.init(
             project=variables["WANDB_PROJECT"],
             entity=variables.get("WANDB_ENTITY"),
@@ -184,7 +163,7 @@ class WandbLogger(Logger):
             resume="allow",
             reinit="create_new",  # neither a run that somebody else has begun here, nor one that others log to
             dir=str(run.directory),
-            mode="online" if mode.online else "offline",
+            mode="online" if online else "offline",
             group=variables.get("WANDB_RUN_GROUP"),
             tags=list(self._config.tags) or None,
             config={name: value for name, value in run.config.items() if name != "secrets"},
@@ -199,15 +178,17 @@ class WandbLogger(Logger):
                 finish_timeout=FINISH_S,
             ),
         )
-        if mode.online:
+        if why is None:
             # What the server has counts, also where an attempt before was offline or was killed.
             if self._run.resumed:
                 held = Held(self._run.step - 1, int(self._run.summary.get(STEP_OF_EVALUATION, -1)))
-            self._folders.opened_online(held)
+            # What the server lacks of the folders of offline attempts, it now gets from metrics.jsonl.
+            for path in (run.directory / "wandb").glob("offline-run-*"):
+                move_aside(path, "replaced")
             self.said = f"Weights & Biases: {self._run.url}"
         else:
-            self._folders.opened_offline(Path(self._run.dir).parent)
-            self.said = offline_sentence(run.directory, mode)
+            self._folder = Path(self._run.dir).parent
+            self.said = offline_sentence(run.directory, why)
         log.info("%s", self.said)
         self._held, self._row = held, held.step + 1
         self._run.define_metric(STEP_OF_EVALUATION, hidden=True)
@@ -232,59 +213,25 @@ class WandbLogger(Logger):
         if ending == Ending.STOPPED:
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if ending == Ending.FINISHED else 1)
-        if self._folders is not None:
-            self._folders.closed(self._held)
+        if self._folder is not None:
+            write_json(self._folder / MARK, {"held": [self._held.step, self._held.evaluated]})
         return self.said
 
 
-class _Folders:
-    """The folders of a run's attempts in RUN/wandb, and which steps are in them: RUN/loggers/wandb-folders.json."""
+def begin_offline(run: LoggedRun) -> Held:
+    """Move folders aside that were not closed, and return the last steps that the others have, or that W&B has been given."""
+    found = {path: read_json(path / MARK) for path in sorted((run.directory / "wandb").glob("offline-run-*"))}
+    marks = []
+    for path, mark in found.items():
+        match mark:
+            case {"held": [int(step), int(evaluated)]}:
+                marks.append(Held(step, evaluated))
+            case _:
+                move_aside(path, "incomplete")
+    return max(marks, default=Held() if found else run.held)
 
-    def __init__(self, run: LoggedRun):
-        self._note_file = run.directory / "loggers" / "wandb-folders.json"
-        self._parent = run.directory / "wandb"
-        self._handed_over = run.held
-        note = read_json(self._note_file) or {}
-        complete = note.get("complete")
-        self._complete = [name for name in complete if isinstance(name, str)] if isinstance(complete, list) else []
-        self._held, self._online = Held(), note.get("online") is True
-        match note.get("held"):
-            case [int(step), int(evaluated)]:
-                self._held = Held(step, evaluated)
-        self._folder: str | None = None  # None: online
 
-    def begin_offline(self) -> Held:
-        """Move folders aside that were not closed, and return the last steps that the others, or the server, have."""
-        for path in sorted(self._parent.glob("offline-run-*")):
-            if path.name not in self._complete:
-                self._move_aside(path, "incomplete")
-        if self._online:  # and killed: what was handed over is the best that is known
-            self._held = max(self._held, self._handed_over)
-        return self._held
-
-    def opened_offline(self, folder: Path) -> None:
-        """Note that this attempt is offline."""
-        self._folder, self._online = folder.name, False
-        self._write()
-
-    def opened_online(self, held: Held) -> None:
-        """Move the folders of offline attempts aside: what the server lacks of them, it now gets from metrics.jsonl."""
-        for path in sorted(self._parent.glob("offline-run-*")):
-            self._move_aside(path, "replaced")
-        self._complete, self._held, self._online = [], held, True
-        self._write()
-
-    def closed(self, held: Held) -> None:
-        """Note that this attempt's part is complete."""
-        self._held, self._online = held, False
-        if self._folder is not None:
-            self._complete.append(self._folder)
-        self._write()
-
-    def _move_aside(self, path: Path, why: str) -> None:
-        with contextlib.suppress(OSError):  # a shared file system's hiccup
-            path.rename(path.with_name(f"{why}-{path.name}"))
-
-    def _write(self) -> None:
-        held = [self._held.step, self._held.evaluated]
-        write_json(self._note_file, {"complete": self._complete, "held": held, "online": self._online})
+def move_aside(path: Path, why: str) -> None:
+    """Give a folder another name, by which nobody sends it."""
+    with contextlib.suppress(OSError):  # a shared file system's hiccup
+        path.rename(path.with_name(f"{why}-{path.name}"))

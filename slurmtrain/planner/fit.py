@@ -178,7 +178,7 @@ def _fitting(config: Config, limit: float, more: list[str]) -> Iterator[tuple[li
         if config.lora.r and dims.tp * dims.pp > 1:  # which adapters do not go with
             continue
         ways = sorted(_ways(config, dims), key=lambda way: (len(way[1]), way[0]))
-        if most_bytes(ways[-1][2], dims) > limit:  # the change that needs least memory
+        if not ways or most_bytes(ways[-1][2], dims) > limit:  # the change that needs least memory
             continue
         for _, further, changed in ways:
             if (total := most_bytes(changed, dims)) <= limit:
@@ -194,7 +194,9 @@ def most_bytes(config: Config, dims: ParallelDims) -> float:
 def _ways(config: Config, dims: ParallelDims) -> Iterator[tuple[int, list[str], Config]]:
     """Yield the changes that are possible within a layout: the size of the change, the overrides, and the changed config."""
     kinds = CHECKPOINTING[CHECKPOINTING.index(config.parallel.activation_checkpointing) :]
-    for (slower, kind), (halvings, size) in itertools.product(enumerate(kinds), enumerate(_sizes(config, dims))):
+    for (slower, kind), (halvings, size) in itertools.product(
+        enumerate(kinds), enumerate(micro_batch_sizes(config, dims))
+    ):
         parallel = dataclasses.replace(config.parallel, activation_checkpointing=kind)
         train = dataclasses.replace(config.train, micro_batch_size=size) if halvings else config.train
         words = [f"train.micro_batch_size={size}"] if halvings else []
@@ -202,12 +204,12 @@ def _ways(config: Config, dims: ParallelDims) -> Iterator[tuple[int, list[str], 
         yield slower + halvings, words, dataclasses.replace(config, parallel=parallel, train=train)
 
 
-def _sizes(config: Config, dims: ParallelDims) -> list[int]:
-    """Return the micro batch size and its halves down to a single sequence; each divides the one before."""
-    sizes = [dims.micro_batch_size(config.train)]
+def micro_batch_sizes(config: Config, dims: ParallelDims) -> list[int]:
+    """Return the micro batch size and its halves down to a single sequence; each divides a rank's share of the global batch."""
+    share, sizes = config.train.global_batch_size // dims.dp, [dims.micro_batch_size(config.train)]
     while sizes[-1] > 1:
-        sizes.append(sizes[-1] // 2 if sizes[-1] % 2 == 0 else 1)
-    return sizes
+        sizes.append(next(size for size in range(sizes[-1] // 2, 0, -1) if share % size == 0))
+    return [size for size in sizes if share and share % size == 0]
 
 
 def in_flight(schedule: str, pp: int, micro_batches: int) -> tuple[float, ...]:

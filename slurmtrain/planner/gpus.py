@@ -1,7 +1,8 @@
-"""Memory and links of GPUs, by the name that SLURM or a person gives their model; their arithmetic is in `planner.peaks`.
+"""What GPUs can do, by the name that SLURM, a person or torch gives their model: arithmetic, memory and links.
 
-Figures are those of the makers' data sheets. Links count in one direction, where data sheets often add both up. What a
-program reaches is less.
+Figures are those of the makers' data sheets: teraflops per second of dense matrix products, without the factor of two that
+makers add for sparse ones, at the clock of the data sheet; links in one direction, where data sheets often add both up. What
+a program reaches is less.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from slurmtrain.planner.peaks import Peak, peak_of
-
+BF16, FP16, TF32, FP32 = "bfloat16", "float16", "tf32", "float32"
+DTYPES = (BF16, FP16, TF32, FP32)
 PCIE_3, PCIE_4, PCIE_5 = 16.0, 32.0, 64.0  # 10^9 bytes per second, one direction, of 16 lanes
 
 
@@ -24,56 +25,76 @@ class Gpu:
         link_gb_per_s: 10^9 bytes per second to the other GPUs of its node, one direction.
         network_gb_per_s: 10^9 bytes per second and GPU between nodes, one direction, in the maker's own systems; None:
             there are none to go by.
+        bf16, fp16, tf32, fp32: its most teraflops per second in that type; None: it does not compute in it.
     """
 
     name: str
     memory_gb: float
     link_gb_per_s: float
-    network_gb_per_s: float | None = None
+    network_gb_per_s: float | None
+    bf16: float | None
+    fp16: float | None
+    tf32: float | None
+    fp32: float
 
-    def peak(self, dtype: str) -> Peak:
-        """Return its most arithmetic in an element type of `planner.peaks`."""
-        return peak_of(self.name, dtype)
+    def tflops(self, dtype: str) -> float | None:
+        """Return its most teraflops per second in one of `DTYPES`."""
+        return dict(zip(DTYPES, (self.bf16, self.fp16, self.tf32, self.fp32), strict=True))[dtype]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most arithmetic of a device.
+
+    Attributes:
+        tflops: dense teraflops per second; None: not known.
+        why: where the figure comes from, or why there is none; a phrase.
+    """
+
+    tflops: float | None
+    why: str
 
 
 # The network is that of DGX A100 (200 Gbit/s for each GPU), DGX H100, H200 and B200 (400), DGX B300 (800), and of AMD's
 # reference nodes (400). Of MI250X, which PyTorch sees as two GPUs, one.
 GPUS = (
-    Gpu("GB300", 279, 900, 100),
-    Gpu("B300", 270, 900, 100),
-    Gpu("GB200", 186, 900, 50),
-    Gpu("B200", 180, 900, 50),
-    Gpu("H200 NVL", 141, PCIE_5),
-    Gpu("GH200", 96, 450, 50),
-    Gpu("H200", 141, 450, 50),
-    Gpu("H100 NVL", 94, PCIE_5),
-    Gpu("H100 PCIe", 80, PCIE_5),
-    Gpu("H100", 80, 450, 50),
-    Gpu("H800", 80, 200, 50),
-    Gpu("H20", 96, 450, 50),
-    Gpu("A100 PCIe", 40, PCIE_4),
-    Gpu("A100", 40, 300, 25),
-    Gpu("A800 PCIe", 80, PCIE_4),
-    Gpu("A800", 80, 200, 25),
-    Gpu("A30", 24, PCIE_4),
-    Gpu("A40", 48, PCIE_4),
-    Gpu("A10G", 24, PCIE_4),
-    Gpu("A10", 24, PCIE_4),
-    Gpu("L40S", 48, PCIE_4),
-    Gpu("L40", 48, PCIE_4),
-    Gpu("L4", 24, PCIE_4),
-    Gpu("RTX 6000 Ada", 48, PCIE_4),
-    Gpu("RTX A6000", 48, PCIE_4),
-    Gpu("RTX 4090", 24, PCIE_4),
-    Gpu("RTX 3090", 24, PCIE_4),
-    Gpu("V100 PCIe", 16, PCIE_3),
-    Gpu("V100", 16, 150),
-    Gpu("T4", 16, PCIE_3),
-    Gpu("MI355X", 288, 538, 50),
-    Gpu("MI350X", 288, 538, 50),
-    Gpu("MI325X", 256, 448, 50),
-    Gpu("MI300X", 192, 448, 50),
-    Gpu("MI250X", 64, 100, 12.5),
+    Gpu("GB300", 279, 900, 100, 2500, 2500, 1250, 80),
+    Gpu("B300", 270, 900, 100, 2250, 2250, 1125, 75),
+    Gpu("GB200", 186, 900, 50, 2500, 2500, 1250, 80),
+    Gpu("B200", 180, 900, 50, 2250, 2250, 1125, 75),
+    Gpu("B100", 180, 900, 50, 1750, 1750, 875, 60),
+    Gpu("H200 NVL", 141, PCIE_5, None, 835.5, 835.5, 417.7, 60),
+    Gpu("GH200", 96, 450, 50, 989.4, 989.4, 494.7, 66.9),
+    Gpu("H200", 141, 450, 50, 989.4, 989.4, 494.7, 66.9),
+    Gpu("H100 NVL", 94, PCIE_5, None, 835.5, 835.5, 417.7, 60),
+    Gpu("H100 PCIe", 80, PCIE_5, None, 756, 756, 378, 51),
+    Gpu("H100", 80, 450, 50, 989.4, 989.4, 494.7, 66.9),
+    Gpu("H800", 80, 200, 50, 989.4, 989.4, 494.7, 66.9),
+    Gpu("H20", 96, 450, 50, 148, 148, 74, 44),
+    Gpu("A100 PCIe", 40, PCIE_4, None, 312, 312, 156, 19.5),
+    Gpu("A100", 40, 300, 25, 312, 312, 156, 19.5),
+    Gpu("A800 PCIe", 80, PCIE_4, None, 312, 312, 156, 19.5),
+    Gpu("A800", 80, 200, 25, 312, 312, 156, 19.5),
+    Gpu("A30", 24, PCIE_4, None, 165, 165, 82, 10.3),
+    Gpu("A40", 48, PCIE_4, None, 149.7, 149.7, 74.8, 37.4),
+    Gpu("A10G", 24, PCIE_4, None, 70, 70, 35, 35),
+    Gpu("A10", 24, PCIE_4, None, 125, 125, 62.5, 31.2),
+    Gpu("L40S", 48, PCIE_4, None, 362.05, 362.05, 183, 91.6),
+    Gpu("L40", 48, PCIE_4, None, 181.05, 181.05, 90.5, 90.5),
+    Gpu("L4", 24, PCIE_4, None, 121, 121, 60, 30.3),
+    Gpu("RTX 6000 Ada", 48, PCIE_4, None, 364.2, 364.2, 182.1, 91.1),
+    Gpu("RTX A6000", 48, PCIE_4, None, 154.8, 154.8, 77.4, 38.7),
+    Gpu("RTX 4090", 24, PCIE_4, None, 165.2, 165.2, 82.6, 82.6),
+    Gpu("RTX 3090", 24, PCIE_4, None, 71, 71, 35.6, 35.6),
+    Gpu("V100 PCIe", 16, PCIE_3, None, None, 112, None, 14),
+    Gpu("V100", 16, 150, None, None, 125, None, 15.7),
+    Gpu("T4", 16, PCIE_3, None, None, 65, None, 8.1),
+    Gpu("MI355X", 288, 538, 50, 2516.6, 2516.6, None, 157.3),
+    Gpu("MI350X", 288, 538, 50, 2306.9, 2306.9, None, 144.2),
+    Gpu("MI325X", 256, 448, 50, 1307.4, 1307.4, 653.7, 163.4),
+    Gpu("MI300X", 192, 448, 50, 1307.4, 1307.4, 653.7, 163.4),
+    Gpu("MI250X", 64, 100, 12.5, 191.5, 191.5, None, 47.9),
+    Gpu("MI210", 64, 100, None, 181, 181, None, 45.3),
 )
 _WORDS = re.compile(r"rtx|[a-z]+\d*[a-z]*|\d+[a-z]*")
 _SIZE = re.compile(r"(?<![a-z0-9.])(\d{2,3}) ?g(?:i?b)?(?![a-z0-9])")
@@ -93,6 +114,27 @@ def gpu_of(name: str) -> Gpu | None:
         if set(_WORDS.findall(gpu.name.lower())) <= words:
             return replace(gpu, memory_gb=_stated_gb(name, gpu) or gpu.memory_gb)
     return None
+
+
+def peak_of(device: str | None, dtype: str, *, stated_tflops: float | None = None) -> Peak:
+    """Return the most that a device can do.
+
+    Args:
+        device: name of the GPU, as for `gpu_of`; None: the ranks compute on CPUs.
+        dtype: one of `DTYPES`: the type in which matrices are multiplied.
+        stated_tflops: cluster.peak_tflops, which counts instead of the table; None: it is not set.
+    """
+    if stated_tflops is not None:
+        return Peak(stated_tflops, f"cluster.peak_tflops={stated_tflops:g}")
+    gpu = gpu_of(device or "")
+    if gpu is None:
+        part = device is not None and _PART.search(device)
+        why = f"{device} is a part of a GPU" if part else f"no peak is known for {device or 'CPUs'}"
+        return Peak(None, f"{why}; cluster.peak_tflops states {'its peak' if part else 'one'}")
+    tflops = gpu.tflops(dtype)
+    if tflops is None:
+        return Peak(None, f"{gpu.name} has no matrix units for {dtype}; cluster.peak_tflops states a peak")
+    return Peak(tflops, f"{gpu.name} in {dtype}, dense, by its data sheet")
 
 
 def _stated_gb(name: str, gpu: Gpu) -> float | None:

@@ -9,15 +9,17 @@ import math
 from dataclasses import dataclass, field
 
 from slurmtrain.config.schema import Config
-from slurmtrain.planner.gpus import gpu_of
-from slurmtrain.planner.peaks import peak_of
+from slurmtrain.planner.gpus import gpu_of, peak_of
 
 GB = 1e9  # of links, networks and storage, as their makers count
-# Share of the peak that the arithmetic of a compiled step reaches where no run was measured. Published steps of dense models
-# in bfloat16 reach 0.36 of it on H100 limited to 500 W (torchtitan, benchmarks/llama3_h100_202412), 0.41 to 0.48 with
-# Megatron-LM (its README), and up to 0.67 on H200 (KempnerForge, benchmarks/mfu_scaling). Without torch.compile torchtitan
-# has about 0.85 of the speed. The page `planning` has the error of each.
-EFFICIENCY, UNCOMPILED = 0.44, 0.85
+# Share of the peak that the arithmetic of a compiled step reaches where no run was measured: BEST in products of large
+# matrices. What is done with single elements is bound by memory: it grows with the width of a model, products with its
+# square, so that at the width NARROW it takes as long as they do. GPUs whose memory is fast for their peak wait less for it.
+# BEST and both widths are fitted to published runs; the page `planning` has the error of each. Without torch.compile
+# torchtitan has about 0.85 of the speed.
+BEST, LEAST, UNCOMPILED = 0.70, 0.40, 0.85
+NARROW, NARROW_OF_FAST_MEMORY = 2450, 1100
+FAST_MEMORY = ("A100", "H200")
 # Share of a link's bandwidth that collectives of large tensors reach, as nccl-tests measure it on NVLink and InfiniBand.
 LINK_SHARE = 0.8
 NETWORK_GB_PER_S = 12.5  # of a node of which nothing is known: one adapter of 100 Gbit/s
@@ -49,7 +51,7 @@ class Hardware:
     network: float
     storage: float
     host: float = HOST_GB_PER_S * GB
-    efficiency: float = EFFICIENCY
+    efficiency: float = BEST
     link_share: float = LINK_SHARE
     notes: tuple[str, ...] = field(default=())
 
@@ -62,6 +64,14 @@ class Hardware:
 def dtype_of(config: Config) -> str:
     """Return the element type in which the model computes."""
     return config.parallel.param_dtype or "float32"
+
+
+def efficiency_of(gpu: str | None, config: Config) -> float:
+    """Return the share of the peak that the arithmetic of a step is expected to reach."""
+    narrow = NARROW_OF_FAST_MEMORY if gpu in FAST_MEMORY else NARROW
+    width = config.model.get("dim")
+    found = max(LEAST, BEST / (1 + narrow / width)) if isinstance(width, int) and width > 0 else LEAST
+    return found * (1.0 if config.parallel.compile else UNCOMPILED)
 
 
 def hardware_of(config: Config) -> Hardware:
@@ -101,6 +111,6 @@ def hardware_of(config: Config) -> Hardware:
         link=math.inf if link is None else link * GB,
         network=math.inf if network is None else network * GB / ranks,
         storage=storage * GB,
-        efficiency=EFFICIENCY * (1.0 if config.parallel.compile else UNCOMPILED),
+        efficiency=efficiency_of(gpu.name if gpu is not None else None, config),
         notes=tuple(notes),
     )

@@ -22,7 +22,7 @@ from slurmtrain.config.parallel_dims import (
 )
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.planner.fit import ROOM, memory_of
+from slurmtrain.planner.fit import ROOM, memory_of, micro_batch_sizes
 from slurmtrain.planner.gpus import gpu_of
 from slurmtrain.planner.hardware import Hardware, hardware_of
 from slurmtrain.planner.memory import GIB, StageMemory
@@ -255,7 +255,7 @@ def _forms(
     laid = dataclasses.replace(config.parallel, **{axis: getattr(dims, axis) for axis in AXES})
     for kind in ActivationCheckpointing:
         parallel = dataclasses.replace(laid, activation_checkpointing=kind)
-        for size in _micro_batch_sizes(config, dims):
+        for size in micro_batch_sizes(config, dims):
             train = dataclasses.replace(config.train, micro_batch_size=size)
             form = dataclasses.replace(config, parallel=parallel, train=train)
             memory = max(stage.total for stage in memory_of(form, dims) or [])
@@ -268,18 +268,6 @@ def _forms(
                 yield Candidate(form, dims, _overrides(form, dims, config), memory, step)
             if dims.pp == 1:  # smaller micro batches only gather more often
                 break
-
-
-def _micro_batch_sizes(config: Config, dims: ParallelDims) -> list[int]:
-    """Return the micro batch sizes that divide a rank's share of the global batch, by halves, largest first."""
-    share = config.train.global_batch_size // dims.dp
-    sizes = [share // dims.pp] if dims.pp > 1 else [share]
-    while sizes[-1] > 1:
-        half = sizes[-1] // 2
-        while share % half:
-            half -= 1
-        sizes.append(half)
-    return [size for size in sizes if size and share % size == 0]
 
 
 def _overrides(form: Config, dims: ParallelDims, config: Config) -> list[str]:

@@ -23,7 +23,7 @@ class Size:
     Attributes:
         tokens: of a step, over all ranks.
         step_s: seconds of a step.
-        seconds: seconds of a step by what they are spent on; what is missing from `step_s` is "the rest".
+        seconds: seconds of a step by what they are spent on.
     """
 
     nodes: int
@@ -45,9 +45,6 @@ class Size:
         return self.ranks * self.seconds.get(name, 0.0) / self.tokens
 
 
-REST = "the rest"
-
-
 @dataclass(frozen=True)
 class Doubling:
     """What became of a job from one size to the next, larger one.
@@ -57,7 +54,6 @@ class Doubling:
         total: the same against the first size.
         cause: what costs most that it did not cost before; None: nothing worth naming.
         share: the cause's share of the larger size's step that it did not have before.
-        losses: share of the larger size's step by cause, largest first.
     """
 
     before: Size
@@ -66,7 +62,6 @@ class Doubling:
     total: float
     cause: str | None
     share: float
-    losses: tuple[tuple[str, float], ...]
 
     @property
     def worth_it(self) -> bool:
@@ -78,32 +73,15 @@ def doublings(sizes: Sequence[Size]) -> list[Doubling]:
     """Return what became of each size against the one before; sizes in ascending order."""
     found = []
     for before, after in itertools.pairwise(sizes):
-        losses = losses_of(before, after)
-        worst = losses[0] if losses and losses[0][1] >= NOTICEABLE else None
-        found.append(
-            Doubling(
-                before,
-                after,
-                efficiency=before.rank_seconds_per_token / after.rank_seconds_per_token,
-                total=sizes[0].rank_seconds_per_token / after.rank_seconds_per_token,
-                cause=worst[0] if worst is not None else None,
-                share=worst[1] if worst is not None else 0.0,
-                losses=tuple(losses),
-            )
-        )
+        cost = after.rank_seconds_per_token
+        lost = {name: (after.cost(name) - before.cost(name)) / cost for name in {**before.seconds, **after.seconds}}
+        worst = max(lost, key=lambda name: lost[name], default=None)
+        if worst is not None and lost[worst] < NOTICEABLE:
+            worst = None
+        efficiency, total = (size.rank_seconds_per_token / cost for size in (before, sizes[0]))
+        share = 0.0 if worst is None else lost[worst]
+        found.append(Doubling(before, after, efficiency, total, cause=worst, share=share))
     return found
-
-
-def losses_of(before: Size, after: Size) -> list[tuple[str, float]]:
-    """Return by cause what a token costs more than before, as a share of all that it costs, largest first."""
-    whole = after.rank_seconds_per_token
-    names = dict.fromkeys([*before.seconds, *after.seconds])
-    found = {name: (after.cost(name) - before.cost(name)) / whole for name in names}
-    known = [sum(size.cost(name) for name in names) for size in (before, after)]
-    rest = (after.rank_seconds_per_token - known[1]) - (before.rank_seconds_per_token - known[0])
-    if names:
-        found[REST] = rest / whole
-    return sorted(found.items(), key=lambda item: -item[1])
 
 
 def first_not_worth_it(found: Sequence[Doubling]) -> Doubling | None:

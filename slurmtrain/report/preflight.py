@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.system import records
-from slurmtrain.system.records import printable
+from slurmtrain.system.records import Count, Number, printable
 
 
 @dataclass(frozen=True)
@@ -17,29 +17,35 @@ class FoundFinding:
 
     kind: str
     sentence: str
-    advice: str
-    fatal: bool
-    nodes: tuple[str, ...] = ()
+    advice: str = ""
+    fatal: bool = False
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured: GB/s of an all-reduce, TFLOP/s by rank, and (node, node, GB/s) of pairs of nodes."""
+
+    all_reduce: Number | None = None
+    tflops: dict[str, Number] = field(default_factory=dict)
+    links: list[tuple[str, str, Number]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class PreflightRecord:
-    """The checks of an attempt.
+    """The checks of an attempt, as `runtime.preflight.check.record_of` writes them.
 
     Attributes:
         seconds: of the quick checks, on rank 0.
-        nodes: for each node, what `runtime.preflight.check.record_of` writes.
-        measured: rates, as `runtime.preflight.measure.Rates.summary` writes them; None: nothing was measured.
-        values: all of it, for `--json`.
+        nodes: for each node, what it is.
+        measured: None: nothing was measured.
     """
 
     mode: str
-    seconds: float
-    ranks: int
-    findings: tuple[FoundFinding, ...]
-    nodes: tuple[dict[str, Any], ...]
-    measured: dict[str, Any] | None
-    values: dict[str, Any]
+    seconds: Number
+    ranks: Count
+    findings: list[FoundFinding]
+    nodes: list[dict[str, Any]]
+    measured: Rates | None = None
 
     @property
     def fatal(self) -> bool:
@@ -48,7 +54,7 @@ class PreflightRecord:
 
 
 def read_preflight(attempt_dir: AttemptDir) -> PreflightRecord | None:
-    """Return what the checks of an attempt have found; None: they have not come to an end.
+    """Return what the checks of an attempt have found; None: they have not come to an end, or the record is none of ours.
 
     Raises:
         UnreadableRecordError: the record is no regular file, or too large.
@@ -57,28 +63,7 @@ def read_preflight(attempt_dir: AttemptDir) -> PreflightRecord | None:
         values = records.parse(records.read_bytes(attempt_dir.preflight_file, at_most=records.EVENTS_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if not isinstance(values, dict):
-        return None
-    found, nodes = values.get("findings"), values.get("nodes")
-    measured = values.get("measured")
-    return PreflightRecord(
-        mode=printable(str(values.get("mode"))),
-        seconds=records.finite(values.get("seconds")) or 0.0,
-        ranks=values["ranks"] if records.is_count(values.get("ranks")) else 0,
-        findings=tuple(_finding(each) for each in (found if isinstance(found, list) else ()) if isinstance(each, dict)),
-        nodes=tuple(each for each in (nodes if isinstance(nodes, list) else ()) if isinstance(each, dict)),
-        measured=measured if isinstance(measured, dict) else None,
-        values=values,
-    )
-
-
-def _finding(values: dict[str, Any]) -> FoundFinding:
-    def text(name: str) -> str:
-        return printable(str(values.get(name, "")))[:2000]
-
-    nodes = values.get("nodes")
-    names = tuple(printable(str(each)) for each in nodes) if isinstance(nodes, list) else ()
-    return FoundFinding(text("kind"), text("sentence"), text("advice"), values.get("fatal") is True, names)
+    return records.typed_or_none(PreflightRecord, values)
 
 
 def in_words(found: Sequence[FoundFinding]) -> str:
@@ -86,4 +71,4 @@ def in_words(found: Sequence[FoundFinding]) -> str:
     if not found:
         return ""
     more = f", and {len(found) - 1} more in preflight.json" if len(found) > 1 else ""
-    return f"{found[0].kind}: {found[0].sentence}{more}"
+    return printable(f"{found[0].kind}: {found[0].sentence}{more}")

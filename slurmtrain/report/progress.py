@@ -10,20 +10,14 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from slurmtrain.runs import reached_step
-from slurmtrain.runs.program_checkpoints import (
-    ProgramCheckpoint,
-    find_checkpoints,
-    newest_complete,
-    seconds_per_step,
-    total_steps,
-)
+from slurmtrain.checkpoint.format.directory import newest_committed_step
+from slurmtrain.runs.reached_step import TAIL_BYTES, records_with
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import records
 from slurmtrain.system.durations import roughly
+from slurmtrain.system.records import finite, is_count, is_scalar, read_tail
 
 
 @dataclass(frozen=True)
@@ -57,13 +51,13 @@ class Progress:
     @property
     def eta_s(self) -> float | None:
         """The seconds left to run, at its present speed."""
-        return None if self.step_time_s is None or self.left is None else _finite(self.left * self.step_time_s)
+        return None if self.step_time_s is None or self.left is None else finite(self.left * self.step_time_s)
 
 
 def read_progress(
     run_dir: RunDir, steps: int | None, own_checkpoints: Mapping[str, Any] | None = None, *, running_since: float | None
 ) -> Progress:
-    """Return the progress of a run.
+    """Return the progress of a run, as metrics.jsonl, and the checkpoints of this package or of the program, show it.
 
     Args:
         steps: number of steps of the whole run.
@@ -71,23 +65,40 @@ def read_progress(
         running_since: when the running attempt began; None when none runs, since an earlier speed says nothing about
             now.
     """
-    own = _by_own_checkpoints(run_dir, own_checkpoints or {}, running_since)
-    logged = _by_log(run_dir, steps if steps is not None else own.steps, running_since)
-    step = max(logged.step or 0, own.step or 0) or None
-    return replace(
-        logged,
-        step=step,
-        logged=max(filter(None, (logged.logged, own.logged)), default=None),
-        step_time_s=own.step_time_s if logged.step_time_s is None else logged.step_time_s,
+    own = _by_own_checkpoints(run_dir, own_checkpoints, running_since) if own_checkpoints else Progress()
+    saved = None
+    with contextlib.suppress(PermissionError):  # a run of somebody else who shares the run but not its checkpoints
+        saved = newest_committed_step(run_dir.checkpoints)
+    log = read_tail(run_dir.metrics_file, TAIL_BYTES)
+    newest, trained, evaluated = (next(records_with(name, log), {}) for name in ("step", "loss", "valid_loss"))
+    logged = os.lstat(run_dir.metrics_file).st_mtime if newest else None
+    if newest and not evaluated:  # evaluation jobs need not come in order
+        jobs = records_with("valid_loss", read_tail(run_dir.evaluations_file, TAIL_BYTES))
+        evaluated = max((each for each in jobs if is_count(each.get("step", 0))), key=_step, default={})
+    # A program of the user's own may report steps and nothing else.
+    paced = (trained or newest) if running_since is not None and (logged or 0.0) >= running_since else {}
+    reached = [saved or 0, own.step or 0, int(newest["step"]) if is_count(newest.get("step")) else 0]
+    pace = finite(paced.get("step_time_s"))
+    return Progress(
+        max(reached) or None,
+        steps if steps is not None else own.steps,
+        # Also NaN and infinity: a person should see that a loss has diverged.
+        loss=trained["loss"] if is_scalar(trained.get("loss")) else None,
+        valid_loss=evaluated["valid_loss"] if is_scalar(evaluated.get("valid_loss")) else None,
+        logged=max(filter(None, (logged, own.logged)), default=None),
+        tokens_per_s=finite(paced.get("tokens_per_s")),
+        step_time_s=own.step_time_s if pace is None else pace,
     )
 
 
 def _by_own_checkpoints(run_dir: RunDir, described: Mapping[str, Any], running_since: float | None) -> Progress:
     """Return what the checkpoints of a program of the user's own show, if it is known where they are."""
+    from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete, seconds_per_step, total_steps
+
     pattern, rule = described.get("pattern"), described.get("complete")
     if not isinstance(pattern, str) or not isinstance(rule, str | None):
         return Progress()
-    found: list[ProgramCheckpoint] = []
+    found = []
     with contextlib.suppress(OSError):
         found = find_checkpoints(run_dir.program_folders, pattern, rule)
     newest = newest_complete(found)
@@ -95,32 +106,6 @@ def _by_own_checkpoints(run_dir: RunDir, described: Mapping[str, Any], running_s
         return Progress()
     pace = seconds_per_step(found, running_since) if running_since is not None else None
     return Progress(newest.step, total_steps(newest), logged=newest.changed, step_time_s=pace)
-
-
-def _by_log(run_dir: RunDir, steps: int | None, running_since: float | None) -> Progress:
-    """Return what metrics.jsonl and the checkpoints of this package show."""
-    saved = None
-    with contextlib.suppress(PermissionError):  # a run of somebody else who shares the run but not its checkpoints
-        saved = reached_step.newest_checkpoint_step(run_dir)
-    log = reached_step.tail(run_dir.metrics_file)
-    newest = _newest(log, "step")
-    logged_step = newest.get("step")
-    step = max(saved or 0, int(logged_step or 0) if records.is_count(logged_step) else 0) or None
-    if not newest:
-        return Progress(step, steps)
-    evaluated = _newest(log, "valid_loss") or _furthest(run_dir, "valid_loss")
-    trained, logged = _newest(log, "loss"), os.lstat(run_dir.metrics_file).st_mtime
-    paced = trained or newest  # a program of the user's own may report steps and nothing else
-    now = paced if running_since is not None and logged >= running_since else {}
-    return Progress(
-        step,
-        steps,
-        loss=_number(trained.get("loss")),
-        valid_loss=_number(evaluated.get("valid_loss")),
-        logged=logged,
-        tokens_per_s=_finite(now.get("tokens_per_s")),
-        step_time_s=_finite(now.get("step_time_s")),
-    )
 
 
 def eta_of_all(waiting: Iterable[Progress], running: Collection[Progress]) -> float | None:
@@ -160,25 +145,5 @@ def at_about(moment: float, now: float) -> str:
     return f"in about {roughly(moment - now)} ({time.strftime('%H:%M' if same_day else '%m-%d %H:%M', then)})"
 
 
-def _newest(log: bytes, name: str) -> dict[str, Any]:
-    return next(reached_step.records_with(name, log), {})
-
-
-def _furthest(run_dir: RunDir, name: str) -> dict[str, Any]:
-    """Return the record of the furthest step among those of evaluation jobs, which need not come in order."""
-    found = reached_step.records_with(name, reached_step.tail(run_dir.evaluations_file))
-    return max((each for each in found if records.is_count(each.get("step", 0))), key=_step, default={})
-
-
 def _step(record: dict[str, Any]) -> int:
     return int(record.get("step", 0))
-
-
-def _number(value: object) -> float | None:
-    """Return a logged value if it is a number, also NaN and infinity: a person should see that a loss has diverged."""
-    return value if records.is_scalar(value) else None
-
-
-def _finite(value: object) -> float | None:
-    number = _number(value)
-    return number if number is not None and math.isfinite(number) else None

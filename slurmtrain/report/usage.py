@@ -9,9 +9,9 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import NamedTuple
 
+from slurmtrain.choices import Grouping
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Goodput, Segment, over_all, sums_of
 from slurmtrain.report.goodput.history import History, read_history
@@ -22,14 +22,6 @@ from slurmtrain.runs.gpu_use import GpuTotals, NodeGpus, read_gpu_use, total_of
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.trust import name_of
-
-
-class Grouping(StrEnum):
-    """What a row of the table is about."""
-
-    RUN = "run"
-    USER = "user"
-    NODE = "node"
 
 
 @dataclass(frozen=True)

@@ -116,10 +116,6 @@ class AttemptDir:
         """Return those files."""
         return list(self.path.glob("stacks-*.log"))
 
-    def nccl_trace(self, rank: int) -> Path:
-        """Return the file of NCCL's flight record of a rank."""
-        return self.path / f"nccl-trace-{rank}.pickle"
-
     # Files of the first rank of every node.
     def gpu_file(self, node_rank: int) -> Path:
         """Return the record of how busy a node's GPUs were, see `gpu_use`."""

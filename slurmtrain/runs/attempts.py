@@ -44,8 +44,8 @@ class Attempt:
         committed_before, committed_step: step of the newest checkpoint when it began, and when it ended.
         reported_before, reported_step: the furthest step that a program of the user's own had reported when it began,
             and when it ended; None if it reports none.
-        marked_before, marked: when the newest file of job.progress_file had last been changed, when it began and when
-            it ended.
+        marked_before, marked: when the newest checkpoint of job.checkpoints, if it has no number, had last been changed, when
+            it began and when it ended.
         seen_before, seen_step: step of the newest complete checkpoint of job.checkpoints when it began, and when it ended.
         saved: the newest checkpoint that a training library, or a Checkpointer in a folder of its own, has reported.
         stalled: it used up a budget: its end was its own fault, and it made no progress.
@@ -257,7 +257,7 @@ def reopen(run_dir: RunDir, attempt: Attempt, steps: int) -> None:
 
 def all_attempts(run_dir: RunDir) -> list[Attempt]:
     """Return the records of all attempts, in order."""
-    return [read_attempt(run_dir, number) for number in run_dir.attempt_numbers()]
+    return [read_attempt_in(run_dir.attempt(number), number) for number in run_dir.attempt_numbers()]
 
 
 def record_stop(

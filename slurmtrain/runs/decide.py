@@ -50,7 +50,7 @@ _NEXT_STEPS = {
     RequeueMode.CHAIN: (Verdict.NEXT, GoesOn.CHAIN),
 }
 _DISK_FULL = "the disk of its run directory was full, so nobody could record why"
-_HOW_TO_REPORT = "`slurmtrain progress STEP` or job.progress_file would show it"
+_HOW_TO_REPORT = "`slurmtrain progress STEP` or job.checkpoints would show it"
 
 
 @dataclass(frozen=True)

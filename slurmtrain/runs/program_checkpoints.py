@@ -80,30 +80,8 @@ def find_checkpoints(folders: Sequence[Path], pattern: str | None, rule: str | N
 
 
 def _without_marks(found: Sequence[ProgramCheckpoint]) -> list[ProgramCheckpoint]:
-    """Return what was found without the empty files that only mark something, such as checkpoint-500.done.
-
-    An empty file is a mark, and no checkpoint that a kill has cut, if there is no number in its name, or if all those whose
-    names differ from its name in their numbers alone are empty, and there are several or its name is that of another file
-    with something added.
-    """
-    kinds: dict[str, list[bool]] = {}
-    names = {str(each.path) for each in found}
-    for each in found:
-        kinds.setdefault(_kind(each.path), []).append(each.problem == EMPTY)
-
-    def is_mark(each: ProgramCheckpoint) -> bool:
-        if each.problem != EMPTY or each.path.suffix in _CHECKS or each.path.is_dir():
-            return False
-        path = str(each.path)
-        added = any(path != name and path.startswith(name) and not path[len(name)].isdigit() for name in names)
-        alike = kinds[_kind(each.path)]
-        return each.step is None or (all(alike) and (added or len(alike) > 1))
-
-    return [each for each in found if not is_mark(each)]
-
-
-def _kind(path: Path) -> str:
-    return NUMBER.sub("#", str(path))
+    """Return what was found without the empty files that only mark something, such as checkpoint-500.done."""
+    return [each for each in found if each.problem != EMPTY or each.path.suffix in _CHECKS or each.path.is_dir()]
 
 
 def newest_complete(found: Sequence[ProgramCheckpoint]) -> ProgramCheckpoint | None:

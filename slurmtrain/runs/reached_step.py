@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import glob
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,16 +22,6 @@ def furthest_reported(run_dir: RunDir) -> int | None:
     steps = [record["step"] for record in records_with("step", tail(run_dir.metrics_file))]
     earlier = [attempt.reported_step for attempt in all_attempts(run_dir)]
     return max((step for step in [*steps, *earlier] if isinstance(step, int)), default=None)
-
-
-def newest_change(run_dir: RunDir, pattern: str | None) -> float | None:
-    """Return when the newest of the files that `pattern` (job.progress_file) names was changed, in unix seconds."""
-    times = []
-    for folder in run_dir.program_folders if pattern else ():
-        for name in glob.glob(str(folder / str(pattern)), recursive=True):
-            with contextlib.suppress(OSError):  # it is being replaced
-                times.append(os.stat(name).st_mtime)
-    return max(times, default=None)
 
 
 def newest_checkpoint_step(run_dir: RunDir) -> int | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.run_dir import RUN_DIR_VARIABLE, RunDir
+from slurmtrain.runs.run_dir import RUN_DIR_VARIABLE
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.process_facts import ProcessFacts, gather_facts
@@ -126,16 +126,3 @@ def read_environment(attempt_dir: AttemptDir) -> ProcessFacts | None:
     """
     values = read_json(attempt_dir.environment_file)
     return None if values is None else ProcessFacts.from_json(values)
-
-
-def newest_environment(run_dir: RunDir) -> tuple[int, ProcessFacts] | None:
-    """Return the number of the newest attempt that has a record, and what it ran with; None if there is none.
-
-    Raises:
-        UnreadableRecordError: a record cannot be read.
-    """
-    for number in reversed(run_dir.attempt_numbers()):
-        found = read_environment(run_dir.attempt(number))
-        if found is not None:
-            return number, found
-    return None

@@ -1,17 +1,24 @@
-"""The ways to reach a rank: names, addresses, network interfaces. Imports no torch."""
+"""The ways to reach a rank: addresses, interfaces, ports, and the file in which rank 0 names its own. Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import random
 import socket
 import struct
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError
 from slurmtrain.slurm.environment import Environment
+from slurmtrain.system.files import read_json
+from slurmtrain.system.patience import may_pass
+from slurmtrain.system.signals import StopDuringStartError
 
 
 class RendezvousError(SlurmtrainError):
@@ -35,26 +42,6 @@ def machine() -> str:
         return f"unknown-{socket.gethostname()}-{os.getpid()}"
 
 
-def own_addresses(environment: Environment, interface: str) -> list[str]:
-    """Return names and addresses under which other nodes may reach this one, the likeliest first."""
-    candidates: list[str] = []
-    if interface not in ("auto", "none"):
-        address = interface_addresses().get(interface)
-        if address is None:
-            raise EnvironmentMismatchError(
-                f"cluster.network_interface={interface!r}, but {environment.node} has no such interface with an IPv4 address",
-                hint=f"it has: {', '.join(sorted(interface_addresses()))}",
-            )
-        candidates.append(address)
-    if os.environ.get("MASTER_ADDR"):
-        candidates.append(os.environ["MASTER_ADDR"])
-    candidates += [environment.node, socket.getfqdn(), socket.gethostname()]
-    if os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
-        candidates.append(os.environ["SLURM_LAUNCH_NODE_IPADDR"])  # the node that ran srun: usually this one
-    candidates += [address for name, address in interface_addresses().items() if name != "lo"]
-    return list(dict.fromkeys(candidates))
-
-
 def listening_address(environment: Environment, interface: str) -> str:
     """Return the one IPv4 address of this node on which rank 0 listens for the others.
 
@@ -63,14 +50,20 @@ def listening_address(environment: Environment, interface: str) -> str:
     the one from which the other nodes are reached.
 
     Raises:
-        EnvironmentMismatchError: there are several, and nothing says which it is. Listening on all of them would let in
-            whoever is on the others.
+        EnvironmentMismatchError: there is no such interface; or there are several, and nothing says which it is. Listening on
+            all of them would let in whoever is on the others.
     """
     if environment.local_world_size == environment.world_size:
         return "127.0.0.1"
+    all_known = interface_addresses()
     if interface not in ("auto", "none"):
-        return own_addresses(environment, interface)[0]
-    known = {name: address for name, address in interface_addresses().items() if name != "lo"}
+        if interface not in all_known:
+            raise EnvironmentMismatchError(
+                f"cluster.network_interface={interface!r}, but {environment.node} has no such interface with an IPv4 address",
+                hint=f"it has: {', '.join(sorted(all_known))}",
+            )
+        return all_known[interface]
+    known = {name: address for name, address in all_known.items() if name != "lo"}
     variables = os.environ
     names = (variables.get("MASTER_ADDR"), environment.node, socket.getfqdn(), socket.gethostname())
     for host in (*names, variables.get("SLURM_LAUNCH_NODE_IPADDR")):
@@ -209,22 +202,13 @@ class HeldPort:
         return port
 
     def _chosen(self) -> socket.socket:
-        # Chosen without SO_REUSEADDR, so that no other job holds it. That leaves out ports with connections of a job before.
+        # Bound without SO_REUSEADDR, so that no other job holds it. That leaves out ports with connections of a job before.
         for port in [0] if self._ports is None else _in_any_order(self._ports):
-            holder = socket.socket()
-            try:
-                holder.bind(("", port))
-            except OSError:
-                holder.close()
-                continue
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            return holder
+            with contextlib.suppress(OSError):
+                return _held(port, shared=False)
         with bind_port("", self._ports, self._node) as listener:
             port = listener.getsockname()[1]
-        holder = socket.socket()
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("", port))
-        return holder
+        return _held(port, shared=True)
 
     def release(self) -> None:
         if self._socket is not None:
@@ -232,13 +216,105 @@ class HeldPort:
         self._socket = None
 
 
-def is_taken(port: int) -> bool:
-    """Return whether a listener of this machine could not get this port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen(1)
-        except OSError:
-            return True
-    return False
+def _held(port: int, *, shared: bool) -> socket.socket:
+    """Return a socket that is bound to a port, and lets a program that sets SO_REUSEADDR listen there."""
+    holder = socket.socket()
+    try:
+        if shared:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", port))
+    except OSError:
+        holder.close()
+        raise
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder
+
+
+# Waiting for files that rank 0 writes into a shared folder: less and less often, and first of all on one rank of each node. A
+# shared file system has no event to await: 1,024 ranks that looked fifty times a second would be 50,000 directory reads.
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 1.0
+NETWORK_HINT = (
+    "see rank 0's log; cluster.network_interface=NAME names the network that connects the nodes, "
+    "cluster.port_range=LOW-HIGH the ports that a firewall between them lets through"
+)
+
+
+class Pauses:
+    """Sleeps that grow from `first_s` to `longest_s`, each randomly a little longer or shorter.
+
+    None is much longer than half of the time that was waited before, so no rank is much too late.
+    """
+
+    def __init__(self, longest_s: float = LONGEST_PAUSE_S, *, first_s: float = FIRST_PAUSE_S):
+        self._next_s, self._longest_s = first_s, longest_s
+
+    def pause(self) -> None:
+        """Sleep once more."""
+        time.sleep(self._next_s * random.uniform(0.75, 1.25))  # so that many ranks do not look at the same moment
+        self._next_s = min(1.5 * self._next_s, self._longest_s)
+
+
+T = TypeVar("T")
+
+
+def await_rank_0(
+    path: Path,
+    environment: Environment,
+    timeout_s: float,
+    stop_requested: Callable[[], bool],
+    use: Callable[[dict[str, Any]], T],
+) -> T:
+    """Wait until rank 0 has published its address under `path`, and return what `use` makes of it, which may raise OSError.
+
+    All ranks but the first of each node look ten times less often.
+
+    Raises:
+        RendezvousError: the time is over.
+        StopDuringStartError: a stop was requested before.
+    """
+    times = 1 if environment.local_rank == 0 else 10
+    pauses, deadline = Pauses(times * LONGEST_PAUSE_S, first_s=times * FIRST_PAUSE_S), time.monotonic() + timeout_s
+    own, rank_0 = (
+        f"rank {environment.rank} on {environment.node}",
+        f"rank 0, expected on node {environment.expected_node(0)},",
+    )
+    failed = ""
+    while True:
+        address = look(path)
+        if address is not None:
+            try:
+                return use(address)
+            except OSError as error:
+                by = interface_towards(address["host"])
+                failed = f"{address['host']}:{address['port']}{f' by {by}' if by else ''}: {str(error).splitlines()[0]}"
+        if stop_requested():
+            raise StopDuringStartError
+        if time.monotonic() > deadline and failed:
+            raise RendezvousError(f"{own}: {rank_0} cannot be reached at {failed}", hint=NETWORK_HINT)
+        if time.monotonic() > deadline:
+            said = f"{own}: {rank_0} did not publish its address within {timeout_s:.0f} s"
+            raise RendezvousError(said, hint="see rank 0's log", because_of_peer=True)
+        pauses.pause()
+
+
+def look(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object that rank 0 has published under `path`; None while it is not there, or the storage fails.
+
+    Raises:
+        OSError: the file cannot be read, and that will not pass.
+        UnreadableRecordError: it is not a regular file.
+    """
+    # Listing the directory makes NFS ask its server; opening a name that it remembers as missing does not.
+    try:
+        return read_json(path) if path.name in os.listdir(path.parent) else None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if not may_pass(error):
+            raise
+        log.warning("%s cannot be read, and is looked for again: %s", path, error.strerror or error)
+        return None

@@ -141,7 +141,9 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
 
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import environment_of_process_group, init_distributed
+    from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
 
+    load_dynamo_on_demand()
     sys.excepthook = _record_and_show
     environment = Environment.detect()
     if dist.is_initialized():

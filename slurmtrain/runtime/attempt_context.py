@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from slurmtrain.config.launched_program import has_launcher, node_shape
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError, UnreadableRecordError
 from slurmtrain.runs import attempts, reached_step
@@ -38,7 +38,6 @@ from slurmtrain.system.process import ProcessMark
 log = logging.getLogger(__name__)
 
 MEETINGS = ".meetings-"  # below runs/; the user's number follows
-LAST_WORD_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # between tries to record that a run has finished
 
 
 @dataclass(frozen=True)
@@ -137,9 +136,7 @@ def open_attempt(context: AttemptContext, environment: Environment, config: Conf
         step_id=f"{environment.job_id}.{environment.step_id}" if environment.source == "slurm" else None,
         restart_count=environment.restart_count,
         nodes=list(environment.nodes),
-        world_size=len(environment.nodes) * node_shape(config).processes
-        if has_launcher(config)
-        else environment.world_size,
+        world_size=environment.world_size,
         pid=me.pid,
         born=me.born,
         pid_namespace=me.namespace,
@@ -174,31 +171,18 @@ def _gpus(run_dir: RunDir, environment: Environment, config: Config) -> float:
     return nodes * config.cluster.gpus_per_node / max(1, sharing)
 
 
-def record_last_word(
-    context: AttemptContext,
-    said: LastWord,
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-    **changes: object,
-) -> None:
-    """Record rank 0's last word on the attempt, when what it has done is safe; an error in that is no failure of the attempt.
+def record_last_word(context: AttemptContext, said: LastWord, **changes: Any) -> None:
+    """Record rank 0's last word on the attempt, once what it has done is safe. An error here does not fail the attempt.
 
-    Only this word tells that a run has finished, so it is tried for a while: a full disk may have room again soon. That a
-    run was stopped tells its exit code, too, and its grace time may end.
+    Only this word says that a run has finished: without it, the run starts again from its last checkpoint.
 
     Args:
         changes: further fields of the attempt's record.
     """
-    pauses = list(LAST_WORD_PAUSES_S) if said is LastWord.FINISHED else []
-    while True:
-        try:
-            update_attempt(context, said=said, **changes)
-            return
-        except (OSError, SlurmtrainError) as error:
-            log.warning("cannot record that the attempt has %s: %s", said, error)
-        if not pauses:
-            return
-        sleep(pauses.pop(0))
+    try:
+        update_attempt(context, said=said, **changes)
+    except (OSError, SlurmtrainError) as error:
+        log.warning("cannot record that the attempt has %s: %s", said, error)
 
 
 def update_attempt(context: AttemptContext, **changes: object) -> None:

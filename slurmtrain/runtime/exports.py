@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
@@ -35,7 +34,6 @@ STOP_WAITS_S = 5.0
 LOOK_EVERY_S = 0.2
 HOLDER = "export"  # for whom the checkpoints are held
 ROLLED_BACK = "rolled-back-"  # begins the name of the folder of a step that was taken back; the last one stays
-LOG = "export.log"
 
 
 def finish_waits_s(collective_timeout_s: float) -> float:
@@ -49,20 +47,11 @@ def command_of(checkpoint: Path, out: Path, dtype: str | None) -> list[str]:
     return [*words, *(["--force"] if out.is_dir() else []), *(["--dtype", dtype] if dtype else [])]
 
 
-@dataclass(frozen=True)
-class _Export:
-    """An export under way: its step, its process, when it began, and where in the log its words begin."""
-
-    step: int
-    process: subprocess.Popen[bytes]
-    began: float
-    log_begins: int
-
-
 class Exports:
     """The exports of a run, on rank 0. `committed` is called by the thread that writes checkpoints.
 
     Args:
+        is_due: whether the checkpoint of a step is to be exported.
         dtype: element type of the weights; None: as saved.
         event: records what has happened.
         finish_waits_s: longest wait of `finish` in seconds, see `finish_waits_s`.
@@ -71,84 +60,65 @@ class Exports:
     def __init__(
         self,
         run_dir: RunDir,
+        is_due: Callable[[int], bool],
         dtype: str | None,
         event: Callable[..., None],
         finish_waits_s: float = FINISH_WAITS_S,
     ):
-        self._run_dir, self._dtype, self._event, self._finish_waits_s = run_dir, dtype, event, finish_waits_s
+        self._run_dir, self._is_due, self._dtype, self._event = run_dir, is_due, dtype, event
+        self._finish_waits_s = finish_waits_s
         self._lock = threading.RLock()
-        self._running: _Export | None = None
-        self._closed = False
-        self._to_come: set[int] = (
-            set()
-        )  # steps whose checkpoint will be committed: what is there now is of an earlier time
+        self._running: subprocess.Popen[bytes] | None = None
+        self._step, self._began = 0, 0.0  # of the export that is under way
+        self._log_file = run_dir.exports / "export.log"
         self._storage = BestEffort(f"exports of {run_dir.id}", "`checkpoints RUN export` makes up for them")
-        self._storage.attempt(self._go_on)  # with what an attempt before this one has left
-
-    def ask(self, step: int, *, restored: bool = False) -> None:
-        """Have the checkpoint of this step exported once it is committed.
-
-        Args:
-            restored: training continues from that checkpoint, and a folder that is there already is of it. Else the
-                step was just done, and such a folder is of an earlier time that it was done.
-        """
-        if restored and self._folder(step).is_dir():
-            return
-        with self._lock:
-            if not restored:
-                self._to_come.add(step)
-        self._storage.attempt(lambda: retention.hold(self._run_dir.checkpoints, step, HOLDER))
+        # What an attempt before this one has left, also if it was killed as soon as its checkpoint was there.
+        for newest in committed(run_dir.checkpoints)[-1:]:
+            if not self._folder(step_of(newest)).is_dir():
+                self.committed(step_of(newest))
         self._storage.attempt(self._go_on)
 
     def committed(self, step: int) -> None:
-        """Export the checkpoint of this step if it was asked for, or was done again and has an export."""
+        """Export the checkpoint of this step if it is due, or was done again and has an export."""
         with self._lock:
-            self._to_come.discard(step)
-            if self._running is not None and self._running.step == step:
+            if self._running is not None and self._step == step:
                 self._end()
-        if self._folder(step).is_dir():
+        if self._is_due(step) or self._folder(step).is_dir():
             self._storage.attempt(lambda: retention.hold(self._run_dir.checkpoints, step, HOLDER))
         self._storage.attempt(self._go_on)
 
     def rolled_back(self, step: int) -> None:
         """Give the folders of later steps another name: training has gone back to `step`."""
         with self._lock:
-            if self._running is not None and self._running.step > step:
+            if self._running is not None and self._step > step:
                 self._end()
         for folder in self._run_dir.exports.glob("step_*"):
-            number = folder.name.removeprefix("step_")
-            if number.isdigit() and int(number) > step:
+            if folder > self._folder(step):
                 aside = folder.with_name(f"{ROLLED_BACK}{folder.name}")
-                try:
-                    shutil.rmtree(aside, ignore_errors=True)
-                    folder.rename(aside)
-                except OSError as error:  # training goes on all the same
-                    log.warning(
-                        "%s is of a step that was taken back, and keeps its name: %s", folder, error.strerror or error
-                    )
+                shutil.rmtree(aside, ignore_errors=True)
+                self._storage.attempt(lambda folder=folder, aside=aside: folder.rename(aside))  # type: ignore[misc]
 
     def finish(self) -> None:
         """Wait until all is exported, but not for ever: the training's GPUs are idle meanwhile."""
         deadline = time.monotonic() + self._finish_waits_s
         self._storage.attempt(self._go_on)
-        while self._running is not None:
-            if time.monotonic() > deadline:
-                log.warning(
-                    "an export has not ended %.0f s after training, and is ended: `checkpoints %s export` does it again",
-                    self._finish_waits_s,
-                    self._run_dir.path,
-                )
-                return
+        while self._running is not None and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY_S)
             self._storage.attempt(self._go_on)
+        if self._running is not None:
+            log.warning(
+                "an export has not ended %.0f s after training, and is ended: `checkpoints %s export` does it again",
+                self._finish_waits_s,
+                self._run_dir.path,
+            )
 
     def close(self) -> None:
         """End what is under way; the next attempt begins it again."""
         with self._lock:
-            self._closed = True
-            if self._running is not None and self._running.process.poll() is None:
+            if self._running is not None and self._running.poll() is not None:
+                self._storage.attempt(self._settle)
+            elif self._running is not None:
                 self._end()
-            self._storage.attempt(self._go_on)
 
     def _folder(self, step: int) -> Path:
         return self._run_dir.exports / f"step_{step:07d}"
@@ -156,55 +126,51 @@ class Exports:
     def _go_on(self) -> None:
         """Settle the export that has ended, and begin the next one whose checkpoint is there."""
         with self._lock:
-            if self._running is not None:
-                if self._running.process.poll() is None:
-                    return
-                interrupted = self._running.process.returncode == -signal.SIGTERM
-                self._settle()
-                if interrupted:
-                    return
-            found = {step_of(path): path for path in committed(self._run_dir.checkpoints)}
-            there = {step: path for step, path in found.items() if step not in self._to_come}
+            if self._running is not None and (self._running.poll() is None or not self._settle()):
+                return
+            there = {step_of(path): path for path in committed(self._run_dir.checkpoints)}
             held = [step for step, by in retention.held(self._run_dir.checkpoints) if by == HOLDER and step in there]
-            if held and not self._closed:
+            if held:
                 self._begin(held[0], there[held[0]])
 
     def _begin(self, step: int, checkpoint: Path) -> None:
         """Start the export of a step."""
-        exports = self._run_dir.exports
-        exports.mkdir(mode=folder_mode(self._run_dir.path), exist_ok=True)
+        self._run_dir.exports.mkdir(mode=folder_mode(self._run_dir.path), exist_ok=True)
         # One thread per pool and no GPU: the rest belongs to training.
         variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         words = ["nice", "-n", "19", *command_of(checkpoint, self._folder(step), self._dtype)]
-        with (exports / LOG).open("ab") as output:
-            log_begins = output.tell()
+        with self._log_file.open("wb") as output:
             # Not to the rank's own log: SLURM waits until nobody has that open any more.
-            process = subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-            self._running = _Export(step, process, time.monotonic(), log_begins)
+            self._running = subprocess.Popen(
+                words, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+            self._step, self._began = step, time.monotonic()
 
-    def _settle(self) -> None:
-        """Tell how the export that was under way has ended, after which it is asked for no more."""
-        done, self._running = self._running, None
-        assert done is not None
-        code = done.process.returncode
+    def _settle(self) -> bool:
+        """Tell how the export that was under way has ended, after which it is asked for no more.
+
+        Returns:
+            False if it was ended, by SLURM with all processes of a job that is preempted, say: it is asked for still.
+        """
+        assert self._running is not None
+        code, step, self._running = self._running.returncode, self._step, None
         if code == -signal.SIGTERM:
-            return  # by us, or by SLURM with all processes of a job that is preempted: it is asked for still
-        retention.release(self._run_dir.checkpoints, done.step, HOLDER)
+            return False
+        retention.release(self._run_dir.checkpoints, step, HOLDER)
         if code == 0:
-            seconds = round(time.monotonic() - done.began, 1)
-            self._event(Event.EXPORTED, step=done.step, folder=str(self._folder(done.step)), seconds=seconds)
-            return
-        said = (self._run_dir.exports / LOG).read_bytes()[done.log_begins :].decode(errors="replace")
-        lines = said.strip().splitlines()
+            seconds = round(time.monotonic() - self._began, 1)
+            self._event(Event.EXPORTED, step=step, folder=str(self._folder(step)), seconds=seconds)
+            return True
+        lines = self._log_file.read_text(errors="replace").strip().splitlines()
         errors = [line for line in lines if "error" in line.lower()] or lines[-1:] or [f"exit code {code}"]
-        text = errors[0][:500]
-        log.warning("step %d was not exported: %s", done.step, text)
-        self._event(Event.EXPORT_FAILED, step=done.step, error=text)
+        log.warning("step %d was not exported: %s", step, errors[0][:500])
+        self._event(Event.EXPORT_FAILED, step=step, error=errors[0][:500])
+        return True
 
     def _end(self) -> None:
         """End the export that is under way, and remove what it has written; it is asked for still."""
         assert self._running is not None
-        process, self._running = self._running.process, None
+        process, self._running = self._running, None
         process.terminate()
         try:
             process.wait(STOP_WAITS_S)

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 30.0  # a sample takes some milliseconds of the driver for each GPU, and none of the GPU itself
 WRITE_EVERY_S = 60.0  # a thousand nodes write to the same file system
-FAILURES_MOST = 3  # in a row; then nobody looks any more
 LONGEST_GAP = 4  # intervals that a sample stands for at most: a process that was stopped has not looked in between
 
 
@@ -71,21 +70,7 @@ class GpuSampler:
                 write_gpu_use(self._attempt_dir, self._node_rank, NodeGpus(self._node, tuple(self._use.values())))
 
     def _samples(self) -> dict[int, Sample]:
-        """Return a sample of every GPU; one that cannot be asked is lost, and ends nothing for the others.
-
-        Raises:
-            Exception: of the library, if none can be asked.
-        """
-        found, failed = {}, None
-        for index in self._use:
-            try:
-                found[index] = self._gpus.sample(index)
-            except Exception as error:
-                failed = error
-                log.debug("GPU %d could not be sampled: %s: %s", index, type(error).__name__, error)
-        if failed is not None and not found:
-            raise failed
-        return {index: found.get(index, Sample(lost=True)) for index in self._use}
+        return {index: self._gpus.sample(index) for index in self._use}
 
 
 def start_gpu_sampler(attempt_dir: AttemptDir, environment: Environment) -> threading.Thread | None:
@@ -103,15 +88,8 @@ def _sample_for_ever(attempt_dir: AttemptDir, environment: Environment) -> None:
     try:
         gpus = Gpus(importlib.import_module("pynvml"))
         sampler = GpuSampler(gpus, attempt_dir, environment.node, environment.node_rank)
-    except Exception as error:  # neither the package nor the driver has to be there
-        log.debug("GPUs are not sampled: %s: %s", type(error).__name__, error)
-        return
-    failures = 0
-    while failures < FAILURES_MOST:
-        time.sleep(EVERY_S)
-        try:
+        while True:
+            time.sleep(EVERY_S)
             sampler.look()
-            failures = 0
-        except Exception as error:
-            failures += 1
-            log.debug("the GPUs could not be sampled: %s: %s", type(error).__name__, error)
+    except Exception as error:  # neither the package nor the driver has to be there
+        log.debug("GPUs are not sampled any more: %s: %s", type(error).__name__, error)

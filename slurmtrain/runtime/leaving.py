@@ -149,53 +149,27 @@ def close_client_loggers(within_s: float = WITHIN_S) -> None:
 
     Neither ends the run: the next attempt goes on in the one of the same id.
     """
-    closing = []
-    for name, find in _FIND.items():
-        close = _found(name, find) if name in sys.modules else None
-        if close is not None:
-            closing.append(threading.Thread(target=_tried, args=(name, close), name=f"close-{name}", daemon=True))
-    for thread in closing:
+    wandb, mlflow = sys.modules.get("wandb"), sys.modules.get("mlflow")
+    of_wandb: Any = getattr(wandb, "run", None)
+    of_mlflow: Any = None
+    with undeterred("ask MLflow for its run"):
+        of_mlflow = mlflow.active_run() if mlflow is not None else None  # of this thread: MLflow has one for each
+
+    def close_wandb() -> None:
+        with undeterred("close W&B's run"):
+            of_wandb.mark_preempting()
+            of_wandb.finish(exit_code=1)
+
+    def close_mlflow() -> None:
+        assert mlflow is not None
+        with undeterred("close MLflow's run"):
+            mlflow.flush_async_logging()
+            mlflow.MlflowClient().set_terminated(of_mlflow.info.run_id, "KILLED")
+
+    closing = [close for run, close in ((of_wandb, close_wandb), (of_mlflow, close_mlflow)) if run is not None]
+    threads = [threading.Thread(target=close, daemon=True) for close in closing]
+    for thread in threads:
         thread.start()
     deadline = time.monotonic() + within_s
-    for thread in closing:
+    for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _found(name: str, find: Callable[[Any], Callable[[], None] | None]) -> Callable[[], None] | None:
-    try:
-        return find(sys.modules[name])
-    except Exception as error:  # a logger must not keep the program from leaving
-        log.warning("%s could not be asked for its run before the program leaves: %s", name, error)
-        return None
-
-
-def _tried(name: str, close: Callable[[], None]) -> None:
-    try:
-        close()
-    except Exception as error:
-        log.warning("%s could not be closed before the program leaves: %s", name, error)
-
-
-def _find_wandb(wandb: Any) -> Callable[[], None] | None:
-    run: Any = getattr(wandb, "run", None)
-
-    def close() -> None:
-        run.mark_preempting()
-        run.finish(exit_code=1)
-
-    return close if run is not None else None
-
-
-def _find_mlflow(mlflow: Any) -> Callable[[], None] | None:
-    find = getattr(mlflow, "active_run", None)
-    run: Any = find() if find is not None else None  # of this thread: MLflow has one for each
-
-    def close() -> None:
-        mlflow.flush_async_logging()
-        mlflow.MlflowClient().set_terminated(run.info.run_id, "KILLED")
-
-    return close if run is not None else None
-
-
-# By the module of a library, what returns how to close the run that it has open; None: it has none.
-_FIND: dict[str, Callable[[Any], Callable[[], None] | None]] = {"wandb": _find_wandb, "mlflow": _find_mlflow}

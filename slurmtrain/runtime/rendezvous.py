@@ -16,20 +16,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from slurmtrain.errors import EnvironmentMismatchError, PreflightError, SlurmtrainError
+from slurmtrain.errors import EnvironmentMismatchError, PreflightError
 from slurmtrain.runtime.addresses import (
+    Pauses,
     RendezvousError,
     address_of,
+    await_rank_0,
     bind_port,
     interface_towards,
     listening_address,
     machine,
 )
-from slurmtrain.runtime.shared_file_wait import Pauses, look
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import write_json
 from slurmtrain.system.signals import StopDuringStartError
@@ -40,10 +41,6 @@ GRACE_S = 10  # ranks leave after rank 0 did, so that they can repeat what it sa
 CONNECT_S = 5  # a stranger on a port must not hold a rank for long
 MISSING_HINT = "their logs say why; cluster.rendezvous_timeout_s is the limit"
 RANKS_HINT = "start all ranks with one srun, torchrun or `submit`; unset RANK, WORLD_SIZE and SLURM_* of another job"
-NETWORK_HINT = (
-    "see rank 0's log; cluster.network_interface=NAME names the network that connects the nodes, "
-    "cluster.port_range=LOW-HIGH the ports that a firewall between them lets through"
-)
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,27 @@ class _Connection(NamedTuple):
     via: str
 
 
+class _Word(NamedTuple):
+    """How rank 0's wait for all has ended, as it tells the others.
+
+    Attributes:
+        ending: MET, STOP, MISSING or WRONG; the last two with a sentence.
+        world_size: the number of ranks that rank 0 was told.
+        machine, interface: rank 0's machine, and the interface by which it is reached from there; None if it is not known.
+        everywhere: all ranks are on that machine.
+    """
+
+    ending: str
+    sentence: str = ""
+    world_size: int = 0
+    machine: str = ""
+    interface: str | None = None
+    everywhere: bool = False
+
+
+MET, STOP, MISSING, WRONG = "met", "stop", "missing", "wrong"
+
+
 def meet(
     environment: Environment,
     directory: Path,
@@ -78,7 +96,7 @@ def meet(
     interface: str = "auto",
     ports: range | None = None,
 ) -> Rendezvous:
-    """Bring all ranks together.
+    """Bring all ranks together: each says that it is there, rank 0 waits for all, and tells the others how that has ended.
 
     Args:
         directory: a directory that all ranks share and this attempt alone uses.
@@ -98,14 +116,52 @@ def meet(
     elif environment.rank == 0:
         found = _publish(environment, directory, interface, ports, timeout_s)
     else:
-        found = _connect(environment, directory / ADDRESS_FILE, deadline, timeout_s, stop_requested)
-    _take_place(found.store, environment, found.via)
-    if environment.rank == 0:
-        _gather_presence(found.store, environment, deadline, timeout_s, stop_requested)
+
+        def use(address: dict[str, Any]) -> _Connection:
+            return _connect_to(address["host"], address["port"], address["token"], timeout_s)
+
+        found = await_rank_0(directory / ADDRESS_FILE, environment, timeout_s, stop_requested, use)
+    store, rank = found.store, environment.rank
+    place = {
+        "machine": machine(),
+        "via": found.via,
+        "node": environment.node,
+        "process": f"{os.getpid()}-{secrets.token_hex(4)}",
+        "world_size": environment.world_size,
+    }
+    there = json.loads(store.compare_set(f"here/{rank}", "", json.dumps(place)))
+    if there != place:
+        sentence = f"rank {rank} is there twice, on {there.get('node')} and on {environment.node}"
+        store.set(WRONG, sentence)
+        raise _wrong(sentence)
+    if rank == 0:
+        word = _gather(store, environment, deadline, timeout_s, stop_requested)
     else:
-        _await_word(found.store, environment, timeout_s, stop_requested)
-    ours = _agree_on_interface(found.store, environment, found.via)
-    return Rendezvous(dist.PrefixStore("ranks", found.store), ours, found.address)
+        word = _await_word(store, environment, timeout_s, stop_requested)
+    if word.ending == STOP:
+        raise StopDuringStartError
+    if word.ending == MISSING:
+        raise RendezvousError(word.sentence, hint=MISSING_HINT, because_of_peer=True)
+    if word.ending == WRONG and rank == 0:
+        raise _wrong(word.sentence)
+    if word.ending == WRONG:
+        raise PreflightError(_wrong(word.sentence).message, hint=RANKS_HINT, told_all=True)
+    if word.world_size != environment.world_size:  # this rank is none of those for which rank 0 has waited
+        raise _wrong(_other_size(rank, place, word.world_size))
+    # A rank on rank 0's machine has reached it through the loopback, which no other machine can use.
+    beside = word.everywhere or word.machine == machine()
+    return Rendezvous(
+        dist.PrefixStore("ranks", store), word.interface if beside else interface_towards(found.via), found.address
+    )
+
+
+def _wrong(sentence: str) -> EnvironmentMismatchError:
+    return EnvironmentMismatchError(f"preflight, ranks: {sentence}", hint=RANKS_HINT)
+
+
+def _other_size(rank: int, place: dict[str, Any], size: int) -> str:
+    told = f"rank {rank} on {place['node']} was told that the job has {place['world_size']} ranks"
+    return f"{told}, and rank 0 that it has {size}"
 
 
 # Rank 0's store.
@@ -152,141 +208,79 @@ def _connect_to_launcher(environment: Environment, timeout_s: float) -> _Connect
     return _Connection(store, (host, int(port or 0)), address_of(host))
 
 
-def _connect(
-    environment: Environment, path: Path, deadline: float, timeout_s: float, stop_requested: Callable[[], bool]
-) -> _Connection:
-    """Connect to the store that rank 0 publishes.
-
-    Raises:
-        RendezvousError: the time is over.
-        StopDuringStartError: a stop was requested before.
-    """
-    pauses = Pauses.of_rank(environment)
-    failed = ""
-    while True:
-        address = look(path)
-        if address is not None:
-            try:
-                return _connect_to(address["host"], address["port"], address["token"], timeout_s)
-            except (OSError, dist.DistError) as error:
-                by = interface_towards(address["host"])
-                failed = f"{address['host']}:{address['port']}{f' by {by}' if by else ''}: {str(error).splitlines()[0]}"
-        if stop_requested():
-            raise StopDuringStartError
-        if time.monotonic() > deadline:
-            rank_0 = f"rank 0, expected on node {environment.expected_node(0)},"
-            if failed:
-                raise RendezvousError(
-                    f"rank {environment.rank} on {environment.node}: {rank_0} cannot be reached at {failed}",
-                    hint=NETWORK_HINT,
-                )
-            raise RendezvousError(
-                f"rank {environment.rank} on {environment.node}: {rank_0} did not publish its address within "
-                f"{timeout_s:.0f} s",
-                hint="see rank 0's log",
-                because_of_peer=True,
-            )
-        pauses.pause()
-
-
 def _connect_to(host: str, port: int, token: str, timeout_s: float) -> _Connection:
     """Connect to the store with this token at an address.
 
     Raises:
-        OSError, dist.DistError: it is not there.
+        OSError: it is not there.
     """
     with socket.create_connection((host, port), timeout=CONNECT_S) as probe:
         via = str(probe.getpeername()[0])
-    store = dist.TCPStore(host, port, None, False, timedelta(seconds=CONNECT_S))
-    if not store.check(["token"]) or store.get("token").decode() != token:
+    try:
+        store = dist.TCPStore(host, port, None, False, timedelta(seconds=CONNECT_S))
+        ours = store.check(["token"]) and store.get("token").decode() == token
+    except dist.DistError as error:
+        raise ConnectionError(str(error)) from None
+    if not ours:
         raise ConnectionError("somebody else answers there")
     store.set_timeout(timedelta(seconds=timeout_s))
     return _Connection(store, (store.host, store.port), via)
 
 
-# Who is there. Rank 0 waits for all, and tells the others by one word how that has ended: "" is good.
-
-STOP = "stop"  # rank 0's word when a rank was told to stop before all had met
+# Who is there.
 
 
-def _take_place(store: dist.Store, environment: Environment, via: str) -> None:
-    """Say that this rank is there.
-
-    Raises:
-        EnvironmentMismatchError: another process is the same rank.
-    """
-    process = f"{os.getpid()}-{secrets.token_hex(4)}"
-    place = {"machine": machine(), "via": via, "node": environment.node, "process": process}
-    there = json.loads(store.compare_set(f"here/{environment.rank}", "", json.dumps(place)))
-    if there != place:
-        raise _wrong(store, f"rank {environment.rank} is there twice, on {there.get('node')} and on {environment.node}")
-
-
-def _wrong(store: dist.Store, sentence: str) -> EnvironmentMismatchError:
-    """Leave word for rank 0 of what is wrong with the numbers of the ranks, and return it as an error."""
-    store.set("wrong", sentence)
-    return EnvironmentMismatchError(f"preflight, ranks: {sentence}", hint=RANKS_HINT)
-
-
-def _gather_presence(
+def _gather(
     store: dist.Store,
     environment: Environment,
     deadline: float,
     timeout_s: float,
     stop_requested: Callable[[], bool],
-) -> None:
-    """Wait on rank 0 until every rank is there, and tell the others.
+) -> _Word:
+    """Wait on rank 0 until every rank is there, or is not going to be; tell the others, and return that.
 
-    Raises:
-        EnvironmentMismatchError, RendezvousError, StopDuringStartError: as `meet`.
+    All leave by the same error: srun ends with the largest exit code of all ranks, so a 78 among them would end a run that is
+    worth another start.
     """
-    store.set("world_size", str(environment.world_size))
-    ranks = range(environment.world_size)
-    pauses = Pauses(LONGEST_PAUSE_S)
-    while not store.check([f"here/{rank}" for rank in ranks]):
-        missing = [rank for rank in ranks if not store.check([f"here/{rank}"])]
-        error: SlurmtrainError | StopDuringStartError | None = None
+    size, pauses = environment.world_size, Pauses(LONGEST_PAUSE_S)
+    places: dict[int, dict[str, Any]] = {}
+    while True:
+        for rank in [rank for rank in range(size) if rank not in places and store.check([f"here/{rank}"])]:
+            places[rank] = json.loads(store.get(f"here/{rank}"))
+        other = next((rank for rank, place in places.items() if place["world_size"] != size), None)
         if stop_requested() or store.check(["told to stop"]):
-            error = StopDuringStartError()
-        elif store.check(["wrong"]):
-            sentence = f"preflight, ranks: {store.get('wrong').decode()}"
-            error = EnvironmentMismatchError(sentence, hint=RANKS_HINT)
+            word = _Word(STOP)
+        elif other is not None:
+            word = _Word(WRONG, _other_size(other, places[other], size))
+        elif store.check([WRONG]):
+            word = _Word(WRONG, store.get(WRONG).decode())
+        elif len(places) == size:
+            strangers = [place["via"] for place in places.values() if place["machine"] != machine()]
+            own = interface_towards(strangers[0]) if strangers else "lo"
+            word = _Word(MET, "", size, machine(), own, not strangers)
         elif time.monotonic() > deadline:
+            missing = [rank for rank in range(size) if rank not in places]
             shown = ", ".join(f"{rank} (on {environment.expected_node(rank)})" for rank in missing[:8])
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            error = RendezvousError(
-                f"{len(missing)} of {environment.world_size} ranks did not arrive within {timeout_s:.0f} s: rank {shown}{more}",
-                hint=MISSING_HINT,
-                because_of_peer=True,
-            )
-        if error is not None:
-            _tell_and_linger(store, error, present=[rank for rank in ranks if rank not in missing])
-            raise error
-        # store.wait would be the event, but cannot be interrupted by a stop and writes a warning at every timeout.
+            said = f"{len(missing)} of {size} ranks did not arrive within {timeout_s:.0f} s: rank {shown}{more}"
+            word = _Word(MISSING, said)
+        else:
+            # store.wait would be the event, but cannot be interrupted by a stop and writes a warning at every timeout.
+            pauses.pause()
+            continue
+        break
+    store.set("everybody", json.dumps(word))
+    heard = [f"heard/{rank}" for rank in places if rank != 0]
+    # The store ends with this process, and the others have to read why it leaves.
+    enough, pauses = time.monotonic() + GRACE_S, Pauses(LONGEST_PAUSE_S)
+    while word.ending != MET and heard and not store.check(heard) and time.monotonic() < enough:
         pauses.pause()
-    store.set("everybody", "")
-
-
-def _tell_and_linger(store: dist.Store, error: Exception, *, present: list[int]) -> None:
-    """Publish why rank 0 leaves, and give the ranks that are there time to read it, since the store ends with this process.
-
-    srun ends with the largest exit code of all ranks, so a 78 among them would end a run that is worth another start: all leave
-    by the same one.
-    """
-    word = STOP
-    if isinstance(error, SlurmtrainError):
-        word = json.dumps([isinstance(error, EnvironmentMismatchError), error.message])
-    store.set("everybody", word)
-    enough = time.monotonic() + GRACE_S
-    heard = [f"heard/{rank}" for rank in present if rank != 0]
-    pauses = Pauses(LONGEST_PAUSE_S)
-    while heard and not store.check(heard) and time.monotonic() < enough:
-        pauses.pause()
+    return word
 
 
 def _await_word(
     store: dist.Store, environment: Environment, timeout_s: float, stop_requested: Callable[[], bool]
-) -> None:
+) -> _Word:
     """Wait for rank 0's word that all ranks are there, or why not.
 
     Rank 0 alone knows how long it is worth while: the ranks start at different times, minutes apart where a node has to fetch
@@ -296,7 +290,7 @@ def _await_word(
     others would wait for it in their first collective.
 
     Raises:
-        EnvironmentMismatchError, RendezvousError, StopDuringStartError: as `meet`.
+        RendezvousError, StopDuringStartError: as `meet`.
     """
     pauses, deadline = Pauses(LONGEST_PAUSE_S), time.monotonic() + timeout_s + GRACE_S
     rank_0, own = f"rank 0 on {environment.expected_node(0)}", f"rank {environment.rank} on {environment.node}"
@@ -304,56 +298,15 @@ def _await_word(
         while not store.check(["everybody"]):
             if stop_requested():
                 store.set("told to stop", "")
-            _check_size(store, environment, own)
             if time.monotonic() > deadline:
-                raise RendezvousError(
-                    f"{own} has not heard from {rank_0} for {timeout_s + GRACE_S:.0f} s",
-                    hint=MISSING_HINT,
-                    because_of_peer=True,
-                )
+                said = f"{own} has not heard from {rank_0} for {timeout_s + GRACE_S:.0f} s"
+                raise RendezvousError(said, hint=MISSING_HINT, because_of_peer=True)
             pauses.pause()
-        word = store.get("everybody").decode()
-        try:
-            _check_size(store, environment, own)
-        finally:  # the last that this rank wants of the store: rank 0 may leave then, and the store with it
-            store.set(f"heard/{environment.rank}", "")
+        word = _Word(*json.loads(store.get("everybody")))
+        store.set(f"heard/{environment.rank}", "")  # rank 0 may leave now, and the store with it
+        return word
     except dist.DistError:  # the store lives in rank 0
         if stop_requested():
             raise StopDuringStartError from None
-        raise RendezvousError(
-            f"{rank_0} exited before all ranks had connected", hint="see rank 0's log", because_of_peer=True
-        ) from None
-    if word == STOP:
-        raise StopDuringStartError
-    if word:
-        no_retry, sentence = json.loads(word)
-        if no_retry:
-            raise PreflightError(sentence, hint=RANKS_HINT, told_all=True)
-        raise RendezvousError(sentence, hint="see rank 0's log", because_of_peer=True)
-
-
-def _check_size(store: dist.Store, environment: Environment, own: str) -> None:
-    """Raise EnvironmentMismatchError if this rank and rank 0 were told different numbers of ranks."""
-    size = int(store.get("world_size")) if store.check(["world_size"]) else environment.world_size
-    if size != environment.world_size:
-        raise _wrong(
-            store, f"{own} was told that the job has {environment.world_size} ranks, and rank 0 that it has {size}"
-        )
-
-
-def _agree_on_interface(store: dist.Store, environment: Environment, via: str) -> str | None:
-    """Return the network interface by which this rank reaches the others, and they reach it.
-
-    A rank on rank 0's machine has reached it through the loopback, which no other machine can use. So rank 0 finds out
-    through which of its addresses the others came, and the ranks beside it use the same interface.
-    """
-    if environment.rank == 0:
-        known = [json.loads(store.get(f"here/{rank}")) for rank in range(environment.world_size)]
-        strangers = [rank["via"] for rank in known if rank["machine"] != machine()]
-        own = interface_towards(strangers[0]) if strangers else "lo"
-        store.set("interface", json.dumps({"machine": machine(), "name": own, "everywhere": not strangers}))
-    found = json.loads(store.get("interface"))  # waits until rank 0 has said so
-    if found["everywhere"] or found["machine"] == machine():
-        name: str | None = found["name"]
-        return name
-    return interface_towards(via)
+        said = f"{rank_0} exited before all ranks had connected"
+        raise RendezvousError(said, hint="see rank 0's log", because_of_peer=True) from None

@@ -12,19 +12,16 @@ log = logging.getLogger(__name__)
 
 
 class Timeline:
-    """The seconds between marks.
+    """The seconds between marks, from the start of this process on.
 
     Attributes:
         aloud: log what begins, so that a person who follows the log sees progress.
-
-    Args:
-        began: unix seconds at which the first interval begins; None: with the start of this process.
     """
 
     aloud = False
 
-    def __init__(self, began: float | None = None) -> None:
-        self._last = time.time() - process_age_s() if began is None else began
+    def __init__(self) -> None:
+        self._last = time.time() - process_age_s()
         self.seconds: dict[str, float] = {}
 
     def mark(self, name: str) -> None:

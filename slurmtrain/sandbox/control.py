@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,8 @@ from slurmtrain.sandbox.directory import (
     MARKER,
     PLAN,
     PROCESSES,
-    SOCKET,
+    START,
+    Cell,
     claim_directory,
     claim_ports,
     default_directory,
@@ -27,6 +27,7 @@ from slurmtrain.sandbox.directory import (
 from slurmtrain.sandbox.files import find_programs, prefix_of, write_files
 from slurmtrain.sandbox.spec import SandboxSpec
 from slurmtrain.slurm.command_environment import clean_environment, path_with, programs_beside
+from slurmtrain.system.files import replace_file
 from slurmtrain.system.process import Process, kill_trees, wait_until
 
 _UP_TIMEOUT_S = 90.0  # usually 2 to 3 s
@@ -75,37 +76,41 @@ class Sandbox:
             only_daemon: kill slurmd and nothing else, as if the node were cut off: SLURM considers it dead, its tasks
                 run on.
         """
-        self._request("kill", node, only_daemon=only_daemon)
+        cells = self._cells(node)
+        if only_daemon:
+            for cell in cells:
+                cell.daemon.signal(signal.SIGKILL)
+        else:
+            kill_trees(cell.process for cell in cells)
+        wait_until(lambda: not any(cell.daemon.alive() for cell in cells), timeout_s=5.0)
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of a node that was killed. SLURM sees it idle some seconds later."""
-        self._request("start", node)
+        if any(cell.daemon.alive() for cell in self._cells(node)):
+            raise ClusterError(f"cannot start {node}: {node} is running.")
+        supervisor, _ = _recorded(self.directory)
+        if supervisor is not None:
+            replace_file(self.directory / START, node.encode(), durable=False)
+            supervisor.signal(signal.SIGHUP)
+        if not wait_until(lambda: any(cell.daemon.alive() for cell in self._cells(node)), timeout_s=60.0):
+            raise ClusterError(
+                f"the sandbox in {self.directory} does not start {node}.", hint="take it down, then up again"
+            )
+
+    def _cells(self, node: str) -> list[Cell]:
+        if node not in self.nodes:
+            raise ClusterError(f"there is no {node} here.")
+        return [cell for cell in _recorded(self.directory)[1] if cell.name == node]
 
     def down(self) -> None:
         """End every process of the sandbox and remove its directory, whatever state they are in."""
-        state = _recorded(self.directory)
-        if supervisor := state.supervisor:
+        supervisor, _ = _recorded(self.directory)
+        if supervisor is not None:
             supervisor.signal(signal.SIGTERM)
             wait_until(lambda: not supervisor.alive(), timeout_s=20.0)
-        kill_trees(state.processes)  # no process is left, unless the supervisor was killed or hangs
+        kill_trees(_roots(self.directory))  # no process is left, unless the supervisor was killed or hangs
         if (self.directory / MARKER).exists():
             shutil.rmtree(self.directory, ignore_errors=True)
-
-    def _request(self, operation: str, node: str, **more: bool) -> None:
-        try:
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(60.0)
-                connection.connect(str(self.directory / SOCKET))
-                with connection.makefile("rw") as stream:
-                    stream.write(json.dumps({"op": operation, "daemon": node, **more}) + "\n")
-                    stream.flush()
-                    error = json.loads(stream.readline())["error"]
-        except (OSError, ValueError) as problem:
-            raise ClusterError(
-                f"the sandbox in {self.directory} does not answer ({problem}).", hint="take it down, then up again"
-            ) from problem
-        if error:
-            raise ClusterError(f"cannot {operation} {node}: {error}.")
 
 
 def up(spec: SandboxSpec, directory: Path, prefix: Path | None = None, *, ends_with: int | None = None) -> Sandbox:
@@ -152,36 +157,25 @@ def find(name_or_directory: str | Path) -> Sandbox | None:
         nodes = tuple(json.loads((directory / PLAN).read_text())["nodes"])
     except (OSError, ValueError, KeyError):
         return None
-    return Sandbox(directory, nodes) if any(p.alive() for p in _recorded(directory).processes) else None
+    return Sandbox(directory, nodes) if any(p.alive() for p in _roots(directory)) else None
 
 
-@dataclass(frozen=True)
-class _Cell:
-    name: str
-    process: Process
-    exit_status: int | None
-
-
-@dataclass(frozen=True)
-class _State:
-    """The facts that the supervisor has recorded so far."""
-
-    supervisor: Process | None = None
-    cells: tuple[_Cell, ...] = ()
-
-    @property
-    def processes(self) -> list[Process]:
-        """The root processes: all other processes of the sandbox are below one of them."""
-        return [p for p in (self.supervisor, *(c.process for c in self.cells)) if p]
-
-
-def _recorded(directory: Path) -> _State:
+def _recorded(directory: Path) -> tuple[Process | None, list[Cell]]:
+    """Return the supervisor and its cells, as far as it has recorded them."""
     try:
         state = json.loads((directory / PROCESSES).read_text())
     except (OSError, ValueError):
-        return _State()
-    cells = tuple(_Cell(c["name"], Process(**c["process"]), c["exit_status"]) for c in state["cells"])
-    return _State(Process(**state["supervisor"]), cells)
+        return None, []
+    cells = [
+        Cell(**{**c, "process": Process(**c["process"]), "daemon": Process(**c["daemon"])}) for c in state["cells"]
+    ]
+    return Process(**state["supervisor"]), cells
+
+
+def _roots(directory: Path) -> list[Process]:
+    """Return the root processes: all other processes of the sandbox are below one of them."""
+    supervisor, cells = _recorded(directory)
+    return [process for process in (supervisor, *(cell.process for cell in cells)) if process is not None]
 
 
 def _launch_supervisor(directory: Path, ends_with: int | None, *, inherit: tuple[int, ...]) -> None:
@@ -202,7 +196,7 @@ def _wait_until_idle(sandbox: Sandbox) -> None:
     states: dict[str, str] = {}
     while not (len(states) == len(sandbox.nodes) and set(states.values()) == {"idle"}):
         _refuse_one_node_a_machine(sandbox)
-        cells = _recorded(sandbox.directory).cells
+        _, cells = _recorded(sandbox.directory)
         if failed := [c for c in cells if c.exit_status is not None]:
             cell = failed[0]
             what = f"{cell.name} of the sandbox ended at once, with exit code {cell.exit_status}"
@@ -260,7 +254,7 @@ def _failure(directory: Path, daemon: str, what: str) -> ClusterError:
 
 def _clear_remains(directory: Path) -> None:
     """Remove what a sandbox that was not stopped has left here: after a reboot, say."""
-    kill_trees(_recorded(directory).processes)
+    kill_trees(_roots(directory))
     for entry in directory.iterdir():
         if entry.name != MARKER:
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()

@@ -14,13 +14,24 @@ from pathlib import Path
 
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.sandbox.spec import MAX_NODES
+from slurmtrain.system.process import Process
 
 MARKER = "this-is-a-sandbox"  # only a directory with this file in it is ever removed
-PLAN, PROCESSES, SOCKET = "plan.json", "processes.json", "control.sock"  # between control.py and supervisor.py
+PLAN, PROCESSES, START = "plan.json", "processes.json", "start"  # between control.py and supervisor.py
 _BLOCK = MAX_NODES + 2  # slurmctld's, one for each node, slurmdbd's
 _PORTS = range(17000, 29000 - _BLOCK, _BLOCK)  # all below the ephemeral range, which starts at 32768
 _LONGEST_SOCKET = "/spool/n00/n00_4294967295.4294967295.0"  # slurmstepd's, one for each step
 _SUN_PATH = 107  # longest path that fits into sockaddr_un beside the final zero
+
+
+@dataclass
+class Cell:
+    """A subreaper process with one daemon in it, and the processes that the daemon left behind."""
+
+    name: str
+    process: Process  # the cell itself
+    daemon: Process
+    exit_status: int | None = None  # exit status of the daemon, once nothing is left in the cell
 
 
 def default_directory(name: str) -> Path:

@@ -5,7 +5,8 @@ daemon ever starts (slurmd forks slurmstepd twice, to get rid of it) stays below
 killing it and all below it is what a power failure does.
 
 On SIGTERM, or when the process that it is to end with has ended, it kills everything and removes the directory. It restarts
-nothing. If it is killed itself, it leaves `processes.json` behind, from which control.py finishes the job.
+nothing by itself: on SIGHUP, it starts the daemon that the file START names. If it is killed itself, it leaves
+`processes.json` behind, from which control.py finishes the job.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -24,8 +24,16 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from slurmtrain.sandbox.directory import PLAN, PROCESSES, SOCKET, is_free
+from slurmtrain.sandbox.directory import PLAN, PROCESSES, START, Cell, is_free
 from slurmtrain.system.process import Process, become_subreaper, below, kill_trees, set_name, wait_until
+
+SIGNALS = (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP)  # end; a child has ended; start what is asked for
+LOOK_S = 0.5  # between two looks at what sends no signal
+
+
+def is_stopping() -> bool:
+    """Return whether this process was told to end."""
+    return signal.SIGTERM in signal.sigpending()
 
 
 @dataclass(frozen=True)
@@ -51,16 +59,6 @@ class Daemon:
 
 
 @dataclass
-class Cell:
-    """A subreaper process with one daemon in it, and the processes that the daemon left behind."""
-
-    name: str
-    process: Process  # the cell itself
-    daemon: Process
-    exit_status: int | None = None  # exit status of the daemon, once nothing is left in the cell
-
-
-@dataclass
 class Supervisor:
     """The supervisor process: it owns the daemons of a sandbox and all processes below them.
 
@@ -79,46 +77,23 @@ class Supervisor:
         self._me = Process.mine()
         become_subreaper()
         set_name("sandbox")
-        self._listen()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # each is waited for below
         self._record()
         try:
             self._start_all()
-            while not self._stopping:
-                self._serve_once()
+            while not self._is_over():
+                self._reap()
+                self._start_asked()
         finally:
             self._end()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _listen(self) -> None:
-        """Listen for signals and on the socket, with one select() for both."""
-        self._stopping = False
-        self._wakeup, self._wakeup_write = socket.socketpair()
-        self._wakeup.setblocking(False)
-        self._wakeup_write.setblocking(False)
-        signal.set_wakeup_fd(self._wakeup_write.fileno())
-        signal.signal(signal.SIGTERM, self._stop)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake up select()
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self.directory / SOCKET))
-        os.chmod(self.directory / SOCKET, 0o600)  # whatever the umask: who may write to it may kill nodes
-        self._listener.listen()
-
-    def _serve_once(self) -> None:
-        watched: list[socket.socket | int] = [self._wakeup, self._listener]
-        if self.owner is not None:
-            watched.append(self.owner)
-        readable, _, _ = select.select(watched, [], [])
-        if self.owner in readable:
-            self._stopping = True
-        if self._wakeup in readable:
-            self._wakeup.recv(4096)
-            self._reap()
-        if self._listener in readable:
-            self._answer()
-
-    def _stop(self, *_: object) -> None:
-        self._stopping = True
+    def _is_over(self) -> bool:
+        """Wait for a signal, not for long, and return whether it is the end: SIGTERM, or that of the owner."""
+        told = signal.sigtimedwait(SIGNALS, LOOK_S)
+        if told is not None and told.si_signo == signal.SIGTERM:
+            return True
+        return self.owner is not None and bool(select.select([self.owner], [], [], 0)[0])
 
     def _start_all(self) -> None:
         """Start the daemons in order, each when the one before is ready.
@@ -128,19 +103,24 @@ class Supervisor:
         for daemon in self.daemons.values():
             cell = self._start(daemon)
             wait_until(partial(self._need_not_wait, daemon, cell), timeout_s=30.0)
-            if self._stopping or not cell.daemon.alive():
+            if is_stopping() or not cell.daemon.alive():
                 return
 
     def _need_not_wait(self, daemon: Daemon, cell: Cell) -> bool:
-        return daemon.is_ready() or self._stopping or not cell.daemon.alive()
+        return daemon.is_ready() or is_stopping() or not cell.daemon.alive()
+
+    def _start_asked(self) -> None:
+        """Start the daemon that somebody asks for."""
+        with contextlib.suppress(OSError):
+            name = (self.directory / START).read_text()
+            (self.directory / START).unlink()
+            self._start(self.daemons[name])
 
     def _start(self, daemon: Daemon) -> Cell:
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(read)
-            signal.set_wakeup_fd(-1)
-            self._listener.close()
             try:
                 _live_in_cell(daemon, self.env, self.directory, write)
             except BaseException:  # whatever it was: a forked child must not run on in its parent's code
@@ -175,41 +155,6 @@ class Supervisor:
         if changed:
             self._record()
 
-    def _answer(self) -> None:
-        """Answer one request; request and answer are one line of JSON each."""
-        connection, _ = self._listener.accept()
-        connection.settimeout(10.0)  # a caller may be suspended, and others must not wait for long
-        with connection, connection.makefile("rw") as stream:
-            try:
-                request = json.loads(stream.readline())
-                error = self._do(request["op"], request["daemon"], request.get("only_daemon", False))
-            except (OSError, ValueError, KeyError) as problem:
-                error = f"not understood: {problem!r}"
-            with contextlib.suppress(OSError):  # the caller may have exited
-                stream.write(json.dumps({"error": error}) + "\n")
-                stream.flush()
-
-    def _do(self, operation: str, name: str, only_daemon: bool) -> str | None:
-        """Carry out a request; return a sentence if that is not possible."""
-        if name not in self.daemons:
-            return f"there is no {name} here"
-        cells = [c for c in self.cells if c.name == name]
-        running = [c for c in cells if c.daemon.alive()]
-        if operation == "start":
-            if running:
-                return f"{name} is running"
-            self._start(self.daemons[name])
-        elif operation == "kill":
-            if only_daemon:
-                for cell in running:
-                    cell.daemon.signal(signal.SIGKILL)
-            else:
-                kill_trees(c.process for c in cells)
-            wait_until(lambda: not any(c.daemon.alive() for c in running), timeout_s=5.0)
-        else:
-            return f"{operation} is no request"
-        return None
-
     def _record(self) -> None:
         self.cells = [c for c in self.cells if c.exit_status is None or c is self._last(c.name)]
         state = {"supervisor": asdict(self._me), "cells": [asdict(c) for c in self.cells]}
@@ -238,8 +183,7 @@ class Supervisor:
 
 def _live_in_cell(daemon: Daemon, env: dict[str, str], directory: Path, announce: int) -> None:
     """Run a cell: prepare and start the daemon, report its pid, then reap dead processes until none is left."""
-    for signum in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     become_subreaper()
     set_name(f"sandbox-{daemon.name}")
     with open(directory / "log" / f"{daemon.name}.out", "ab") as out:

@@ -15,14 +15,12 @@ from pathlib import Path
 from slurmtrain.errors import EnvironmentMismatchError, PreflightError
 from slurmtrain.slurm.nodelist import expand_counts, expand_nodelist
 
-# "local" for the ranks that cluster=local starts, "pods" for those of a pod; else the name of the launcher that has started
-# the ranks (job.launcher).
+# "local" for the ranks that cluster=local starts, "pods" for those of a pod.
 LAUNCHER_VARIABLE = "SLURMTRAIN_LAUNCHER"
-NODES_VARIABLE = "SLURMTRAIN_NODES"  # with such a launcher: the names of all nodes, with commas
+NODES_VARIABLE = "SLURMTRAIN_NODES"  # in a pod: the names of all nodes, with commas
 NODE_VARIABLE = "SLURMTRAIN_NODE"  # in a pod: the name of its node
 RESTART_VARIABLE = "SLURMTRAIN_RESTART"  # in a pod: how many attempts that object has begun before
 JOB_VARIABLE = "SLURMTRAIN_JOB"  # in a pod: the name of the object that it belongs to, as a job of SLURM has an id
-WITHOUT_OBJECT = "pods"  # the same in a pod of an engine that no manifest of ours started
 SPECIAL_STEPS = 0xFFFFFFF0  # step ids above are the batch script, the extern step and salloc's interactive shell
 
 
@@ -57,10 +55,6 @@ class Environment:
     @property
     def node(self) -> str:
         return self.nodes[self.node_rank]
-
-    @property
-    def single_node(self) -> bool:
-        return len(self.nodes) == 1
 
     def expected_node(self, rank: int) -> str:
         """Return the node on which SLURM's default (block) distribution puts `rank`."""

@@ -60,7 +60,6 @@ class NodeEvent(StrEnum):
     CRASH = "fast crash"
     HARDWARE = "hardware"
     HANG = "hang"
-    SLOW = "slow"  # its ranks took longer than others for the same work (observe.blame_stragglers)
     BAD_START = "could not start"  # on that node, though the run has trained before
     LOST = "lost"  # SLURM said that the node failed
     BY_HAND = "by hand"
@@ -69,7 +68,7 @@ class NodeEvent(StrEnum):
 
 
 SOFT = (NodeEvent.CRASH, NodeEvent.HANG, NodeEvent.LOST)  # a program can cause them, too
-FAULTS = (*SOFT, NodeEvent.SLOW, NodeEvent.HARDWARE, NodeEvent.BAD_START, NodeEvent.BY_HAND)
+FAULTS = (*SOFT, NodeEvent.HARDWARE, NodeEvent.BAD_START, NodeEvent.BY_HAND)
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,6 @@ def _phrase(event: NodeEvent, found: Sequence[NodeRecord]) -> str:
         return f"could not start {attempts}"
     if event is NodeEvent.LOST:
         return f"failed in {attempts}"
-    if event is NodeEvent.SLOW:
-        return f"slow in {attempts}: {said[:80]}"
     if event is NodeEvent.HARDWARE:
         return f"broken hardware in {attempts}: {said[:80]}"
     return f"blamed by hand: {said[:80]}" if said else "blamed by hand"
@@ -236,7 +233,7 @@ class _RecordWeights:
             return self._policy.threshold
         if each.event is NodeEvent.HARDWARE:
             return 2
-        if each.event in (NodeEvent.BAD_START, NodeEvent.SLOW):  # other nodes have done the same better
+        if each.event is NodeEvent.BAD_START:  # other nodes have done better
             return 1
         if len(self._nodes_alike[each.run, alike(each)]) > 1:  # the program's fault
             return 0

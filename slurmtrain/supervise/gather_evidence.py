@@ -43,19 +43,18 @@ def progress_shown(run_dir: RunDir, config: Config) -> tuple[int | None, float |
     Returns:
         The furthest step that it has reported. Where its checkpoints can be seen, these alone count: steps that are reported
         after the newest one will be done again.
-        When the newest of its files was changed, in unix seconds: those of job.progress_file, and checkpoints without a number.
+        When the newest checkpoint was changed, in unix seconds, if it has no number.
         The step of its newest complete checkpoint.
     """
     job = config.job
     if job.kind not in REPORTING:
         return None, None, None
-    changed = reached_step.newest_change(run_dir, job.progress_file)
     if job.checkpoints is None:
-        return reached_step.furthest_reported(run_dir), changed, None
+        return reached_step.furthest_reported(run_dir), None, None
     newest = newest_complete(find_checkpoints(run_dir.program_folders, job.checkpoints, job.checkpoint_complete))
-    if newest is not None and newest.step is None:
-        changed = max(changed or 0.0, newest.changed)
-    return None, changed, newest.step if newest is not None else None
+    if newest is None:
+        return None, None, None
+    return None, newest.changed if newest.step is None else None, newest.step
 
 
 def find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
@@ -222,7 +221,6 @@ def _progress_is_visible(attempt: Attempt, config: Config) -> bool:
     """Return whether progress of this attempt would show, so that its absence proves something."""
     return (
         config.job.kind in (JobKind.TRAIN, JobKind.EVALUATE)
-        or config.job.progress_file is not None
         or config.job.checkpoints is not None
         or attempt.committed_step is not None
         or attempt.reported_step is not None

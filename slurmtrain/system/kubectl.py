@@ -9,6 +9,7 @@ from typing import Any
 
 from slurmtrain.errors import ClusterError
 
+WITHOUT_OBJECT = "pods"  # instead of an object's name, in a pod of an engine that no manifest of ours started
 ANSWER_S = 60.0
 EXISTS = "already exists"
 ENDS = {"Completed": "completed", "Complete": "completed", "Failed": "failed"}  # by the words of their controllers

@@ -11,7 +11,6 @@ import ctypes
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,7 +23,6 @@ from slurmtrain.system.redaction import redact
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec nothing may be, since a thread may have held the lock
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/prctl.h
 POLL_S = 0.02
-COLLECT_EVERY_S = 30.0
 FIRST_LOOK_S, LATER_LOOKS_S = 0.1, 1.0  # the kernel has no event for the end of a grandchild
 KILL_AFTER_S = 5.0  # from TERM to KILL of what is left behind
 
@@ -96,6 +94,21 @@ def command_line(pid: int) -> str:
     except OSError:
         return ""
     return redact(words).strip()[:200]  # a secret that is cut would not be found any more
+
+
+def status_of(pid: int | str, field: str) -> str:
+    """Return a field of /proc/PID/status; "" if the process has ended, or has no such field."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith(f"{field}:"):
+                return line.split(maxsplit=1)[1].strip()
+    return ""
+
+
+def caught_signals(pid: int | str) -> frozenset[int]:
+    """Return the numbers of the signals for which a process has handlers (SigCgt, `man 5 proc`)."""
+    mask = int(status_of(pid, "SigCgt") or "0", 16)
+    return frozenset(number for number in range(1, 65) if mask >> (number - 1) & 1)
 
 
 def lives(pid: int) -> bool:
@@ -275,14 +288,7 @@ def become_subreaper() -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-# A program that this process runs, and what it leaves behind: a wrapper (`bash wrap.sh`, torchrun) may die of a stop signal
-# while its child still saves.
-
-
-def adopt_orphans() -> None:
-    """Become the parent of every orphan below this process, and reap those that have ended."""
-    become_subreaper()
-    threading.Thread(target=_collect, name="collect-orphans", daemon=True).start()
+# A program that this process runs, and what it leaves behind.
 
 
 def living_below() -> dict[int, str]:
@@ -318,19 +324,3 @@ def wait_until_gone(until: Callable[[], float]) -> list[str]:
         send(signal.SIGKILL, still)
         return [f"{pid} {words}" for pid, words in left.items()]
     return []
-
-
-def _collect() -> None:
-    """Reap adopted orphans that have ended.
-
-    One that is a zombie in two looks has no other waiter: children that this process has started itself are waited for
-    by the code that started them.
-    """
-    before: set[int] = set()
-    while True:
-        time.sleep(COLLECT_EVERY_S)
-        zombies = {pid for pid, its in stats().items() if its.parent == os.getpid() and its.ended}
-        for pid in zombies & before:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        before = zombies - before

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from slurmtrain.config.compose import compose
 from slurmtrain.models import Decoder
-from slurmtrain.planner.peaks import BF16, peak_of
+from slurmtrain.planner.gpus import BF16, peak_of
 from slurmtrain.training.hooks import TrainingHook
 from tests.bench.side_by_side import in_turn, ratio, run, show
 

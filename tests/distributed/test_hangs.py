@@ -130,24 +130,6 @@ for step in range(5):
     slurmtrain.should_stop()
 """
 
-OWN_PROGRAM = """
-import faulthandler, os, pathlib, time
-
-def dig():
-    while os.environ["SLURMTRAIN_ATTEMPT"] == "1":
-        pass
-
-faulthandler.enable()
-rank = os.environ["RANK"]
-for step in range(5):
-    pathlib.Path(os.environ["SLURMTRAIN_RUN_DIR"], "beat-" + rank).write_text(str(step))
-    time.sleep(0.2)
-    if rank == "1" and step == 3:
-        dig()
-while rank == "0" and os.environ["SLURMTRAIN_ATTEMPT"] == "1":  # it waits for the other one, as in a collective
-    time.sleep(0.1)
-"""
-
 ENDS_FIRST = """
 import time
 import slurmtrain
@@ -280,21 +262,6 @@ def test_a_rank_that_has_ended_before_the_others_is_not_one_that_hangs(runs: dic
     assert [each.reason for each in runs["ranks end one after the other"].finish().attempts()] == ["finished"]
 
 
-def test_a_program_whose_heartbeat_file_does_not_change_is_ended_and_named(project: Project) -> None:
-    run = submit_program(
-        project, OWN_PROGRAM, *TWO, "watchdog.heartbeat_file='beat-$RANK'", "watchdog.program_s=3"
-    ).finish()
-    first, second = run.attempts()
-    assert (first.reason, second.reason) == ("hang", "finished")
-    assert first.sentence is not None
-    assert first.sentence.startswith(f"hung: rank 1 on {first.nodes[0]} hangs, beat-1 has not changed for"), (
-        first.sentence
-    )
-    assert "is busy" in first.sentence
-    assert "1 other rank waited" in first.sentence
-    assert "in dig" in (run.run_dir.attempt(1).path / "hang.md").read_text()
-
-
 def test_a_rank_that_is_alone_is_named_and_ended_when_it_is_stopped_or_holds_the_interpreter(
     runs: dict[str, LocalRun],
 ) -> None:
@@ -358,7 +325,7 @@ def be_stopped_while_the_groups_are_made(directory: Path) -> None:
     context = AttemptContext(RunDir(directory), 1, supervised=True)
     context.attempt_dir.path.mkdir(parents=True, exist_ok=True)
     config = Config(watchdog=WatchdogConfig(first_step_s=3))
-    main._run(lambda: (config, lambda: context.run_dir), context, strict=False)
+    main.Rank(context).run(lambda: (config, lambda: context.run_dir), strict=False)
 
 
 def test_a_rank_that_hangs_before_the_process_groups_are_made_is_named(stopped: tuple[Ranks, Ranks]) -> None:

@@ -13,7 +13,7 @@ import torch
 from slurmtrain.choices import PreflightMode
 from slurmtrain.config.schema import CheckpointConfig, ClusterConfig, Config, PreflightConfig
 from slurmtrain.errors import PreflightError
-from slurmtrain.report.preflight import read_preflight
+from slurmtrain.report.preflight import Rates, read_preflight
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import init_distributed
@@ -148,7 +148,7 @@ def test_nodes_of_the_same_name_are_told_apart_by_their_numbers(gloo_ranks: Gloo
     assert said.startswith("trainer (node 2): numpy 1.0.0; expected: numpy ")
 
 
-def measured(directory: Path) -> tuple[list[str], dict[str, Any] | None, Path]:
+def measured(directory: Path) -> tuple[list[str], Rates | None, Path]:
     ranks = Ranks(directory, nodes=2)
     measure.ON_CPU = measure.Sizes(32, torch.float32, 1 << 16, 1, 0.0)
     config = replace(
@@ -165,7 +165,7 @@ def measured(directory: Path) -> tuple[list[str], dict[str, Any] | None, Path]:
 def test_full_measures_every_rank_and_every_pair_of_nodes(gloo_ranks: GlooRanks) -> None:
     findings, rates, attempt = gloo_ranks.start(4, measured).results()[0]
     assert findings == [] and rates is not None
-    assert list(rates["tflops"]) == ["0", "1", "2", "3"]
-    assert [link[:2] for link in rates["links"]] == [["n0", "n1"]]
-    assert min(rates["all_reduce"], *(link[2] for link in rates["links"])) > 0
+    assert list(rates.tflops) == ["0", "1", "2", "3"] and rates.all_reduce is not None
+    assert [link[:2] for link in rates.links] == [("n0", "n1")]
+    assert min(rates.all_reduce, *(link[2] for link in rates.links)) > 0
     assert [file.name for file in attempt.iterdir()] == ["preflight.json"]

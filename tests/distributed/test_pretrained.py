@@ -170,8 +170,9 @@ def test_a_checkpoint_stays_until_it_is_exported(tmp_path: Path, monkeypatch: py
     model = torch.nn.Linear(2, 2)
     checkpointer = Checkpointer(run.checkpoints, run_id=run.id)
     events: list[Any] = []
-    made = exports.Exports(run, "bfloat16", lambda event, **values: events.append((event, values["step"])))
-    made.ask(1)
+    made = exports.Exports(
+        run, lambda step: step == 1, "bfloat16", lambda event, **values: events.append((event, values["step"]))
+    )
     checkpointer.save(1, model=model).wait()
     made.committed(1)
     for step in (2, 3, 4):

@@ -187,18 +187,6 @@ def test_a_rank_that_hangs_is_named_with_the_collective_that_nccl_waits_in(tmp_p
     page = (attempt.path / "hang.md").read_text()
     print(page)
     assert "rank 1" in page and "dig" in page
-    assert attempt.nccl_trace(0).stat().st_size > 0
-    traced = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import pickle; print(len(pickle.load(open({str(attempt.nccl_trace(0))!r}, 'rb'))['entries']))",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(traced.stdout) > 0
 
 
 def test_a_rank_that_is_killed_ends_the_other_one_soon(tmp_path: Path, pairs: list[Pair]) -> None:

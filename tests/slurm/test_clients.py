@@ -13,7 +13,6 @@ from tests.support.slurm_cluster import Cluster
 SAVES = ("--save-steps", str(SAVE_STEPS))
 STEPS = ("--steps", "40")
 RANKS = ("--nodes", "2", "--devices", "2")
-TORCHRUN = ("job.launcher=torchrun",)
 CLIENTS = [
     Client("Trainer, SlurmtrainCallback", "hf_trainer_callback.py", (*SAVES, *STEPS)),
     Client("Trainer, CheckpointedTrainer", "hf_trainer.py", (*SAVES, *STEPS)),
@@ -24,14 +23,13 @@ CLIENTS = [
     # After a restart DDP adds up in another order, once. Its steps contract (learning rate times largest curvature: below 1),
     # so that roundings do not grow: in each of 60 steps 6 roundings of 2**-24 in each of 21 numbers below 2, as a norm: 1e-4.
     Client(
-        "torchrun, own snapshots",
-        "torchrun_snapshots.py",
+        "own snapshots",
+        "own_snapshots.py",
         ("--folder", "$SLURMTRAIN_RUN_DIR"),
-        (*TORCHRUN, "job.checkpoints=snapshots/epoch-*.pt"),
+        ("job.checkpoints=snapshots/epoch-*.pt",),
         steps=15,
         tolerance=1e-4,
     ),
-    Client("torchrun, own loop with Checkpointer", "own_loop.py", STEPS, TORCHRUN, save_steps=None),
     Client("own loop, Checkpointer", "own_loop.py", STEPS, save_steps=None),
 ]
 

@@ -222,32 +222,22 @@ def with_a_spare_node(project: Project, lane: Lane) -> tuple[Run, Lane]:
 
 
 class Copied(NamedTuple):
-    """A run that goes on from the copies on its nodes.
-
-    Attributes:
-        copies: the folder of the copies.
-        commands: of its second attempt's ranks.
-    """
+    """A run that goes on from the copies on its nodes, and the folder of these."""
 
     run: Run
     copies: Path
-    commands: list[bytes]
 
 
 def copied(project: Project, lane: Lane) -> Copied:
-    """The ranks are those that have waited for it (requeue.standby_ranks); the run directory has no checkpoint yet."""
+    """The run directory has no checkpoint yet."""
     folder = project.path.parent / "copies"
     folder.mkdir()
     copies = [f"checkpoint.local={folder}", "checkpoint.local_every_steps=4", "checkpoint.every_steps=0"]
-    run = project.submit(*LONG, *PAIR, *copies, "requeue.standby_ranks=true", nodes=pair(lane))
+    run = project.submit(*LONG, *PAIR, *copies, nodes=pair(lane))
     run.wait_until(lambda: len(list(folder.glob("*/*/n*/checkpoint_???????/COMPLETE"))) == 2, "copied")
-    standby = run.run_dir.attempt(1).path / "standby.log"
-    run.wait_until(lambda: standby.exists() and standby.read_text().count("ready\n") == 2, "ready for the next start")
     os.kill(run.rank_pids()[1], signal.SIGKILL)
-    run.wait_for_attempt(2)
-    commands = [command(pid) for pid in run.rank_pids()]
     run.finish()
-    return Copied(run, folder, commands)
+    return Copied(run, folder)
 
 
 def cancelled(project: Project, node: str) -> Run:
@@ -449,10 +439,9 @@ def test_a_spare_node_takes_the_place_of_a_dead_one_in_the_same_job(scenes: Scen
 
 
 def test_a_restart_in_place_goes_on_from_the_copies_on_the_nodes(scenes: Scenes) -> None:
-    run, folder, commands = scenes[copied].result()
+    run, folder = scenes[copied].result()
     first, second = run.attempts()
     assert (first.verdict, first.committed_step, second.job_id) == ("in-place", None, first.job_id)
-    assert len(commands) == 2 and all(b"--standby" in words for words in commands)
     assert second.first_step and second.first_step % 4 == 0
     assert events(run, "restored")[0]["origin"] == "the copies on the nodes"
     assert_same_bits(run, scenes[undisturbed].result())

@@ -136,7 +136,7 @@ def scratch_config(config: Config, plan: Plan, way: Way | None, folder: Path) ->
     if way is Way.IN_PLACE and requeue["in_place"] is None:
         requeue["in_place"] = True
     elif way is not None and way is not Way.IN_PLACE:
-        requeue |= {"in_place": False, "standby_ranks": False}
+        requeue["in_place"] = False
     if requeue["mode"] == RequeueMode.CHAIN:
         requeue["chain_length"] = CHAIN_LENGTH
     limit_min = math.ceil(plan.within_min + 2 * (cluster["signal_lead_s"] + plan.leaving_s) / 60)

@@ -32,7 +32,7 @@ WITHOUT_EFFECT = (
     "cluster.time_limit_min cluster.partition cluster.account cluster.qos cluster.constraint cluster.reservation "
     "cluster.exclude cluster.exclusive cluster.switches cluster.switches_wait_min cluster.segment cluster.sbatch "
     "cluster.srun_args cluster.slurm_conf cluster.sandbox job.singleton requeue.in_place requeue.restart_delay_s "
-    "requeue.blame_threshold requeue.blame_expiry_h observe.blame_stragglers"
+    "requeue.blame_threshold requeue.blame_expiry_h"
 )
 ALSO_WITHOUT_EFFECT = {
     Target.TRAINJOB: "cluster.pods.ttl_s",

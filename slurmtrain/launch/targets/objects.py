@@ -12,7 +12,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.launch.targets.pod import CONTAINER, PodRun, grace_s, metadata, pod_template
@@ -113,7 +112,7 @@ def trainjob(config: Config, run: PodRun) -> list[dict[str, Any]]:
     spec = {
         "runtimeRef": {"apiGroup": TRAINER, "kind": "TrainingRuntime", "name": name},
         # Without it, the trainer sets no variables.
-        "trainer": {"numNodes": nodes, "numProcPerNode": node_shape(config).processes},
+        "trainer": {"numNodes": nodes, "numProcPerNode": config.cluster.tasks_per_node},
     }
     return [runtime, _object(config, run, api, "TrainJob", spec, ttl=False)]
 

@@ -16,7 +16,6 @@ from typing import Any
 from slurmtrain.choices import Target
 from slurmtrain.config.fields import merge, wrong
 from slurmtrain.config.frozen import SECRET_REFERENCE, to_values
-from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.schema import KUBERNETES_NAME, Config
 from slurmtrain.config.secrets import ENV, scalars
 from slurmtrain.errors import ConfigError
@@ -206,10 +205,11 @@ def environment(config: Config, run: PodRun) -> list[dict[str, Any]]:
 
 def resources(config: Config) -> dict[str, Any]:
     """Return the resources of a pod: of GPUs and devices, requests and limits have to be the same."""
-    cluster, shape = config.cluster, node_shape(config)
+    cluster = config.cluster
+    cpus = cluster.tasks_per_node * cluster.cpus_per_task
     gb = cluster.mem_per_node_gb or (cluster.mem_per_gpu_gb or 0) * cluster.gpus_per_node
-    gb = gb or (cluster.mem_per_cpu_gb or 0) * shape.tasks * shape.cpus_per_task
-    found: dict[str, Any] = {"cpu": str(shape.tasks * shape.cpus_per_task)}
+    gb = gb or (cluster.mem_per_cpu_gb or 0) * cpus
+    found: dict[str, Any] = {"cpu": str(cpus)}
     if gb:
         found["memory"] = f"{gb}Gi"
     exact = dict(cluster.pods.resources)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from slurmtrain.choices import JobKind
@@ -16,6 +17,7 @@ from slurmtrain.system import records
 ROLLED_BACK = "rolled back"  # why steps are done again in the same attempt
 
 Stretch = tuple[float, float, Cause, str]  # start, end, cause, because
+Layer = tuple[Sequence[Stretch], Cause | None]  # painted over those before it; with a cause, only over that one
 Events = Mapping[str, Sequence[Mapping[str, Any]]]  # the events of an attempt, by name, oldest first
 
 
@@ -38,63 +40,99 @@ def inside_of(
     record = each.record
     if record.stepping is not None and record.stepping > 0:
         stepping = min(end, max(begin, record.stepping))
-        found: list[Stretch] = [(begin, stepping, Cause.STARTUP, "")]
-        found += _training(record, kind, events, stepping, end, furthest, over=over)
+        layers = _training(record, kind, events, begin, stepping, end, furthest, over=over)
     elif kind is not None and kind != JobKind.COMMAND:
-        found = [(begin, end, Cause.STARTUP, "")]
+        layers = [([(begin, end, Cause.STARTUP, "")], None)]
     else:
-        found = _program(record, events, begin, end)
+        layers = _program(record, events, begin, end)
     for moment, cause in ((each.failed, Cause.IDLE_END), (each.hung_since, Cause.HUNG)):
         if moment is not None:
-            found = overlay(found, [(min(end, max(begin, moment)), end, cause, "")])
-    return found
+            layers.append(([(moment, end, cause, "")], None))
+    return painted(layers, begin, end)
 
 
-def _program(record: Attempt, events: Events, begin: float, end: float) -> list[Stretch]:
+def painted(layers: Iterable[Layer], begin: float, end: float) -> list[Stretch]:
+    """Return what is seen from above of layers that lie upon each other, between `begin` and `end`.
+
+    Where stretches of a layer overlap, the one that begins first is seen.
+    """
+    cut = [
+        ([(min(end, max(begin, each[0])), min(end, max(begin, each[1])), *each[2:]) for each in stretches], only)
+        for stretches, only in layers
+    ]
+    bounds = sorted({moment for stretches, _ in cut for each in stretches for moment in each[:2]})
+    seen: list[tuple[Cause, str] | None] = [None] * max(0, len(bounds) - 1)
+    for stretches, only in cut:
+        reached = begin
+        for start, stop, cause, because in sorted(stretches):
+            for place in range(bisect_left(bounds, max(start, reached)), bisect_left(bounds, stop)):
+                below = seen[place]
+                if only is None or (below is not None and below[0] is only):
+                    seen[place] = cause, because
+            reached = max(reached, stop)
+    return [
+        (start, stop, *each) for (start, stop), each in zip(pairwise(bounds), seen, strict=True) if each is not None
+    ]
+
+
+def _program(record: Attempt, events: Events, begin: float, end: float) -> list[Layer]:
     """Return the time of a program of the user's own, which never said that it trains.
 
     Only the time between its first and its last report of progress is known to be productive.
     """
-
-    def within(moment: float) -> float:
-        return min(end, max(started, moment))
-
     started = min(end, max(begin, record.started)) if record.started else end
     reports = events.get(Event.FIRST_REPORT, ())
-    first = within(float(reports[0]["time"])) if reports else end
-    marks = [moment for moment in (record.last_logged, record.marked) if moment is not None]
-    last = max([first, *map(within, marks)]) if reports else end
-    found: list[Stretch] = [
-        (begin, started, Cause.STARTUP, ""),
-        (started, first, Cause.UNKNOWN, ""),
-        (first, last, Cause.PRODUCTIVE, ""),
-        (last, end, Cause.UNKNOWN, ""),
+    if not reports:
+        return [([(begin, started, Cause.STARTUP, ""), (started, end, Cause.UNKNOWN, "")], None)]
+    first = min(end, max(started, float(reports[0]["time"])))
+    last = min(end, max([first, *(moment for moment in (record.last_logged, record.marked) if moment is not None)]))
+    layers: list[Layer] = [
+        (
+            [
+                (begin, started, Cause.STARTUP, ""),
+                (started, first, Cause.UNKNOWN, ""),
+                (first, last, Cause.PRODUCTIVE, ""),
+                (last, end, Cause.UNKNOWN, ""),
+            ],
+            None,
+        )
     ]
-    step = _step(reports[0]) if reports else None
+    step = _step(reports[0])
     if step is not None and step < (record.reported_before or 0):
         again = _times(events, Event.CAUGHT_UP)
-        found = overlay(found, [(first, within(again[-1]) if again else last, Cause.REDONE, "")], only=Cause.PRODUCTIVE)
-    return [each for each in found if each[1] > each[0]]
+        layers.append(([(first, again[-1] if again else last, Cause.REDONE, "")], Cause.PRODUCTIVE))
+    return layers
 
 
 def _training(
-    record: Attempt, kind: str | None, events: Events, stepping: float, end: float, furthest: int, *, over: bool
-) -> list[Stretch]:
-    """Return the time of an attempt from when it began to train, or to evaluate."""
-
-    def clamp(moment: float) -> float:
-        return min(end, max(stepping, moment))
-
+    record: Attempt,
+    kind: str | None,
+    events: Events,
+    begin: float,
+    stepping: float,
+    end: float,
+    furthest: int,
+    *,
+    over: bool,
+) -> list[Layer]:
+    """Return the time of an attempt that began to train, or to evaluate, at `stepping`."""
     endings = [*events.get(Event.TRAINING_STOPPED, ()), *events.get(Event.TRAINING_FINISHED, ())]
     leaving = endings[-1] if endings else None
-    left = end if leaving is None else clamp(float(leaving["time"]))
+    left = end if leaving is None else min(end, max(stepping, float(leaving["time"])))
     base = Cause.EVALUATION if kind == JobKind.EVALUATE else Cause.PRODUCTIVE
-    found: list[Stretch] = [(stepping, left, base, ""), (left, end, Cause.IDLE_END, "")]
+    whole: list[Stretch] = [
+        (begin, stepping, Cause.STARTUP, ""),
+        (stepping, left, base, ""),
+        (left, end, Cause.IDLE_END, ""),
+    ]
     first, last = record.first_step, record.last_step
-    found = overlay(found, _first_step(events, stepping, left, first, last))
-    found = overlay(found, _redone(events, stepping, left, first, last, furthest))
+    layers: list[Layer] = [
+        (whole, None),
+        (_first_step(events, stepping, left, first, last), None),
+        (_redone(events, stepping, left, first, last, furthest), None),
+    ]
     if over and Event.TRAINING_STARTED in events:
-        found = overlay(found, _lost(record, events, stepping, left), only=Cause.PRODUCTIVE)
+        layers.append((_lost(record, events, stepping, left), Cause.PRODUCTIVE))
     saves: list[Stretch] = []
     last_save = _step(leaving) if leaving is not None else None
     for event in events.get(Event.CHECKPOINT, ()):
@@ -103,12 +141,13 @@ def _training(
             stall = seconds  # nothing else is done meanwhile
         if seconds is not None and stall is not None and stall > 0:
             start = event["time"] - seconds
-            saves.append((max(start, stepping), min(start + stall, end), Cause.CHECKPOINT, ""))
+            saves.append((max(start, stepping), start + stall, Cause.CHECKPOINT, ""))
     evaluations: list[Stretch] = []
     for event in events.get(Event.EVALUATED, ()):
-        seconds, at = records.finite(event.get("seconds")) or 0.0, float(event["time"])
-        evaluations.append((clamp(at - seconds), clamp(at), Cause.EVALUATION, ""))
-    return overlay(overlay(found, saves), evaluations)
+        at = float(event["time"])
+        start = max(stepping, at - (records.finite(event.get("seconds")) or 0.0))
+        evaluations.append((start, max(stepping, at), Cause.EVALUATION, ""))
+    return [*layers, (saves, None), (evaluations, None)]
 
 
 def _step(event: Mapping[str, Any]) -> int | None:
@@ -176,39 +215,3 @@ def _lost(record: Attempt, events: Events, stepping: float, left: float) -> list
         if _step(event) == committed
     ]
     return [(min(left, max(stepping, begun[-1])) if begun else stepping, left, Cause.LOST, "")]
-
-
-def overlay(base: list[Stretch], layer: Iterable[Stretch], *, only: Cause | None = None) -> list[Stretch]:
-    """Return `base` with the stretches of `layer` painted over it, or only over one cause of it."""
-    over: list[Stretch] = []
-    reached = -math.inf
-    for each in sorted(layer):
-        start, end, cause, because = each
-        if start < reached:
-            start = reached
-            each = (start, end, cause, because)
-        if end > start:
-            over.append(each)
-            reached = end
-    if not over:
-        return base
-    found: list[Stretch] = []
-    place, count = 0, len(over)
-    for start, end, cause, because in base:
-        while place < count and over[place][1] <= start:
-            place += 1
-        at = start
-        if only is None or cause is only:
-            for index in range(place, count):  # of thousands: each step counts
-                begin, until, painted, why = over[index]
-                if begin >= end:
-                    break
-                begin, until = max(at, begin), min(end, until)
-                if begin > at:
-                    found.append((at, begin, cause, because))
-                if until > begin:
-                    found.append((begin, until, painted, why))
-                    at = until
-        if at < end:
-            found.append((at, end, cause, because))
-    return found

@@ -127,7 +127,9 @@ def line_chart(
         for curve, kept in drawn
     ]
     is_log = may_be_log and min(values) > 0 and max(values) / min(values) >= DECADES
-    legend = [(color_of(each.color), f"{each.name}{' (thin)' if each.thin else ''}") for each in curves]
+    legend = [(color_of(each.color), f"{each.name}{' (thin)' if each.thin else ''}") for each in curves[:COLORS]]
+    if len(curves) > COLORS:
+        legend.append(("", f"and {len(curves) - COLORS} more, named when they are pointed at"))
     return Chart(
         key,
         title,

@@ -18,7 +18,6 @@ from slurmtrain.report.page.series import Series, series_of
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import RunState
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.gpu_use import NodeGpus, read_gpu_use
 from slurmtrain.runs.node_blame import left_out_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.node_ledger import Blamed
@@ -38,7 +37,7 @@ class RunFacts:
         metrics_left_out: number of further metrics, which are not shown.
         goodput: its time by cause; None if it is not known.
         left_out: nodes that its latest job leaves out.
-        gpu_use: how busy the GPUs of the newest attempt were, by node.
+        sampled: GPUs were seen at work in the newest attempt.
         hang_pages: number of an attempt that hung -> the page with the stacks of its ranks.
         troubles: why parts could not be read, each in a sentence.
         now: unix seconds at which all this was read.
@@ -55,7 +54,7 @@ class RunFacts:
     goodput: Goodput | None = None
     left_out: tuple[Blamed, ...] = ()
     hang_pages: Mapping[int, str] = field(default_factory=dict)
-    gpu_use: tuple[NodeGpus, ...] = ()
+    sampled: bool = False
     troubles: tuple[str, ...] = ()
 
     @property
@@ -71,7 +70,7 @@ class RunFacts:
     @property
     def has_gpus(self) -> bool:
         """Whether it has held GPUs, or may have."""
-        return self.goodput is None or self.goodput.gpu_hours > 0 or bool(self.gpu_use) or not self.attempts
+        return self.goodput is None or self.goodput.gpu_hours > 0 or self.sampled or not self.attempts
 
     def setting(self, key: str) -> Any:
         """Return the value of a dotted key of the config; None if there is none."""
@@ -124,7 +123,7 @@ def read_run(run_dir: RunDir, *, now: float) -> RunFacts:
         tried(lambda: goodput_of(run_dir, alive=known.alive, now=now), None),
         tuple(tried(lambda: left_out_of(run_dir, known.job_id), [])),
         {number: str(page) for number, page in pages.items() if page.exists()},
-        tuple(read_gpu_use(run_dir.attempt(known.attempts[-1].number))) if known.attempts else (),
+        bool(known.attempts) and bool(run_dir.attempt(known.attempts[-1].number).gpu_files()),
         tuple(dict.fromkeys(troubles)),
     )
 

@@ -23,7 +23,7 @@ MOODS = {
     **dict.fromkeys((RunStatus.FAILED, RunStatus.LOST, RunStatus.UNREADABLE), "bad"),
     **dict.fromkeys((RunStatus.RUNNING, RunStatus.STARTING, RunStatus.STOPPING), "busy"),
 }
-MOST_SLOW, MOST_GPUS, MOST_SETTINGS = 50, 512, 2000  # rows
+MOST_SLOW, MOST_SETTINGS = 50, 2000  # sentences, and rows
 
 
 def run_page(facts: RunFacts) -> Page:
@@ -109,7 +109,7 @@ def _goodput(goodput: Goodput | None) -> Section:
     stages = [(units.clean(stage, 60), units.duration(seconds)) for stage, seconds in goodput.startup_s.items()]
     hours = ["GPU hours"] if gpus else []
     grids = [
-        Grid("Time by cause", ("cause", "share of the allocated time", "time", *hours), spent),
+        Grid("Time by cause", ("cause", "share", "time", *hours), spent),
         Grid("What interruptions cost", ("reason", "attempts", "time lost", *hours), costs),
         Grid("Start-up by stage, over all attempts", ("stage", "time"), stages, folded=True),
     ]
@@ -124,7 +124,7 @@ def _nodes(facts: RunFacts) -> Section | None:
 
 
 def _system(facts: RunFacts) -> Section:
-    """Return the section of what it runs and where: its config as far as it differs from the defaults, code, GPUs."""
+    """Return the section of what it runs and where: its config as far as it differs from the defaults, and code."""
     info, code = facts.info, facts.info.get("code")
     revision = code.get("revision") if isinstance(code, Mapping) else None
     known: dict[str, object] = {
@@ -136,41 +136,15 @@ def _system(facts: RunFacts) -> Section:
         "run directory": facts.run_dir.path,
         "submitted from": info.get("submit_dir"),
     }
-    used = _gpu_rows(facts)
     changed = [
         (units.clean(key, 120), _setting(value), _setting(default)) for key, default, value in facts.changed_settings
     ]
-    header = ("node", "GPU", "busy", "idle", "power", "peak memory", "highest temperature", "errors")
     grids = [
         Grid("Config fields that differ from the defaults", ("field", "value", "default"), changed[:MOST_SETTINGS]),
         Grid("The run", ("item", "value"), [(key, units.clean(value)) for key, value in known.items() if value]),
-        Grid("GPUs in the newest attempt", header, used, folded=len(used) > 16),
     ]
     missing = "" if facts.config is not None else "The config cannot be read."
-    return Section("config", "Config and machines", grids=[each for each in grids if each.rows], missing=missing)
-
-
-def _gpu_rows(facts: RunFacts) -> list[list[str]]:
-    """Return the GPUs of the newest attempt, as NVML saw them."""
-    rows = []
-    for node in sorted(facts.gpu_use, key=lambda each: each.node):
-        for gpu in node.gpus:
-            watched = gpu.sampled_s
-            errors = [*(f"Xid {number}" for number in gpu.xids), *([f"{gpu.ecc_errors} ECC"] if gpu.ecc_errors else [])]
-            errors += [f"lost for {units.duration(gpu.lost_s)}"] if gpu.lost_s else []
-            rows.append(
-                [
-                    units.clean(node.node, 64),
-                    f"{gpu.index} {units.clean(gpu.name, 40)}".strip(),
-                    units.percent(gpu.utilization_s / watched / 100) if watched else "-",
-                    units.percent(gpu.idle_s / watched) if watched else "-",
-                    f"{gpu.power_w:.0f} W" if gpu.power_w is not None else "-",
-                    f"{gpu.memory_gb:.1f} GB",
-                    f"{gpu.temperature_c:.0f} °C",
-                    units.listed(errors) or "none",
-                ]
-            )
-    return rows[:MOST_GPUS]
+    return Section("config", "Config and code", grids=[each for each in grids if each.rows], missing=missing)
 
 
 def _setting(value: Any) -> str:

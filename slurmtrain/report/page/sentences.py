@@ -124,7 +124,15 @@ def how_far(facts: RunFacts) -> str:
         metric, step, value = best
         shown = units.number(value, units.unit_of(metric))
         sentence += f" The best {units.name_of(metric)} is {shown}, at step {step:,.0f}."
+    speed, mfu = (_mean_of_last_half(facts, name) for name in ("tokens_per_s", "mfu"))
+    if speed is not None:
+        of_peak = f" ({units.percent(mfu)} MFU)" if mfu is not None and facts.has_gpus else ""
+        sentence += f" Over the last half of its log, it trained on {units.brief(speed)} tokens per second{of_peak}."
     return sentence
+
+
+def _mean_of_last_half(facts: RunFacts, name: str) -> float | None:
+    return facts.series[name].mean_of_last_half if name in facts.series else None
 
 
 def best_of(facts: RunFacts) -> tuple[str, float, float] | None:
@@ -277,8 +285,7 @@ def _about_time(facts: RunFacts) -> list[str]:
             f"Steps spend {units.percent(share)} of their time waiting for data: more workers may help "
             f"(train.data_workers={units.clean(workers, 20)})."
         )
-    exposed = facts.series.get("communication_share")
-    share = exposed.mean_of_last_half if exposed is not None else None
+    share = _mean_of_last_half(facts, "communication_share")
     if share is not None and share > COMMUNICATION_SHARE:
         over_nodes = bool(facts.attempts) and len(facts.attempts[-1].nodes) > 1
         shards_over_nodes = over_nodes and facts.setting("parallel.dp_shard") != 1
@@ -303,8 +310,6 @@ def _about_restarts(facts: RunFacts) -> str:
     if facts.setting("cluster.backend") == Backend.LOCAL:
         return ""
     ways = []
-    if any(each.verdict == Verdict.IN_PLACE for each in facts.attempts) and not facts.setting("requeue.standby_ranks"):
-        ways.append("requeue.standby_ranks=true shortens restarts in the same job")
     if any(each.reason == Reason.TIME_LIMIT for each in facts.attempts):
         ways.append("a longer cluster.time_limit_min makes restarts rarer")
     return f"{units.listed(ways)}." if ways else ""

@@ -278,7 +278,7 @@ def _parallel(facts: SweepFacts, good: Sequence[Result], keys: Sequence[str]) ->
             "y": [place for _, place, _ in marks],
             "text": [f"\N{NO-BREAK SPACE}\N{NO-BREAK SPACE}{figures.plain(text)}" for _, _, text in marks],
             "hoverinfo": "skip",
-            "textposition": "middle right",
+            "textposition": "top right",
             "textfont": {"color": "--text"},
             "cliponaxis": False,
         }

@@ -66,11 +66,12 @@ def timeline_of(facts: RunFacts) -> Chart | None:
             legend.append((f"--{cause}", words))
     marks: dict[str, dict[tuple[str, int], tuple[float, str]]] = {}  # by kind, row and place: moment and words
     for event in facts.events:
-        if event["event"] in EVENTS and event.get("attempt") in tries and event["attempt"] in rows:
+        number = event.get("attempt")
+        if event["event"] in EVENTS and isinstance(number, int) and number in tries and number in rows:
             kind, words = EVENTS[Event(event["event"])]
             at, step = min(max(event["time"], begin), end), event.get("step")
             said = words.format(step=f"{step:,}" if isinstance(step, int) and records.is_count(step) else "?")
-            place = rows[event["attempt"]], round(at / length * PLACES)
+            place = rows[number], round(at / length * PLACES)
             marks.setdefault(kind, {}).setdefault(place, (at, f"{said}, {units.moment(event['time'])}"))
     for kind, (symbol, letter, words) in SYMBOLS.items():
         if kind in marks:

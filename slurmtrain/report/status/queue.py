@@ -15,7 +15,6 @@ from slurmtrain.report.status.record import Owner, Record
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.jobs import is_anothers, names_of
 from slurmtrain.runs.ownership import is_own
-from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.job_facts import QueuedJob
 from slurmtrain.slurm.job_states import GONE
 from slurmtrain.slurm.parse_values import parse_time
@@ -119,6 +118,8 @@ def _was_in_a_sandbox_here(record: Record) -> bool:
 
 
 def _queue(owner: Owner, job_ids: list[str]) -> Queue:
+    from slurmtrain.slurm.client import SlurmClient
+
     try:
         return Queue(SlurmClient(owner.slurm_conf).queue(job_ids, owner.user))
     except ClusterError as error:  # the run's own files are all there is

@@ -44,7 +44,10 @@ class Record:
     Attributes:
         job_id: its latest job, as far as is known; None before it was submitted, and outside of SLURM. In a chain, the
             job whose turn it is.
+        last: its newest attempt; None before the first one.
         chain: the jobs of the chain, if the latest job belongs to one.
+        copied_from: the path of the original, if this is a copy that nobody has resumed: its jobs and processes are not
+            its own.
         following: jobs of the chain that wait for the latest job.
         owner: the user and cluster to ask SLURM about it.
         distrust: why that cluster's slurm.conf is not used; None if it is.
@@ -53,27 +56,16 @@ class Record:
     run_dir: RunDir
     info: dict[str, Any]
     attempts: list[Attempt]
+    last: Attempt | None
     job_id: str | None
     chain: list[str]
     owner: Owner
+    local: bool
+    in_pods: bool
+    packed: bool
+    copied_from: str | None
     following: tuple[str, ...] = ()
     distrust: str | None = None
-
-    @property
-    def id(self) -> str:
-        return self.run_dir.id
-
-    @property
-    def local(self) -> bool:
-        return bool(self.info["backend"] == Backend.LOCAL)
-
-    @property
-    def in_pods(self) -> bool:
-        return bool(self.info["backend"] == Backend.KUBERNETES)
-
-    @property
-    def last(self) -> Attempt | None:
-        return self.attempts[-1] if self.attempts else None
 
     @property
     def possible_jobs(self) -> list[str]:
@@ -83,17 +75,7 @@ class Record:
     @property
     def own_job(self) -> bool:
         """Whether it was submitted as this job, or its script was passed to sbatch: only that makes such a log."""
-        return self.job_id in self.info["job_ids"] or self._has_log(self.job_id)
-
-    @property
-    def copied_from(self) -> str | None:
-        """The path of the original, if this is a copy that nobody has resumed: its jobs and processes are not its own."""
-        found: str | None = self.info.get("copied_from")
-        return found
-
-    @property
-    def packed(self) -> bool:
-        return bool(self.info.get("packed"))
+        return self.job_id in self.info["job_ids"] or self.run_dir.job_log(self.job_id or "") is not None
 
     @property
     def has_begun(self) -> bool:
@@ -107,7 +89,7 @@ class Record:
         if self.last.job_id is not None:
             return self.last.job_id == self.job_id
         # Rank 0 never recorded the job, so the evidence is whether the job's script has run at all.
-        return self.info["job_ids"] in ([], [self.job_id]) or self._has_log(self.job_id)
+        return self.info["job_ids"] in ([], [self.job_id]) or self.run_dir.job_log(self.job_id) is not None
 
     @property
     def setup_failed(self) -> Path | None:
@@ -144,9 +126,6 @@ class Record:
         """Whether its search has pruned it after the last attempt could notice."""
         return requests.ended_after(self.run_dir, self.last) == RunAction.PRUNE
 
-    def _has_log(self, job_id: str | None) -> bool:
-        return self.run_dir.job_log(job_id or "") is not None
-
 
 def read_record(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -> Record:
     """Read the record of a run.
@@ -168,7 +147,20 @@ def read_record(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -
     chain = chain if job_id in chain else []
     foreign = me not in (None, info["user"]) and USER_NAME.fullmatch(info["user"])
     owner = Owner(conf, info["user"] if foreign else None)
-    return Record(run_dir, info, tries, job_id, chain, owner, distrust=distrust)
+    return Record(
+        run_dir,
+        info,
+        tries,
+        tries[-1] if tries else None,
+        job_id,
+        chain,
+        owner,
+        local=info["backend"] == Backend.LOCAL,
+        in_pods=info["backend"] == Backend.KUBERNETES,
+        packed=bool(info.get("packed")),
+        copied_from=info.get("copied_from"),
+        distrust=distrust,
+    )
 
 
 def _latest_job_id(run_dir: RunDir, submitted: list[str], tries: list[Attempt]) -> str | None:

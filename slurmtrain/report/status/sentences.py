@@ -15,7 +15,6 @@ from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, LastWord, Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.environment import WITHOUT_OBJECT
 from slurmtrain.slurm.job_facts import QueuedJob
 from slurmtrain.slurm.job_states import GONE, JobState
 from slurmtrain.slurm.pending_reasons import in_words, is_held
@@ -110,7 +109,7 @@ def _in_pods(record: Record) -> tuple[RunStatus, str, bool]:
         return RunStatus.UNKNOWN, f"{error.message}; {known}", True
     if state is None and last is None and record.job_id is None:
         return RunStatus.PREPARED, f"not submitted yet: kubectl create -f {record.run_dir.manifest}", False
-    if state is None and name == WITHOUT_OBJECT:
+    if state is None and name == kubectl.WITHOUT_OBJECT:
         return RunStatus.UNKNOWN, f"{known}; ask what started it, such as `ray job list`", at_work
     why = f": {said}" if said else ""
     if state not in ("suspended", "active"):
@@ -138,7 +137,7 @@ def _in_pods(record: Record) -> tuple[RunStatus, str, bool]:
 
 def _how_to_begin(record: Record) -> str:
     if record.local:
-        return f"not started yet: `resume {record.id}` starts it"
+        return f"not started yet: `resume {record.run_dir.id}` starts it"
     folder = record.run_dir.path.parent
     if is_sweep(folder):  # its script, if it has one yet, is that of a whole array
         return f"not submitted yet: the command that made the sweep, or `sweep retry {folder.name}`, does it"
@@ -200,7 +199,7 @@ def _asked(record: Record, job: QueuedJob) -> tuple[RunStatus, str, bool]:
 def _queued_again(record: Record) -> str:
     return (
         f"SLURM has put job {record.job_id} into the queue once more{_why_again(record)}: it will leave as soon as it "
-        f"starts, and `cancel {record.id}` takes it out"
+        f"starts, and `cancel {record.run_dir.id}` takes it out"
     )
 
 
@@ -210,7 +209,7 @@ def _why_again(record: Record) -> str:
 
 
 def _pending(record: Record, queued: QueuedJob) -> tuple[RunStatus, str]:
-    why = in_words(queued.reason, record.id)
+    why = in_words(queued.reason, record.run_dir.id)
     if is_held(queued.reason):
         return RunStatus.HELD, f"SLURM holds it: {why}"
     last = record.last

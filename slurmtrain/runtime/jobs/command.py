@@ -2,24 +2,22 @@
 
 This process stands between SLURM and the program: it survives the signals, sets the variables that torch.distributed's
 env:// reads to ranks and addresses, waits for all processes that the program has started, and turns the program's end
-into the exit codes of our contract. With job.launcher it starts that launcher, one on each node, which starts the
-program's processes. Imports no torch.
+into the exit codes of our contract. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
-import os
 import random
-import subprocess
+import shlex
+import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.choices import Device
-from slurmtrain.config.launched_program import has_launcher, node_shape, program_of, script_and_module
+from slurmtrain.config.launched_program import script_and_module
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError
 from slurmtrain.runs.attempt_dir import AttemptDir
@@ -27,22 +25,13 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runtime import attempt_context
+from slurmtrain.runtime.addresses import HeldPort
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.jobs.own_checkpoints import look_before_start
-from slurmtrain.runtime.jobs.program_exit_code import (
-    DIED_OF_A_STOP,
-    FinishedWhen,
-    contract_code,
-    described,
-    is_crash,
-    signal_lag_s,
-)
-from slurmtrain.runtime.jobs.program_loggers import program_text_file
-from slurmtrain.runtime.jobs.program_start import ProgramStart, start_of
-from slurmtrain.runtime.jobs.program_stop import ProgramStopper, told_facts
+from slurmtrain.runtime.jobs.program_start import STOPS, start_program
+from slurmtrain.runtime.jobs.program_stop import ProgramStopper, end_of_grace, told_facts
 from slurmtrain.runtime.leaving import undeterred
 from slurmtrain.runtime.stop_watcher import StopWatcher
-from slurmtrain.runtime.watchdog.program import RANK, ProgramWatch
 from slurmtrain.slurm.environment import Environment, check_gpu_files
 from slurmtrain.system import process
 from slurmtrain.system.signals import StopFlag
@@ -52,7 +41,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05  # seconds between looks at a file: a shared file system has no event to await
 LISTINGS_PER_S = 500  # directory listings per second of all ranks together, while they wait for each other
 SAVING_S = 600.0  # how long a child may go on after a stop, where nobody knows when SLURM ends the job
-MARGIN_S = 2.0  # before that end: what the way out takes
 
 
 def run_command(
@@ -79,35 +67,23 @@ def run_command(
     _check_node(config, environment)
     if environment.rank == 0:
         look_before_start(config, context, lambda: stop_flag.requested)
-    start = start_of(config, environment, context, lambda: stop_flag.requested)
-    process.adopt_orphans()
-    program = _start_process(start)
-    stopper = ProgramStopper(config.job, environment.source, context, stop_flag, start.folder, environment.rank)
-    watch = _watch(config, environment, context, program.pid, stop_flag)
-    text_file = program_text_file(config, environment, context)
+    process.become_subreaper()  # a wrapper such as bash may die of a stop signal while its child still saves
+    port = HeldPort(config.cluster.ports, environment.node)
+    program = start_program(config, environment, context, port, lambda: stop_flag.requested)
+    name = shlex.split(config.job.command or "")[0]
+    stopper = ProgramStopper(config.job, environment.source, context, stop_flag, environment.rank)
     code, ended_at = program.wait(), time.time()
     # The program had the signal at the same moment as this process, whose reader thread may be a little behind.
     stop_flag.wait(signal_lag_s(code))
     rule = FinishedWhen.of(config.job.finished_when)
     crashed = code not in DIED_OF_A_STOP and is_crash(code, told=stop_flag.requested, rule=rule)
-    if crashed and start.folder is None and not (watch is not None and watch.fired):
+    if crashed:
         # At once: what is done next takes time, in which other ranks fail for want of this one, and all are told to stop.
-        _record_crash(context.attempt_dir, environment.rank, start.name, code, ended_at)
-    if text_file is not None:
-        text_file.close()
-    if watch is not None:
-        watch.close()
+        _record_crash(context.attempt_dir, environment.rank, name, code, ended_at)
     _wait_for_descendants(config, code, context, environment, stop_flag)
     stopper.close()
+    port.release()
     told = stop_flag.requested and not crashed  # a stop that came after a crash, perhaps because of it, excuses nothing
-    end = start.end(code, told=told)
-    code = end.code
-    if watch is not None and watch.fired:  # however it took that
-        if environment.rank == 0:
-            _record_code(context, code)
-        with contextlib.suppress(OSError):  # the others are told to leave, and those that save wait for all programs
-            context.attempt_dir.ended_file(environment.rank).touch()
-        return code if 0 < code < EXIT_REQUEUE else 1
     if contract_code(code, told=told, rule=rule, there=True) in (0, EXIT_REQUEUE):
         _wait_for_ranks(context.attempt_dir, environment)
     # Looked for after the wait: the file may be that of another rank.
@@ -115,8 +91,7 @@ def run_command(
     if left_with == EXIT_REQUEUE and code not in (0, EXIT_REQUEUE):
         log.info("the program ended with %s after it was told to stop", described(code))
     if left_with not in (0, EXIT_REQUEUE, EXIT_CONFIG):
-        failed_rank = end.rank if end.rank >= 0 else first_rank(config, environment)
-        _record_crash(context.attempt_dir, failed_rank, start.name, code, end.time or ended_at)
+        _record_crash(context.attempt_dir, environment.rank, name, code, ended_at)
     if stop_watcher is not None and stop_flag.requested:
         stop_watcher.wait_for_record()
     if environment.rank == 0:
@@ -137,47 +112,12 @@ def _check_node(config: Config, environment: Environment) -> None:
     """
     if config.train.device != Device.CPU:
         check_gpu_files(environment, config.cluster.gpus_per_node)
-    script, _ = script_and_module(program_of(config))
+    script, _ = script_and_module(config.job.command or "")
     if script is not None and not Path(script).exists():
         raise ConfigError(
             f"job.command: there is no {script} on {environment.node}, in {Path.cwd()}",
             hint="is its file system mounted there, and is it in the snapshot?",
         )
-
-
-def _start_process(start: ProgramStart) -> subprocess.Popen[bytes]:
-    """Start the program, or its launcher.
-
-    Raises:
-        ConfigError: there is no such program, or it cannot be executed.
-    """
-    name = start.words[0]
-    try:
-        return subprocess.Popen(start.words, env=start.variables, preexec_fn=start.prepare)
-    except OSError as error:
-        raise ConfigError(
-            f"job.command: cannot start {name!r}: {error.strerror}",
-            hint="is it on the PATH of the nodes?" if os.sep not in name else f"see `ls -l {name}` on a node",
-        ) from None
-
-
-def _watch(
-    config: Config, environment: Environment, context: AttemptContext, pid: int, stop_flag: StopFlag
-) -> ProgramWatch | None:
-    """Start the watch over this rank's program; None if nobody asks for it, or rank 0 alone watches the file of all."""
-    limits = config.watchdog
-    if not limits.enabled or limits.heartbeat_file is None:
-        return None
-    if environment.rank != 0 and RANK not in limits.heartbeat_file:
-        return None
-    folders = context.run_dir.program_folders
-    limits = replace(limits, heartbeat_file=limits.heartbeat_file.replace(RANK, str(first_rank(config, environment))))
-    return ProgramWatch(limits, folders, environment, context.attempt_dir, pid, lambda: stop_flag.requested)
-
-
-def first_rank(config: Config, environment: Environment) -> int:
-    """Return this process's rank; with a launcher, the first of those that it starts on this node."""
-    return environment.node_rank * node_shape(config).processes if has_launcher(config) else environment.rank
 
 
 def _record_code(context: AttemptContext, code: int) -> None:
@@ -201,7 +141,9 @@ def _wait_for_descendants(
 
     def until() -> float:
         if stop_flag.requested:
-            return max(ended, _end_of_grace(context, stop_flag, config.job.stop_grace_s))
+            assert stop_flag.first is not None
+            grace_s = config.job.stop_grace_s or SAVING_S
+            return max(ended, end_of_grace(stop_flag.first.moment, grace_s, told_facts(context.attempt_dir)))
         return ended + (config.cluster.srun_wait_s if code in (0, EXIT_REQUEUE) else 0)
 
     left = process.wait_until_gone(until)
@@ -210,14 +152,6 @@ def _wait_for_descendants(
         log.warning("left behind by the program, and ended: %s", shown)
         with contextlib.suppress(OSError):  # a full disk must not make a crash of it
             context.run_dir.event(Event.LEFT_BEHIND, attempt=context.number, rank=environment.rank, processes=left[:20])
-
-
-def _end_of_grace(context: AttemptContext, stop_flag: StopFlag, grace_s: float | None) -> float:
-    """Return until when a child may save after a stop, by the monotonic clock: the end of the job, as far as it is known."""
-    assert stop_flag.first is not None
-    facts = told_facts(context.attempt_dir)
-    left_s = math.inf if facts is None or facts.seconds_left is None else facts.seconds_left - MARGIN_S
-    return stop_flag.first.moment + min(grace_s or SAVING_S, left_s)
 
 
 def _wait_for_ranks(attempt_dir: AttemptDir, environment: Environment) -> None:
@@ -245,3 +179,74 @@ def _wait_for_ranks(attempt_dir: AttemptDir, environment: Environment) -> None:
             return
         waited = time.monotonic() - began
         time.sleep(max(shortest, min(10.0, waited / 10)) * random.uniform(0.8, 1.2))
+
+
+# What the exit code of a program means, in the exit codes of our contract.
+
+SIGNAL_LAG_S, SHORT_SIGNAL_LAG_S = 1.0, 0.25
+# Exit codes of a program that died of a stop signal, directly or as a shell reports it.
+DIED_OF_A_STOP = {sign for number in STOPS for sign in (-number, 128 + number)}
+
+
+@dataclass(frozen=True)
+class FinishedWhen:
+    """The value of job.finished_when: an exit code, or a file. One of the two is None."""
+
+    code: int | None
+    file: Path | None
+
+    @classmethod
+    def of(cls, text: str | None) -> FinishedWhen | None:
+        if text is None:
+            return None
+        return cls(int(text), None) if text.isdigit() else cls(None, Path(text))
+
+    def is_there(self, context: AttemptContext) -> bool:
+        """Return whether the file exists: in the run directory, or in the folder in which the program runs."""
+        return self.file is not None and any(
+            (folder / self.file).exists() for folder in context.run_dir.program_folders
+        )
+
+
+def contract_code(code: int, *, told: bool, rule: FinishedWhen | None, there: bool) -> int:
+    """Return the exit code of our contract for the end of a program.
+
+    Exit code 0 means that it has finished, unless it was told to stop before: many programs that trap the signal save
+    and exit with 0. If one had finished all the same, it exits with 0 at once when it is started again.
+
+    Args:
+        code: the program's own; minus the signal's number when one has killed it.
+        told: this rank was told to stop before the program ended.
+        there: the file that `rule` names exists.
+    """
+    if rule is not None and rule.code is not None:
+        if code == rule.code:
+            return 0
+        if code == 0:
+            return EXIT_REQUEUE
+    if rule is not None and rule.file is not None and (code == 0 or (told and code in DIED_OF_A_STOP)):
+        return 0 if there else EXIT_REQUEUE
+    if code in (EXIT_REQUEUE, EXIT_CONFIG):
+        return code
+    return EXIT_REQUEUE if told else code
+
+
+def signal_lag_s(code: int) -> float:
+    """Return how many seconds after the end of a program a stop signal may come that was the cause of that end.
+
+    A program that was killed by another signal has not ended for it. One that exits with an error may have handled it so; but
+    when a rank has crashed, all others are soon told to stop, too, and that must not be taken for the cause.
+    """
+    if code in DIED_OF_A_STOP or code == 0:
+        return SIGNAL_LAG_S
+    return SHORT_SIGNAL_LAG_S if code > 0 else 0.0
+
+
+def is_crash(code: int, *, told: bool, rule: FinishedWhen | None) -> bool:
+    """Return whether a program has crashed that ended with this code, as `contract_code`."""
+    return contract_code(code, told=told, rule=rule, there=False) not in (0, EXIT_REQUEUE, EXIT_CONFIG)
+
+
+def described(code: int) -> str:
+    """Return the end of a program in words: "exit code 1", "signal 9 (SIGKILL)"."""
+    return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"

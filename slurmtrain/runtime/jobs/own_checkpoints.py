@@ -53,7 +53,7 @@ def look_before_start(config: Config, context: AttemptContext, stop_requested: C
             run_dir.event(Event.CHECKPOINT_FOUND, attempt=context.number, step=newest.step, path=str(newest.path))
             if newest.step is not None and job.checkpoints is not None:
                 attempt_context.update_attempt(context, first_step=newest.step)
-    elif before and not _is_seen_otherwise(config, run_dir):
+    elif before and reached_step.newest_checkpoint_step(run_dir) is None:
         rule = f"job.checkpoints={job.checkpoints}" if job.checkpoints else None
         log.warning(
             "attempt %d starts with NO VISIBLE CHECKPOINT%s: it may repeat the work of earlier attempts%s",
@@ -104,13 +104,6 @@ def _move_aside(checkpoint: ProgramCheckpoint, context: AttemptContext) -> None:
         context.run_dir.event(
             Event.INCOMPLETE_CHECKPOINT, attempt=context.number, path=path, problem=checkpoint.problem, moved_to=to
         )
-
-
-def _is_seen_otherwise(config: Config, run_dir: RunDir) -> bool:
-    """Return whether there is a checkpoint of ours, or the file by which the program shows its progress."""
-    if reached_step.newest_checkpoint_step(run_dir) is not None:
-        return True
-    return config.job.checkpoints is None and reached_step.newest_change(run_dir, config.job.progress_file) is not None
 
 
 def _shown(checkpoint: ProgramCheckpoint, run_dir: RunDir) -> str:

@@ -1,183 +1,86 @@
-"""How a rank of job=command starts its program: the words, the environment, and what its end is called.
-
-Without a launcher a rank starts the program itself; with job.launcher it starts the launcher of its node.
-"""
+"""How a rank of job=command starts its program: the words, the environment, and the port on which its ranks meet."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import logging
 import os
 import re
 import shlex
-import shutil
 import signal
-import socket
-import tempfile
-import time
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from slurmtrain.choices import StopSignal
-from slurmtrain.config.launched_program import SHELLS, has_launcher, launched_program, node_shape
-from slurmtrain.config.schema import ClusterConfig, Config
+from slurmtrain.config.launched_program import SHELLS
+from slurmtrain.config.schema import Config
+from slurmtrain.errors import ConfigError, EnvironmentMismatchError, SlurmtrainError
+from slurmtrain.observe import mlflow_logger, wandb_logger
+from slurmtrain.observe.logger_thread import logged_run
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from slurmtrain.runtime.addresses import (
-    HeldPort,
-    RendezvousError,
-    address_of,
-    interface_addresses,
-    is_taken,
-    machine,
-    own_addresses,
-)
+from slurmtrain.runtime.addresses import HeldPort, await_rank_0, listening_address, machine
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.jobs.launched_process import STOPS, reset_signals
-from slurmtrain.runtime.jobs.program_exit_code import ProcessEnd, end_of_node
-from slurmtrain.runtime.jobs.program_loggers import checked, logger_variables, of_rank
-from slurmtrain.runtime.jobs.torchrun import torchrun_variables, torchrun_words
-from slurmtrain.runtime.shared_file_wait import Pauses, look
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import write_json
-from slurmtrain.system.signals import StopDuringStartError
+from slurmtrain.system.patience import begin
 
-SCRIPT_MAX = 1 << 20  # bytes; a longer file is no script
-EARLY_WARNING = "SIGUSR2"
+# What SLURM, or a person, may send to tell a program to stop.
+STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
-@dataclass(frozen=True)
-class ProgramStart:
-    """What a rank starts.
-
-    Attributes:
-        words, variables: of the process, which is the program or a launcher.
-        prepare: called in the new process before it becomes that.
-        folder: where the processes of a launcher write how they have ended; None without one.
-        name: what the program is called in a sentence.
-        port: MASTER_PORT, on the rank that has chosen it: held until the program has ended.
-        finished_code: job.finished_when if it is an exit code.
-    """
-
-    words: list[str]
-    variables: dict[str, str]
-    prepare: Callable[[], None]
-    folder: Path | None
-    name: str
-    port: HeldPort
-    finished_code: int | None = None
-
-    def end(self, code: int, *, told: bool) -> ProcessEnd:
-        """Return how the program has ended, given the exit code of what was started. Call it once, when nothing is left."""
-        self.port.release()
-        if self.folder is None:
-            return ProcessEnd(-1, code, 0.0)
-        ends = []
-        for path in self.folder.glob("*.json"):
-            # A full disk, or killed while it wrote: the launcher's code tells.
-            with contextlib.suppress(OSError, ValueError):
-                ends.append(ProcessEnd(**json.loads(path.read_text())))
-        shutil.rmtree(self.folder, ignore_errors=True)
-        return end_of_node(code, ends, told=told, finished_code=self.finished_code)
-
-
-def start_of(
-    config: Config, environment: Environment, context: AttemptContext, stop_requested: Callable[[], bool]
-) -> ProgramStart:
-    """Return what this rank starts.
-
-    Raises:
-        RendezvousError: rank 0 did not publish its address, or cannot listen on the port that the environment names.
-        StopDuringStartError: a stop was requested before rank 0 had published its address.
-    """
-    command, port = config.job.command or "", HeldPort(config.cluster.ports, environment.node)
-    if has_launcher(config):
-        return _start_of_torchrun(config, environment, context, port, stop_requested)
-    given = rank_variables(config, environment, context, port, stop_requested)
-    words = with_variables(shlex.split(command), given, os.environ)
-    heard = [signal.Signals[name] for name in heard_signals(config.job.stop_signal, words)]
-    # Whatever this process blocks or ignores, the program starts with the defaults and may set its own traps.
-    return ProgramStart(words, {**os.environ, **given}, lambda: reset_signals(heard), None, words[0], port)
-
-
-def _start_of_torchrun(
+def start_program(
     config: Config,
     environment: Environment,
     context: AttemptContext,
     port: HeldPort,
     stop_requested: Callable[[], bool],
-) -> ProgramStart:
-    """Return the start of torchrun on this node."""
-    processes = node_shape(config).processes
-    given = rank_variables(config, environment, context, port, stop_requested)
-    variables = torchrun_variables(environment, processes, {"MASTER_PORT": "29500", **os.environ, **given})
-    variables |= {name: given[name] for name in (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE)} | checked(given, {})
-    # RANK and LOCAL_RANK are this task's, and those of the program's processes come later.
-    known = {name: variables[name] for name in (*given, "MASTER_ADDR", "MASTER_PORT") if name in variables}
-    command = with_variables(shlex.split(config.job.command or ""), known, os.environ)
-    program = launched_program(shlex.join(command))
-    finished_when = config.job.finished_when or ""
-    finished_code = int(finished_when) if finished_when.isdigit() else None
-    folder = Path(tempfile.mkdtemp(prefix="slurmtrain-launched-"))
-    words = torchrun_words(
-        program,
-        variables,
-        nodes=len(environment.nodes),
-        folder=folder,
-        heard=heard_signals(config.job.stop_signal, program.words),
-        finished_code=finished_code,
-    )
-    name = shlex.join(program.words[: max(1, program.script_end)])
-    return ProgramStart(words, variables, _block_stops, folder, f"{name} (torchrun)", port, finished_code)
+) -> subprocess.Popen[bytes]:
+    """Start this rank's program.
 
+    Args:
+        port: MASTER_PORT, taken on rank 0: to be held until the program has ended.
 
-def heard_signals(stop_signal: str, words: Sequence[str]) -> list[str]:
-    """Return the names of the stop signals that a program starts with the default for; it ignores SLURM's others.
-
-    A shell cannot trap a signal that it was started to ignore. So one whose script has a trap for the early warning gets
-    the default for that, too, if job.stop_signal is SIGTERM.
+    Raises:
+        ConfigError: there is no such program, or it cannot be executed.
+        RendezvousError: rank 0 did not publish its address.
+        StopDuringStartError: a stop was requested before that.
     """
-    if stop_signal != StopSignal.SIGTERM or not any(_traps_warning(words, at) for at in range(len(words))):
-        return [stop_signal]
-    return [stop_signal, EARLY_WARNING]
-
-
-def _traps_warning(words: Sequence[str], at: int) -> bool:
-    """Return whether a word is a shell's code, or the name of its script, with the early warning in it."""
-    of_shell = any(os.path.basename(word) in SHELLS for word in words[:at])
-    if of_shell and "USR2" in words[at]:
-        return True
+    given = rank_variables(config, environment, context, port, stop_requested)
+    words = with_variables(shlex.split(config.job.command or ""), given, os.environ)
+    heard = signal.Signals[config.job.stop_signal]
     try:
-        path = Path(words[at])
-        if not path.is_file() or path.suffix == ".py" or path.stat().st_size > SCRIPT_MAX:
-            return False
-        text = path.read_bytes()
-    except (OSError, ValueError):  # words that are no paths
-        return False
-    first = text.partition(b"\n")[0]
-    return b"USR2" in text and (of_shell or (first.startswith(b"#!") and b"sh" in first))
+        return subprocess.Popen(words, env={**os.environ, **given}, preexec_fn=lambda: _reset_signals(heard))
+    except OSError as error:
+        name = words[0]
+        raise ConfigError(
+            f"job.command: cannot start {name!r}: {error.strerror}",
+            hint="is it on the PATH of the nodes?" if os.sep not in name else f"see `ls -l {name}` on a node",
+        ) from None
 
 
-def _block_stops() -> None:
-    """Let a launcher, and what it starts before the program, hear no stop signal: the program and this package do."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+def _reset_signals(heard: signal.Signals) -> None:
+    """Give a new process the defaults, whatever this one blocks or ignores, but let it ignore SLURM's other stop signals.
+
+    A program that handles those sets its own handlers.
+    """
+    for number in {signal.SIGTERM, signal.SIGUSR2, heard}:
+        signal.signal(number, signal.SIG_DFL if number == heard else signal.SIG_IGN)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python itself ignores
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 def rank_variables(
     config: Config,
     environment: Environment,
     context: AttemptContext,
-    master_port: HeldPort,
+    port: HeldPort,
     stop_requested: Callable[[], bool],
 ) -> dict[str, str]:
-    """Return the variables of the program: those of torch.distributed's env://, and ours.
-
-    Args:
-        master_port: taken on rank 0.
+    """Return the variables of the program: those of torch.distributed's env://, of loggers, and ours.
 
     Raises:
-        RendezvousError, StopDuringStartError: as `start_of`.
+        RendezvousError, StopDuringStartError: as `start_program`.
     """
     variables = {
         "RANK": str(environment.rank),
@@ -188,20 +91,27 @@ def rank_variables(
         RUN_DIR_VARIABLE: str(context.run_dir.path),
         ATTEMPT_VARIABLE: str(context.number),
     }
-    own = logger_variables(config, context) if environment.rank == 0 else {}
+    cluster, published = config.cluster, context.attempt_dir.master_file
+    found: dict[str, Any]
     if environment.rank == 0:
-        _check_given_port(os.environ, environment)
-    if environment.world_size == 1:
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port.take()), **own}
+        try:
+            host = listening_address(environment, cluster.network_interface)
+        except EnvironmentMismatchError:
+            if cluster.network_interface not in ("auto", "none"):
+                raise
+            host = environment.node  # not every program makes use of it
+        own = logger_variables(config, context)
+        found = {"host": host, "port": port.take(), "machine": machine(), "variables": own}
+        if environment.world_size > 1:
+            write_json(published, found)
     else:  # also where there is an address: rank 0 publishes its own when it has looked at the program's checkpoints
-        published = context.attempt_dir.master_file
-        host, port, of_loggers = _master(environment, published, config.cluster, own, master_port, stop_requested)
-        own = checked(of_rank(checked(of_loggers, {}), environment.rank), config.cluster.env)
-        variables |= own
-        if (
-            not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-        ):  # an engine tells pods the name of the first, and no port
-            variables |= {"MASTER_ADDR": os.environ.get("MASTER_ADDR", host), "MASTER_PORT": str(port)}
+        timeout_s = cluster.rendezvous_timeout_s
+        found = await_rank_0(published, environment, timeout_s, stop_requested, lambda published: published)
+    variables |= of_rank(found["variables"], environment.rank, cluster.env)
+    host = "127.0.0.1" if environment.rank != 0 and found["machine"] == machine() else found["host"]
+    around = os.environ if environment.world_size > 1 else {}
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= around.keys():  # an engine tells pods the name of the first, and no port
+        variables |= {"MASTER_ADDR": around.get("MASTER_ADDR", host), "MASTER_PORT": str(found["port"])}
     return variables
 
 
@@ -224,64 +134,53 @@ def with_variables(words: Sequence[str], given: Mapping[str, str], environment: 
     return [VARIABLE.sub(value_of, word) if context < shell else word for context, word in enumerate(words)]
 
 
-def _check_given_port(variables: Mapping[str, str], environment: Environment) -> None:
-    """Raise RendezvousError if the environment names a port of this node on which the program cannot listen."""
-    host, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
-    if environment.world_size == 1 or not port.isdigit() or address_of(host) not in interface_addresses().values():
-        return
-    if is_taken(int(port)):
-        raise RendezvousError(
-            f"MASTER_PORT={port} from the environment is in use on {environment.node}: another program listens there",
-            hint="unset MASTER_ADDR and MASTER_PORT: each attempt then gets its own free port",
-        )
+# Variables by which an unmodified program goes on in the same run of W&B and MLflow.
+
+log = logging.getLogger(__name__)
+
+FIND_S = 60.0  # a new database of MLflow takes some seconds to make
 
 
-def _master(
-    environment: Environment,
-    published: Path,
-    cluster: ClusterConfig,
-    own: Mapping[str, str],
-    master_port: HeldPort,
-    stop_requested: Callable[[], bool],
-) -> tuple[str, int, object]:
-    """Return rank 0's address, for programs that rendezvous by themselves: published by rank 0, read by the others.
+def logger_variables(config: Config, context: AttemptContext) -> dict[str, str]:
+    """Return the variables of the loggers that the config asks for, on rank 0; make the run of MLflow if there is none yet.
+
+    Without an answer the program starts all the same: a logger never stops it.
+    """
+    run, variables = logged_run(context.run_dir, context.number), dict[str, str]()
+    if config.observe.wandb.enabled:
+        why = wandb_logger.why_offline(config.observe.wandb.mode, os.environ)
+        variables |= wandb_logger.variables_of(config.observe.wandb, run, online=why is None)
+        if why is not None:
+            log.info("%s", wandb_logger.offline_sentence(run.directory, why))
+    if config.observe.mlflow.enabled:
+        try:
+            _, _, run_id = begin(lambda: mlflow_logger.find_or_create(config.observe.mlflow, run)).result(FIND_S)
+        except Exception as error:  # of MLflow's, or of what it uses
+            said = error.message if isinstance(error, SlurmtrainError) else str(error).strip()
+            sentence = said.splitlines()[0][:300] if said else type(error).__name__
+            log.warning("MLflow cannot be reached, and the program starts without MLFLOW_RUN_ID: %s", sentence)
+        else:
+            name = config.observe.mlflow.experiment or run.name
+            variables |= {"MLFLOW_RUN_ID": run_id, "MLFLOW_EXPERIMENT_NAME": name}
+            uri = mlflow_logger.tracking_uri(config.observe.mlflow, run.directory)
+            if uri != os.environ.get("MLFLOW_TRACKING_URI"):  # which all ranks have; there may be a password in it
+                variables["MLFLOW_TRACKING_URI"] = uri
+    return variables
+
+
+def of_rank(found: Mapping[str, str], rank: int, own: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of one rank: rank 0 goes on in the run, and what the others log is no part of it.
+
+    W&B knows two ways: only rank 0 logs, or each process has a run of its own in a group. Several that resume the same run
+    mix their steps in it.
 
     Args:
-        own: further variables of the program, on rank 0; they are published, too, and returned everywhere.
+        own: those of cluster.env, which stay as they are there.
     """
-    if environment.rank == 0:
-        address = {
-            "hosts": own_addresses(environment, cluster.network_interface),
-            "port": master_port.take(),
-            "machine": machine(),
-            "variables": dict(own),
-        }
-        write_json(published, address)
-        return "127.0.0.1" if environment.single_node else _reachable(address), int(str(address["port"])), own
-    deadline, pauses = time.monotonic() + cluster.rendezvous_timeout_s, Pauses.of_rank(environment)
-    while (found := look(published)) is None:
-        if time.monotonic() > deadline:
-            raise RendezvousError(
-                f"rank 0, expected on node {environment.expected_node(0)}, did not publish its address within "
-                f"{cluster.rendezvous_timeout_s} s",
-                hint="see rank 0's log",
-                because_of_peer=True,
-            )
-        if stop_requested():
-            raise StopDuringStartError
-        pauses.pause()
-    host = "127.0.0.1" if found["machine"] == machine() else _reachable(found)
-    return host, int(found["port"]), found.get("variables")
-
-
-def _reachable(address: dict[str, object]) -> str:
-    """Return the first of the published names that resolves here."""
-    hosts = address["hosts"]
-    assert isinstance(hosts, list)
-    for host in hosts:
-        try:
-            socket.getaddrinfo(host, None)
-            return str(host)
-        except OSError:
-            continue
-    return str(hosts[0])
+    given = dict(found)
+    if rank != 0 and "WANDB_RUN_ID" in found and "WANDB_RUN_ID" not in own:
+        run_id, suffix = found["WANDB_RUN_ID"], f"rank{rank}"
+        given = {"WANDB_RUN_GROUP": run_id, **found, "WANDB_RUN_ID": f"{run_id}-{suffix}"}
+        if "WANDB_NAME" in found:
+            given["WANDB_NAME"] = f"{found['WANDB_NAME']} {suffix}"
+    return {name: value for name, value in given.items() if name not in own}

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import UnreadableRecordError
@@ -34,7 +33,6 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5  # whether the grace time is over, whose end rank 0 finds out a little after the signal
 KILL_EVERY_S = 0.2
-LAUNCHER_START_S = 300.0  # at most, until a launcher has started its processes
 MARGIN_S, MARGIN_SHARE = 2.0, 0.1  # kept of the time that SLURM leaves, for the way out: so long, and a tenth of it,
 LONGEST_MARGIN_S = 10.0  # but no more than this
 # Processes that a library has started for the program: they end with it, and it fails if they are gone when it saves.
@@ -48,13 +46,11 @@ class ProgramProcess:
     Attributes:
         group: its process group.
         catches: numbers of the signals for which it has handlers.
-        of_launcher: it stands between a launcher and the program.
     """
 
     pid: int
     group: int
     catches: frozenset[int] = frozenset()
-    of_launcher: bool = False
 
 
 class ProgramStopper:
@@ -64,14 +60,11 @@ class ProgramStopper:
 
     Args:
         source: where the ranks come from, see `Environment`.
-        folder: of the processes of a launcher; None without one.
     """
 
-    def __init__(
-        self, job: JobConfig, source: str, context: AttemptContext, stop_flag: StopFlag, folder: Path | None, rank: int
-    ):
+    def __init__(self, job: JobConfig, source: str, context: AttemptContext, stop_flag: StopFlag, rank: int):
         self._job, self._source, self._context, self._stop_flag = job, source, context, stop_flag
-        self._folder, self._rank, self._began = folder, rank, time.monotonic()
+        self._rank, self._began = rank, time.monotonic()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="stop-program", daemon=True).start()
 
@@ -84,12 +77,7 @@ class ProgramStopper:
         first = self._stop_flag.first
         assert first is not None
         stop_signal = signal.Signals[self._job.stop_signal]
-        just_started = first.moment - self._began < LAUNCHER_START_S
-        if self._folder is not None and just_started and not any(self._folder.glob("*.pid")):
-            # The launcher has started nothing yet that could hear it, and hears no stop signal itself. (Much later, a cleaner
-            # of /tmp may have removed the files.)
-            process.send(signal.SIGKILL, process.living_below())
-        processes, missed = self._processes(), first.moment < self._began
+        processes, missed = _processes(), first.moment < self._began
         pids = to_tell(processes, stop_signal, first.cause, source=self._source, own_group=os.getpgrp(), missed=missed)
         process.send(stop_signal, pids)
         facts = None
@@ -98,16 +86,6 @@ class ProgramStopper:
             if time.monotonic() >= end_of_grace(first.moment, self._job.stop_grace_s, facts):
                 self._end(time.monotonic() - first.moment)
                 return
-
-    def _processes(self) -> list[ProgramProcess]:
-        between = {path.stem for path in self._folder.glob("*.pid")} if self._folder is not None else set()
-        found = []
-        for pid in process.living_below():
-            if process_name(pid) in HELPERS:
-                continue
-            with contextlib.suppress(ProcessLookupError):
-                found.append(ProgramProcess(pid, os.getpgid(pid), caught_signals(pid), str(pid) in between))
-        return found
 
     def _end(self, took_s: float) -> None:
         left = process.living_below()
@@ -124,6 +102,15 @@ class ProgramStopper:
         while left and not self._closed.wait(KILL_EVERY_S):
             process.send(signal.SIGKILL, left)
             left = process.living_below()
+
+
+def _processes() -> list[ProgramProcess]:
+    found = []
+    for pid in process.living_below():
+        if process.status_of(pid, "Name") not in HELPERS:
+            with contextlib.suppress(ProcessLookupError):
+                found.append(ProgramProcess(pid, os.getpgid(pid), process.caught_signals(pid)))
+    return found
 
 
 def to_tell(
@@ -159,8 +146,7 @@ def to_tell(
             return []
         return [pid for pid in everybody if pid not in heard_by]
     handle = [each.pid for each in processes if stop_signal in each.catches]
-    between = [each.pid for each in processes if each.of_launcher]
-    return [pid for pid in ([*handle, *between] if handle else everybody) if pid not in heard_by]
+    return [pid for pid in (handle or everybody) if pid not in heard_by]
 
 
 def told_facts(attempt_dir: AttemptDir) -> JobFacts | None:
@@ -192,21 +178,3 @@ def end_of_grace(told: float, grace_s: float | None, facts: JobFacts | None) -> 
         return own
     margin = min(MARGIN_S + MARGIN_SHARE * max(0.0, facts.seconds_left), LONGEST_MARGIN_S)
     return min(own, told + facts.seconds_left - margin)
-
-
-def process_name(pid: int) -> str:
-    """Return the first 15 characters of the name of a process's program; "" if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
-    except OSError:
-        return ""
-
-
-def caught_signals(pid: int) -> frozenset[int]:
-    """Return the numbers of the signals for which a process has handlers (SigCgt, `man 5 proc`)."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return frozenset()
-    mask = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0)
-    return frozenset(number for number in range(1, 65) if mask >> (number - 1) & 1)

@@ -11,12 +11,10 @@ from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.save.pending_save import SaveResult
 from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.node_blame import cluster_of_this_job
 from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.runtime.exports import Exports
 from slurmtrain.runtime.startup_times import Timeline
-from slurmtrain.slurm.node_ledger import NODE_NAME, NodeEvent, NodeRecord, append_to_ledger, ledger_file
 from slurmtrain.system.patience import BestEffort
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState
@@ -35,7 +33,6 @@ class RunRecord(TrainingHook):
         jobs: evaluates checkpoints; None: no other job does.
         exports: exports checkpoints beside training; None: nothing does.
         utilisation: what the model's training takes, and the most that a device can do, for the run's events.
-        blames_stragglers: a node whose ranks are slow is put on record in the ledger of nodes.
     """
 
     def __init__(
@@ -46,13 +43,12 @@ class RunRecord(TrainingHook):
         exports: Exports | None = None,
         *,
         utilisation: Mapping[str, Any] | None = None,
-        blames_stragglers: bool = False,
     ):
         self._context, self._timeline, self._jobs, self._exports = context, timeline, jobs, exports
         self._done_before = 0  # steps done at some time before, by this attempt or an earlier one
         self._has_stepped = False
         self._stepped = time.monotonic()  # when the last step was done
-        self._utilisation, self._blames_stragglers = utilisation, blames_stragglers
+        self._utilisation = utilisation
         self._storage = BestEffort(f"events of the run {context.run_dir.id}")
 
     def start(self, state: TrainingState) -> None:
@@ -95,8 +91,6 @@ class RunRecord(TrainingHook):
 
     def event(self, event: Event, values: Mapping[str, Any]) -> None:
         self._event(event, **values)
-        if event is Event.STRAGGLER and self._blames_stragglers:
-            self._blame(values)
 
     def rolled_back(self, state: TrainingState, from_step: int) -> None:
         health = state.counters.health
@@ -119,20 +113,6 @@ class RunRecord(TrainingHook):
             self._jobs.committed(ending.step)
         if self._exports is not None:
             self._exports.committed(ending.step)
-
-    def _blame(self, values: Mapping[str, Any]) -> None:
-        """Put a node with slow ranks on record; outside of SLURM, and where there is no ledger, nobody does."""
-        cluster = cluster_of_this_job()
-        if cluster is None or NODE_NAME.fullmatch(values["node"]) is None:
-            return
-        times = "much longer than" if values["ratio"] is None else f"{values['ratio']:.2g} times as long as"
-        said = f"took {times} other nodes for {values['phase']}"
-        run_id, attempt = self._context.run_dir.id, self._context.number
-        record = NodeRecord(time.time(), values["node"], NodeEvent.SLOW, run_id, attempt, said, proven=True)
-        try:
-            append_to_ledger(ledger_file(cluster), [record])
-        except OSError as error:
-            log.warning("%s cannot be written: %s", error.filename or "the ledger of nodes", error.strerror)
 
     def _event(self, event: Event, **values: Any) -> None:
         run_dir, number = self._context.run_dir, self._context.number

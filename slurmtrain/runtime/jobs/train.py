@@ -36,7 +36,7 @@ from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
 from slurmtrain.observe.textfile import text_file_of
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
-from slurmtrain.planner.peaks import FP32, TF32, Peak, peak_of
+from slurmtrain.planner.gpus import FP32, TF32, Peak, peak_of
 from slurmtrain.runs import attempts
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runtime.agreement import StopAgreement
@@ -47,7 +47,6 @@ from slurmtrain.runtime.exports import Exports, finish_waits_s
 from slurmtrain.runtime.jobs.build_model import build, distribute_model, pretrained
 from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.startup_times import Timeline
-from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.redaction import redacted
 from slurmtrain.training.eval_metrics import MetricSums
 from slurmtrain.training.evaluation import Evaluator
@@ -98,19 +97,59 @@ def build_trainer(
         distributed_model, loader.accumulation_steps, loader.micro_batch_size, phases
     )
     evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop_agreement)
-    jobs = EvaluationJobs(context.run_dir) if rank == 0 and config.eval.mode == EvalMode.JOB else None
-    exports = _exports(config, context) if rank == 0 else None
-    blames = config.observe.blame_stragglers and config.requeue.blame_threshold > 0
+    observe, run_dir, environment = config.observe, context.run_dir, distributed.environment
+    by_jobs, export_every = config.eval.mode == EvalMode.JOB, config.checkpoint.export_every_steps
     peak = _peak(config, distributed.device)
-    record = None
+    record = jobs = exports = None
     if rank == 0:
-        told = _utilisation(flops, peak)
-        record = RunRecord(context, timeline, jobs, exports, utilisation=told, blames_stragglers=blames)
+        jobs = EvaluationJobs(run_dir) if by_jobs else None
+        if export_every:
+            event = partial(run_dir.event, attempt=context.number)
+            waits_s = finish_waits_s(config.cluster.collective_timeout_s)
+
+            def is_due(step: int) -> bool:
+                return step % export_every == 0 or step == config.train.steps
+
+            exports = Exports(run_dir, is_due, config.checkpoint.export_dtype, event, waits_s)
+        record = RunRecord(context, timeline, jobs, exports, utilisation=_utilisation(flops, peak))
     checkpointer = _build_checkpointer(config, distributed, context, source, record)
     timeline.mark("model and data")
     timeline.begin("looking for a checkpoint")
-    described = source.description or config.data["_target_"]
-    export_every = config.checkpoint.export_every_steps
+
+    steps = profiled_steps(observe.profile_steps) if observe.profile_steps is not None else None
+    request = ProfileRequest(ranks=tuple(observe.profile_ranks) or None)
+    used: list[TrainingHook] = [StepProfiles(run_dir, profile_switch, steps, request)]
+    if record is not None:
+        described = source.description or config.data["_target_"]
+        heading = f"model: {parameters:,} parameters; {dims}; data: {described}"
+        curves = run_dir.tensorboard if config.train.tensorboard else None
+        used += [record, RunReporter(run_dir.metrics_file, curves, heading)]
+        if loggers_of(observe):
+            used.append(ExternalLoggers(run_dir, config, context.number))
+    if observe.textfile_dir is not None and environment.local_rank == 0:
+        name, labels = text_file_of(run_dir, environment.rank, environment.node)
+        used.append(NodeTextFile(Path(observe.textfile_dir), name, labels, context.number))
+    used.append(StepReports(config.train, observe, peak))
+    if observe.straggler_every and phases.measures and distributed.control_group is not None:
+        used.append(StragglerWatch(observe.straggler_every, environment.node))
+    used.append(NonfiniteGuard(config.train))
+    if by_jobs:
+        used.append(EvaluationByJobs(evaluator, config.train, config.checkpoint, jobs))
+    else:
+        baseline = None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy)
+        used.append(InlineEvaluation(evaluator, config.train, config.checkpoint, baseline))
+    used += [*_configured_hooks(config), *hooks]
+    if export_every:
+        used.append(Exporting(export_every, exports))
+    # The last, so that it saves in the same step what any hook before it asks for, and what they have changed.
+    mtbf_s = _mtbf_s(config, context)
+    used.append(
+        Checkpointing(
+            checkpointer, config.checkpoint, mtbf_s=mtbf_s, planner=stop_watcher, pretrained=pretrained(config)
+        )
+    )
+    if export_every:
+        used.append(ExportsAtTheEnd(exports))
     return Trainer(
         config.train,
         config.optim,
@@ -119,27 +158,7 @@ def build_trainer(
         forward_backward,
         ranks=TrainingRanks(rank, distributed.device_group, distributed.control_group),
         stop_check=stop_agreement,
-        hooks=[
-            _step_profiles(config, context, profile_switch),
-            *_rank_0_hooks(config, record, context, f"model: {parameters:,} parameters; {dims}; data: {described}"),
-            *_text_file(config, context, distributed.environment),
-            StepReports(config.train, config.observe, peak),
-            *_straggler_watch(config, distributed, phases),
-            NonfiniteGuard(config.train),
-            _evaluation_hook(config, evaluator, source, jobs),
-            *_configured_hooks(config),
-            *hooks,
-            *([Exporting(export_every, exports)] if export_every else []),
-            # The last, so that it saves in the same step what any hook before it asks for, and what they have changed.
-            Checkpointing(
-                checkpointer,
-                config.checkpoint,
-                mtbf_s=_mtbf_s(config, context),
-                planner=stop_watcher,
-                pretrained=pretrained(config),
-            ),
-            *([ExportsAtTheEnd(exports)] if export_every else []),
-        ],
+        hooks=used,
         data_hash=source.fingerprint,
         phases=phases,
         flops=flops,
@@ -210,15 +229,6 @@ def _build_checkpointer(
     )
 
 
-def _exports(config: Config, context: AttemptContext) -> Exports | None:
-    """Return what exports checkpoints beside training; None: nothing is to be exported."""
-    if not config.checkpoint.export_every_steps:
-        return None
-    record = partial(context.run_dir.event, attempt=context.number)
-    waits_s = finish_waits_s(config.cluster.collective_timeout_s)
-    return Exports(context.run_dir, config.checkpoint.export_dtype, record, waits_s)
-
-
 def _phase_clock(config: Config, distributed_model: DistributedModel) -> PhaseClock:
     """Return what measures the parts of each step."""
     if not config.observe.phases:
@@ -255,44 +265,6 @@ def _utilisation(flops: ModelFlops | None, peak: Peak) -> dict[str, Any]:
     }
 
 
-def _straggler_watch(config: Config, distributed: DistributedContext, phases: PhaseClock) -> Sequence[TrainingHook]:
-    """Return the hook that looks for slow ranks, where there are several."""
-    every = config.observe.straggler_every
-    if not every or not phases.measures or distributed.control_group is None:
-        return ()
-    return (StragglerWatch(every, distributed.environment.node),)
-
-
-def _rank_0_hooks(
-    config: Config, record: RunRecord | None, context: AttemptContext, heading: str
-) -> Sequence[TrainingHook]:
-    """Return the hooks that write files of the run: those of rank 0."""
-    if record is None:
-        return ()
-    run_dir = context.run_dir
-    curves = run_dir.tensorboard if config.train.tensorboard else None
-    hooks: list[TrainingHook] = [record, RunReporter(run_dir.metrics_file, curves, heading)]
-    if loggers_of(config.observe):
-        hooks.append(ExternalLoggers(run_dir, config, context.number))
-    return hooks
-
-
-def _text_file(config: Config, context: AttemptContext, environment: Environment) -> Sequence[TrainingHook]:
-    """Return the hook that writes the file for Prometheus: that of the first rank of each node."""
-    if config.observe.textfile_dir is None or environment.local_rank != 0:
-        return ()
-    name, labels = text_file_of(context.run_dir, environment.rank, environment.node)
-    return (NodeTextFile(Path(config.observe.textfile_dir), name, labels, context.number),)
-
-
-def _step_profiles(config: Config, context: AttemptContext, switch: ProfileSwitch | None) -> TrainingHook:
-    """Return the hook that profiles steps, when the config or somebody asks for it."""
-    planned = config.observe.profile_steps
-    steps = profiled_steps(planned) if planned is not None else None
-    request = ProfileRequest(ranks=tuple(config.observe.profile_ranks) or None)
-    return StepProfiles(context.run_dir, switch, steps, request)
-
-
 def _configured_hooks(config: Config) -> list[TrainingHook]:
     """Build the hooks of train.hooks.
 
@@ -309,15 +281,6 @@ def _configured_hooks(config: Config) -> list[TrainingHook]:
             )
         hooks.append(hook)
     return hooks
-
-
-def _evaluation_hook(
-    config: Config, evaluator: Evaluator, source: SourceSpec, jobs: EvaluationJobs | None
-) -> TrainingHook:
-    if config.eval.mode == EvalMode.JOB:
-        return EvaluationByJobs(evaluator, config.train, config.checkpoint, jobs)
-    baseline = None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy)
-    return InlineEvaluation(evaluator, config.train, config.checkpoint, baseline)
 
 
 def row_length_of(dims: ParallelDims, parallel: ParallelConfig) -> RowLength:

@@ -19,12 +19,12 @@ from slurmtrain.choices import FindingKind, PreflightMode
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import PreflightError
 from slurmtrain.runs.events import Event
+from slurmtrain.runtime.addresses import Pauses, look
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.preflight.compare import Gathered, compare, matters
 from slurmtrain.runtime.preflight.facts import RankFacts, Readers, begin_node_facts, gpus_of, rank_facts
 from slurmtrain.runtime.preflight.findings import Finding, error_of, without
-from slurmtrain.runtime.shared_file_wait import Pauses, look
 from slurmtrain.system.files import write_json
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slurmtrain.choices import Backend, FindingKind, JobKind
-from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.schema import Config
-from slurmtrain.runtime.preflight.facts import MISSING, SLOWING, NodeFacts, RankFacts, gpus_of
+from slurmtrain.runtime.preflight.facts import MISSING, NodeFacts, RankFacts, gpus_of
 from slurmtrain.runtime.preflight.findings import Fault, Finding, sorted_by_weight, without
 from slurmtrain.system.gpu import GpuFacts
 
@@ -64,7 +63,7 @@ class Gathered:
 
 def compare(facts: Gathered, config: Config) -> list[Finding]:
     """Return what is not as it should be, the fatal first."""
-    comparisons = (_gpus, _same, _clocks, _disks, _cpus, _variables, _shared_folder)
+    comparisons = (_gpus, _same, _clocks, _disks, _cpus, _shared_folder)
     found = [finding for comparison in comparisons for finding in comparison(facts, config)]
     return sorted_by_weight(without(found, config.preflight.ignore))
 
@@ -234,7 +233,7 @@ def _disks(facts: Gathered, config: Config) -> Iterator[Finding]:
 
 def _cpus(facts: Gathered, config: Config) -> Iterator[Finding]:
     """Find nodes whose ranks are bound to fewer CPUs together than the config asks for: all to the first core, say."""
-    threads = 1 if config.cluster.backend == Backend.LOCAL else node_shape(config).threads
+    threads = 1 if config.cluster.backend == Backend.LOCAL else config.cluster.cpus_per_task
     bound: dict[str, list[RankFacts]] = defaultdict(list)
     for each in facts.ranks if facts.managed else ():
         bound[each.node].append(each)
@@ -245,14 +244,6 @@ def _cpus(facts: Gathered, config: Config) -> Iterator[Finding]:
             found[node] = f"its {len(ranks)} ranks may run on {len(cpus)} CPUs, and need {threads * len(ranks)}"
     right = f"{threads} for each rank (cluster.cpus_per_task)"
     yield from _wrong(FindingKind.CPUS, found, right, facts, fatal=False)
-
-
-def _variables(facts: Gathered, config: Config) -> Iterator[Finding]:
-    """Find variables that slow training down."""
-    for name in SLOWING if config.cluster.gpus_per_node else ("TORCH_DISTRIBUTED_DEBUG",):
-        value = f"{name}={SLOWING[name]} is set, which slows training down"
-        found = {each.node: value for each in facts.ranks if name in each.variables}
-        yield from _wrong(FindingKind.VARIABLES, found, "it is not set", facts, fatal=False)
 
 
 def _shared_folder(facts: Gathered, config: Config) -> Iterator[Finding]:

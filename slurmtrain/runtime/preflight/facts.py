@@ -45,14 +45,6 @@ MISSING = "is missing"  # what a node says of a path of the config that is not t
 MANIFESTS = ("manifest.json", "dataset_info.json", "config.json")  # files of a folder that say what is in it
 LEAST_TMP_GB = 0.05  # of a node's own folder for temporary files: torch.compile, sockets and data workers need it
 LEAST_FILES = 1000
-# Variables that a shell, another job or a search for a fault has left, with the value that slows training down.
-SLOWING = {
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-    "CUDA_LAUNCH_BLOCKING": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,6 @@ class RankFacts:
         pid: its process.
         gpus_seen: GPUs that are visible to it; None where none was requested, or torch is built for CPUs.
         cpus: CPUs on which it may run; None: any of the machine's.
-        variables: those of `SLOWING` that are set.
         of_node: the facts of its node, if it is the first rank there.
     """
 
@@ -97,7 +88,6 @@ class RankFacts:
     pid: int = 0
     gpus_seen: int | None = None
     cpus: tuple[int, ...] | None = None
-    variables: tuple[str, ...] = ()
     of_node: NodeFacts | None = None
 
 
@@ -219,7 +209,6 @@ def rank_facts(config: Config, environment: Environment) -> RankFacts:
         pid=os.getpid(),
         gpus_seen=torch.cuda.device_count() if looks else None,
         cpus=cpus if len(cpus) < (os.cpu_count() or 0) else None,
-        variables=tuple(name for name in SLOWING if os.environ.get(name) == SLOWING[name]),
     )
 
 

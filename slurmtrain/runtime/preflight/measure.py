@@ -1,4 +1,4 @@
-"""Measure GPUs and network before training (preflight=full): a product of matrices, an all-reduce, and rings of messages.
+"""Measure GPUs and network before training (preflight=full): a product of matrices, an all-reduce, and a ring of messages.
 
 All ranks call it together. Rates are the best of some repetitions: whatever else happens on a machine makes one slower, and
 never faster. A node is slow if its ranks compute more slowly than the others, or if most of its links are slow. A link is slow
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from slurmtrain.choices import FindingKind
 from slurmtrain.config.schema import Config
-from slurmtrain.planner.peaks import BF16, peak_of
+from slurmtrain.planner.gpus import BF16, peak_of
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.preflight.findings import Fault, Finding
 
@@ -103,19 +103,17 @@ def measure(distributed: DistributedContext, node_of: Mapping[int, str]) -> Rate
     while time.monotonic() - began < sizes.seconds:
         best = min(best, _seconds(device, lambda: left @ right))
     own = [2 * sizes.matrix**3 / best / 1e12]
-    rings = rings_of(environment.tasks_per_node)
+    ring = ring_of(environment.tasks_per_node)
     if group is not None:
         message = torch.zeros(sizes.message_bytes // 4, dtype=torch.float32, device=device)
         received, ranks = torch.empty_like(message), environment.world_size
         seconds = _best(distributed, sizes, lambda: dist.all_reduce(message, group=group))
         own.append(2 * (ranks - 1) / ranks * sizes.message_bytes / seconds / 1e9)  # nccl-tests, doc/PERFORMANCE.md
-        for ring in rings:
-            to = ring.get(environment.rank)
-            sender = next((rank for rank, partner in ring.items() if partner == environment.rank), None)
-            steps = [dist.P2POp(dist.isend, message, to, group)] if to is not None else []
-            steps += [dist.P2POp(dist.irecv, received, sender, group)] if sender is not None else []
-            seconds = _best(distributed, sizes, lambda steps=steps: _exchange(steps))  # type: ignore[misc]
-            own.append(sizes.message_bytes / seconds / 1e9)
+        to = ring.get(environment.rank)
+        sender = next((rank for rank, partner in ring.items() if partner == environment.rank), None)
+        steps = [dist.P2POp(dist.isend, message, to, group)] if to is not None else []
+        steps += [dist.P2POp(dist.irecv, received, sender, group)] if sender is not None else []
+        own.append(sizes.message_bytes / _best(distributed, sizes, lambda: _exchange(steps)) / 1e9)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the training has other sizes, and its own peak of memory
         torch.cuda.reset_peak_memory_stats(device)
@@ -127,26 +125,19 @@ def measure(distributed: DistributedContext, node_of: Mapping[int, str]) -> Rate
     if environment.rank != 0:
         return None
     columns = torch.stack(found).T.tolist()
-    sent = {
-        (rank, partner): columns[2 + index][rank] for index, ring in enumerate(rings) for rank, partner in ring.items()
-    }
+    sent = {(rank, partner): columns[2][rank] for rank, partner in ring.items()}
     return Rates(node_of, dict(enumerate(columns[0])), min(columns[1]) if group is not None else None, sent)
 
 
-def rings_of(tasks_per_node: Sequence[int]) -> list[dict[int, int]]:
-    """Return to whom each rank sends at the same time: the one at its place on the next node, and on the node after that."""
+def ring_of(tasks_per_node: Sequence[int]) -> dict[int, int]:
+    """Return to whom each rank sends, all at the same time: to the one at its place on the next node."""
     firsts = [sum(tasks_per_node[:index]) for index in range(len(tasks_per_node))]
-    nodes, rings = len(tasks_per_node), []
-    for step in (1, 2) if nodes > 4 else (1,) if nodes > 1 else ():
-        pairs = [(node, (node + step) % nodes) for node in range(nodes)]
-        rings.append(
-            {
-                firsts[node] + place: firsts[other] + place
-                for node, other in pairs
-                for place in range(min(tasks_per_node[node], tasks_per_node[other]))
-            }
-        )
-    return rings
+    nodes = len(tasks_per_node)
+    return {
+        firsts[node] + place: firsts[(node + 1) % nodes] + place
+        for node in range(nodes if nodes > 1 else 0)
+        for place in range(min(tasks_per_node[node], tasks_per_node[(node + 1) % nodes]))
+    }
 
 
 def _exchange(steps: list[dist.P2POp]) -> None:

@@ -230,7 +230,6 @@ class Watchdog:
         self._exchange.tell(HANG, TELL_S)
         report, rank, world_size = self._make_report(), self._environment.rank, self._environment.world_size
         expected_nodes = {each: self._environment.expected_node(each) for each in range(world_size)}
-        evidence.write_nccl_trace(self._attempt_dir.nccl_trace(rank))
         try:
             live = page.write_together(self._attempt_dir, report, world_size, self._exchange.every_s, expected_nodes)
         except OSError as error:

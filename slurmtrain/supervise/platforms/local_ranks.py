@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from slurmtrain.config.launched_program import node_shape
 from slurmtrain.config.schema import Config
 from slurmtrain.runs.failures import record_killed_task
 from slurmtrain.runs.run_dir import RunDir
@@ -61,7 +60,7 @@ class LocalRanks:
 
     def __init__(self, run_dir: RunDir, config: Config, number: int, place: Place) -> None:
         self._run_dir, self._config, self._number, self._place = run_dir, config, number, place
-        self._shape = node_shape(config)
+        self._tasks = config.cluster.tasks_per_node
 
     def run(self, next_signal: Callable[[], int | None]) -> int:
         """Start the ranks, and wait until all have left; return their highest exit code, 128 + n for a signal.
@@ -69,7 +68,7 @@ class LocalRanks:
         Args:
             next_signal: returns a signal that the ranks are to get, once, or None. Called often.
         """
-        attempt_dir, first = self._run_dir.attempt(self._number), self._place.node * self._shape.tasks
+        attempt_dir, first = self._run_dir.attempt(self._number), self._place.node * self._tasks
         sys.stdout.flush()
         # On a full disk, or where nobody reads any more (`submit | head`), tee reads on: a rank whose output nobody reads
         # waits for ever in its next print. Ctrl-C does not reach tee, which has a session of its own.
@@ -84,7 +83,7 @@ class LocalRanks:
         assert show.stdin is not None
         with show.stdin:
             ranks = [self._start(0, show.stdin)]
-        for rank in range(1, self._shape.tasks):
+        for rank in range(1, self._tasks):
             with attempt_dir.rank_log(first + rank).open("wb") as rank_log:
                 ranks.append(self._start(rank, rank_log))
         codes: dict[int, int] = {}
@@ -117,20 +116,20 @@ class LocalRanks:
         return max(codes.values())
 
     def _start(self, rank: int, output: IO[bytes]) -> subprocess.Popen[bytes]:
-        place, shape = self._place, self._shape
+        place, cluster = self._place, self._config.cluster
         variables = {name: value for name, value in os.environ.items() if not is_of_ranks(name)}
         environment = {
-            **rank_environment(self._run_dir, self._number, {**WAITS_OF_THREADS, **variables}, shape.threads),
-            **self._config.cluster.env,
+            **rank_environment(self._run_dir, self._number, {**WAITS_OF_THREADS, **variables}, cluster.cpus_per_task),
+            **cluster.env,
             LAUNCHER_VARIABLE: place.launcher,
-            "RANK": str(place.node * shape.tasks + rank),
+            "RANK": str(place.node * self._tasks + rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(place.nodes * shape.tasks),
-            "LOCAL_WORLD_SIZE": str(shape.tasks),
+            "WORLD_SIZE": str(place.nodes * self._tasks),
+            "LOCAL_WORLD_SIZE": str(self._tasks),
             **place.variables,
         }
         return subprocess.Popen(
-            [self._config.cluster.python or sys.executable, "-u", "-m", "slurmtrain", "train", str(self._run_dir.path)],
+            [cluster.python or sys.executable, "-u", "-m", "slurmtrain", "train", str(self._run_dir.path)],
             cwd=self._run_dir.workdir,
             env=environment,
             stdin=subprocess.DEVNULL,

@@ -41,12 +41,12 @@ from slurmtrain.slurm.environment import (
     NODE_VARIABLE,
     NODES_VARIABLE,
     RESTART_VARIABLE,
-    WITHOUT_OBJECT,
     own_job_id,
     own_node_name,
 )
 from slurmtrain.supervise.loop import supervise
 from slurmtrain.supervise.platforms.local_ranks import LocalRanks, Place
+from slurmtrain.system import kubectl
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.patience import may_pass
 from slurmtrain.system.signals import StopCause
@@ -109,7 +109,7 @@ class PodRanks:
         self.told: list[int] = []  # signals that the ranks have not got yet
         # The first process of a container gets no signal that it has no handler for.
         signal.signal(signal.SIGTERM, lambda number, _: self.told.append(number))
-        os.environ.setdefault(JOB_VARIABLE, WITHOUT_OBJECT)
+        os.environ.setdefault(JOB_VARIABLE, kubectl.WITHOUT_OBJECT)
         config = load_frozen(run_dir.config_file)
         secrets.take(config.secrets)
         cluster = dataclasses.replace(config.cluster, backend=Backend.KUBERNETES)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slurmtrain.config.frozen import load_frozen
-from slurmtrain.config.launched_program import node_shape
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
 from slurmtrain.launch.targets.objects import stop_files
 from slurmtrain.launch.targets.pod import command
@@ -69,8 +68,8 @@ def _run_once(run_dir: RunDir, wants_stop: Callable[[], bool]) -> int:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     config = load_frozen(run_dir.config_file, with_secrets=False)
-    shape, count, gpus = node_shape(config), config.cluster.node_range.most, config.cluster.gpus_per_node
-    cpus = shape.tasks * shape.cpus_per_task
+    cluster, count, gpus = config.cluster, config.cluster.node_range.most, config.cluster.gpus_per_node
+    cpus = cluster.tasks_per_node * cluster.cpus_per_task
     group = placement_group([{"CPU": cpus} | ({"GPU": gpus} if gpus else {})] * count, strategy="STRICT_SPREAD")
     try:
         while not group.wait(POLL_S):
@@ -95,7 +94,7 @@ def _run_once(run_dir: RunDir, wants_stop: Callable[[], bool]) -> int:
                 except ray.exceptions.RayActorError as error:
                     log.warning("node %d of Ray has failed: %s", index, str(error).splitlines()[0])
                 # The others leave by themselves, unless they wait for a node that never came to them.
-                left_alone_at = min(left_alone_at, time.monotonic() + config.cluster.srun_wait_s + LEFT_ALONE_S)
+                left_alone_at = min(left_alone_at, time.monotonic() + cluster.srun_wait_s + LEFT_ALONE_S)
             if wants_stop() and not stopping:
                 stopping = True
                 for node in nodes:

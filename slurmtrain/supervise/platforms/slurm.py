@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +18,6 @@ from pathlib import Path
 
 from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config.frozen import load_frozen
-from slurmtrain.config.launched_program import as_started, node_shape
 from slurmtrain.config.parallel_dims import usable_sizes
 from slurmtrain.errors import EXIT_REQUEUE, ClusterError, ConfigError, SlurmtrainError
 from slurmtrain.launch.srun import explained_srun, srun_node_options
@@ -35,12 +32,10 @@ from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.supervise.platforms import rank_environment
 from slurmtrain.system.node_copies import STAGED
 
-STEPPING_POLL_S = 2.0  # between two looks whether the ranks train, so that standby ranks may load PyTorch
 GLANCE_S = 10  # how long SLURM may take to say how many nodes are left
 CLEAN_UP_S = 20.0  # how long the removal of copies from the nodes may hold up the end of the job
 # With the first, srun 22.05 refuses --gres=none; with the others, any srun ignores --ntasks-per-node.
 NOT_BESIDE = ("SLURM_GPUS_PER_NODE", "SLURM_NTASKS", "SLURM_NPROCS")
-READY = re.compile(r"^(\s*\d+: )?ready$", re.MULTILINE)  # "0: " by srun --label
 
 
 class SlurmJob:
@@ -57,15 +52,13 @@ class SlurmJob:
         self._run_dir, self._submitted, self._sharing = run_dir, submitted, sharing
         self.job_id = own_job_id() or ""
         self._read_config()
-        self._standby: subprocess.Popen[bytes] | None = None
-        self._standby_log = Path(os.devnull)
         self._starts = 0
         self._staged: dict[str, str] = {}
 
     def _read_config(self) -> None:
         self.config = load_frozen(self._run_dir.config_file, with_secrets=False)
         self.can_start_again = self.config.requeue.starts_in_place
-        self._cluster = as_started(self.config).cluster
+        self._cluster = self.config.cluster
         spare = self._cluster.spare_nodes > 0 or self._cluster.node_range.elastic
         self._keeps_nodes = spare and self.can_start_again and self._sharing == 1
 
@@ -101,25 +94,17 @@ class SlurmJob:
         """Start the ranks of an attempt and wait until every one has left: SLURM drains the node of a rank that lingers."""
         signal.signal(signal.SIGTERM, lambda *_: None)  # and the default for srun, which passes it on
         attempt_dir = self._run_dir.attempt(number)
-        threads = node_shape(self.config).threads // self._sharing
+        threads = self._cluster.cpus_per_task // self._sharing
         variables = {**os.environ, "SLURM_EXPORT_ENV": "ALL"}  # or srun passes on what SBATCH_EXPORT told sbatch to
         environment = rank_environment(self._run_dir, number, variables, threads)
         if self._starts == 0:
             self._prepare_nodes(number)
         environment |= self._staged
         self._starts += 1
-        ranks = self._ready_standby(number, attempt_dir.srun_log)
-        if ranks is None:
-            with attempt_dir.srun_log.open("ab") as srun_log:
-                ranks = subprocess.Popen(
-                    self._srun(attempt_dir.path, nodes), cwd=self._run_dir.workdir, env=environment, stderr=srun_log
-                )
-        if self.config.requeue.standby_ranks:
-            while ranks.poll() is None and self._record(number).stepping is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    ranks.wait(STEPPING_POLL_S)
-            if ranks.poll() is None:
-                self._start_standby(attempt_dir.path, nodes, environment)
+        with attempt_dir.srun_log.open("ab") as srun_log:
+            ranks = subprocess.Popen(
+                self._srun(attempt_dir.path, nodes), cwd=self._run_dir.workdir, env=environment, stderr=srun_log
+            )
         code = ranks.wait()
         step = self._record(number).step_id if code == -signal.SIGKILL else None
         if step is not None:  # srun itself was killed, so nobody else would tell its ranks to save and leave
@@ -190,7 +175,7 @@ class SlurmJob:
         if self.config.requeue.mode == RequeueMode.CHAIN and over:
             jobs.cancel_rest(self._run_dir, self.job_id, self.client)
 
-    def _srun(self, attempt_dir: Path, nodes: Sequence[str], *, standby: bool = False) -> list[str]:
+    def _srun(self, attempt_dir: Path, nodes: Sequence[str]) -> list[str]:
         """Return the command that starts the ranks; on the largest number of nodes that can divide the global batch.
 
         Without an srun on PATH, `env` says so and leaves with 127.
@@ -211,7 +196,6 @@ class SlurmJob:
             self._run_dir.workdir,
             nodes=options,
             packed=self._sharing > 1,
-            standby=standby,
             version=version,
         )
         return ["env", *(word for each in explained for word in each.words)]
@@ -251,9 +235,7 @@ class SlurmJob:
         return self._beside([*_on_nodes(int(left or self._allocated)), "--output=none"], words)
 
     def _clean_up(self, code: int) -> list[subprocess.Popen[bytes]]:
-        """End what waits beside the ranks, and remove from the nodes what nothing else would; return what still does so."""
-        if self._standby is not None:
-            self._standby.terminate()
+        """Remove from the nodes what nothing else would; return what still does so."""
         local = self.config.checkpoint.local if self.config.job.kind in (JobKind.TRAIN, JobKind.COMMAND) else None
         # Our own ranks that finish or stop remove the copies of checkpoints from their nodes. Those that crash do not, nor does
         # anybody on nodes that were left out since, and a program may leave copies.
@@ -263,32 +245,6 @@ class SlurmJob:
             script = 'rm -rf -- "$1/slurmtrain-$(id -u)/$2"-*'
             _wait_or_kill(self._remove(["bash", "-c", script, "remove", str(local), self._run_dir.path.name]))
         return [self._remove(["rm", "-rf", "--", self._staged[STAGED]])] if self._staged else []
-
-    def _start_standby(self, attempt_dir: Path, nodes: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start ranks for the next attempt in this job: they load PyTorch and wait for its number."""
-        self._standby_log = attempt_dir / "standby.log"
-        with self._standby_log.open("ab") as standby_log:
-            self._standby = subprocess.Popen(
-                self._srun(attempt_dir, nodes, standby=True),
-                cwd=self._run_dir.workdir,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=standby_log,
-                stderr=standby_log,
-            )
-
-    def _ready_standby(self, number: int, srun_log: Path) -> subprocess.Popen[bytes] | None:
-        """Let the standby ranks begin if all of them are ready, and return their srun, else None."""
-        standby, self._standby = self._standby, None
-        if standby is None or standby.stdin is None or standby.poll() is not None:
-            return None
-        if len(READY.findall(self._standby_log.read_text(errors="replace"))) != self.config.world_size:
-            standby.terminate()
-            return None
-        shutil.move(self._standby_log, srun_log)
-        with standby.stdin as told:
-            told.write(f"{number}\n".encode())
-        return standby
 
 
 def _on_nodes(count: int) -> list[str]:

@@ -12,13 +12,6 @@ from slurmtrain.training.state import StepResult, TrainingState
 class Exports(Protocol):
     """What makes the exports, beside training."""
 
-    def ask(self, step: int, *, restored: bool = False) -> None:
-        """Have the checkpoint of this step exported once it is committed.
-
-        Args:
-            restored: training continues from that checkpoint, which may be exported already.
-        """
-
     def rolled_back(self, step: int) -> None:
         """Training has gone back to this step: what is exported of later ones is not of what comes now."""
 
@@ -30,7 +23,7 @@ class Exports(Protocol):
 
 
 class Exporting(TrainingHook):
-    """Has a checkpoint saved and exported when an export is due. On all ranks, before `Checkpointing`.
+    """Has a checkpoint saved when an export of it is due. On all ranks, before `Checkpointing`.
 
     Args:
         every: steps between exports.
@@ -40,16 +33,9 @@ class Exporting(TrainingHook):
     def __init__(self, every: int, exports: Exports | None):
         self._every, self._exports = every, exports
 
-    def before_first_step(self, state: TrainingState) -> None:
-        # One that a stop has cut short before it was asked for: the newest checkpoint is of this step.
-        if state.step > 0 and self._exports is not None and self._due(state):
-            self._exports.ask(state.step, restored=True)
-
     def after_step(self, state: TrainingState, result: StepResult) -> None:
-        if self._due(state) and not state.stopping:
+        if not state.stopping and (state.step % self._every == 0 or state.is_last_step):
             state.save_requested = True
-            if self._exports is not None:
-                self._exports.ask(state.step)
 
     def rolled_back(self, state: TrainingState, from_step: int) -> None:
         if self._exports is not None:
@@ -58,9 +44,6 @@ class Exporting(TrainingHook):
     def close(self, state: TrainingState) -> None:
         if self._exports is not None:
             self._exports.close()
-
-    def _due(self, state: TrainingState) -> bool:
-        return state.step % self._every == 0 or state.is_last_step
 
 
 class ExportsAtTheEnd(TrainingHook):

@@ -26,10 +26,6 @@ class ExternalLoggers(TrainingHook):
         # The workers of the loader are there: a fork while a thread imports W&B leaves the locks of its imports held.
         self._loggers = LoggerThreads(self._run_dir, self._config, self._attempt, state.hooks.message)
 
-    def log(self, step: int, values: Mapping[str, float | str | None]) -> None:
-        if self._loggers is not None:
-            self._loggers.look()
-
     def rolled_back(self, state: TrainingState, from_step: int) -> None:
         if self._loggers is not None:
             self._loggers.rewind()

@@ -10,7 +10,7 @@ import torch
 from slurmtrain.config.schema import ObserveConfig, TrainConfig
 from slurmtrain.observe import Reporter
 from slurmtrain.observe.phases import Phase, PhaseTimes, Window
-from slurmtrain.planner.peaks import Peak
+from slurmtrain.planner.gpus import Peak
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.norms import Norms, whole
 from slurmtrain.training.state import StepResult, TrainingState

@@ -19,37 +19,13 @@ from slurmtrain.runtime.jobs.program_start import with_variables
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
 
-WORDS = [
-    "--layers",
-    "1,2",
-    "--lr=1e-3",
-    "two words",
-    "it's",
-    "~x",
-    "a=b",
-    "[1]",
-    "{k: v}",
-    "$HOME",
-    "${X}",
-    "",
-    "--",
-    "-m",
-    "\\",
-]
+WORDS = "--layers|1,2|--lr=1e-3|two words|it's|~x|a=b|[1]|{k: v}|$HOME|${X}||--|-m|\\".split("|")
 
 
 def test_a_program_gets_every_word_as_it_was_typed(cli: Cli, project: Path) -> None:
     (project / "show.py").write_text("import json, sys\njson.dump(sys.argv[1:], open('words.json', 'w'))\n")
-    done = cli(
-        "+cluster=local",
-        "job.snapshot=none",
-        "submit",
-        "--",
-        sys.executable,
-        "show.py",
-        *WORDS,
-        "$RANK of ${WORLD_SIZE}",
-    )
+    program = (sys.executable, "show.py", *WORDS, "$RANK of ${WORLD_SIZE}")
+    done = cli("+cluster=local", "job.snapshot=none", "submit", "--", *program)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((project / "words.json").read_text()) == [*WORDS, "0 of 1"]
 

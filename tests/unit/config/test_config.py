@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.choices import Allow, JobKind, PpSchedule, RequeueMode
+from slurmtrain.choices import Allow, JobKind, PpSchedule, PreflightMode, RequeueMode
 from slurmtrain.config.compose import compose
+from slurmtrain.config.evaluation import preflight_config
 from slurmtrain.config.folders import config_groups
 from slurmtrain.config.frozen import config_hash, freeze, load_frozen, to_config, to_values
+from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
 from slurmtrain.config.validate import SBATCH_OPTIONS, validate
-from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
+from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, why_not_built
 from slurmtrain.launch.script import JobPaths, explained_directives
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
@@ -85,27 +90,10 @@ def test_every_field_is_in_the_frozen_config_in_the_order_of_the_schema() -> Non
     names = ("peak_tflops", "gpu_link_gb_per_s", "network_gb_per_s", "storage_gb_per_s", "failures_per_1000_node_days")
     rates = [f"cluster.{name}=1" for name in names]
     # The rates are left out unless they are used.
-    values = yaml.safe_load(
-        freeze(
-            compose(
-                [
-                    *rates,
-                    "cluster.port_range=23000-23040",
-                    "cluster.node_paths=[/scratch]",
-                    "cluster.switches=1",
-                    "cluster.switches_wait_min=5",
-                    "cluster.segment=4",
-                    "cluster.stage.code=true",
-                    "cluster.compile_cache=/scratch/compiled",
-                    "watchdog.min_s=300",
-                    "search.pruner=median",
-                    "preflight=off",
-                    "observe.textfile_dir=/x",
-                    "lora.r=8",
-                ]
-            )
-        )
-    )
+    others = """cluster.port_range=23000-23040 cluster.node_paths=[/scratch] cluster.switches=1 cluster.switches_wait_min=5
+        cluster.segment=4 cluster.stage.code=true cluster.compile_cache=/scratch/compiled watchdog.min_s=300
+        search.pruner=median preflight=off observe.textfile_dir=/x lora.r=8"""
+    values = yaml.safe_load(freeze(compose([*rates, *others.split()])))
     assert list(values) == [field.name for field in dataclasses.fields(Config)]
     assert list(values["cluster"]) == [field.name for field in dataclasses.fields(ClusterConfig)]
 
@@ -354,3 +342,54 @@ def test_a_word_that_a_field_does_not_know_is_refused_with_those_that_it_knows(w
     with pytest.raises(ConfigError, match=r"=(evaluate|all|float32) is not known") as error:
         validate(compose([word]))
     assert str(error.value.hint).startswith(f"one of: {known[word.partition('.')[0]]}")
+
+
+# A job that only checks its nodes.
+
+
+def test_the_job_of_the_verb_has_the_nodes_ranks_and_data_of_the_training_and_is_not_requeued() -> None:
+    asked = compose(
+        [
+            *("cluster=a100x8", "cluster.nodes=4", "model=llama3_8b", "parallel=fsdp_tp_pp"),
+            *("train.global_batch_size=64", "data=prepared", "data.path=/data/tokens", "requeue=chain"),
+            *("preflight.exclude_slow=true", "preflight=full"),
+        ]
+    )
+    validate(asked)
+    made = preflight_config(asked, full=False)
+    assert (made.world_size, made.cluster.nodes, made.data) == (32, 4, asked.data)
+    assert (made.job.kind, made.requeue.mode) == (JobKind.PREFLIGHT, RequeueMode.OFF)
+    assert (made.preflight.mode, made.preflight.exclude_slow) == (PreflightMode.QUICK, False)
+    assert made.cluster.time_limit_min <= 15
+    assert parallel_dims_of(made).world_size == 32
+    assert preflight_config(asked, full=True).preflight.exclude_slow
+
+
+def test_where_a_launcher_starts_the_ranks_the_job_of_the_verb_has_as_many() -> None:
+    words = ["job=command", "job.command=python x.py", "job.launcher=torchrun", "cluster.tasks_per_node=1"]
+    made = preflight_config(compose(["cluster=a100x8", "cluster.nodes=2", *words]), full=True)
+    assert (made.cluster.tasks_per_node, made.world_size, made.job.command) == (8, 16, None)
+
+
+# A class that cannot be built.
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"_target_": "mine_of_targets.Nett", "width": 1}, "mine_of_targets has no Nett"),
+        ({"_target_": "no_such_module.Net"}, "No module named 'no_such_module'"),
+        ({"_target_": "needs_another.Net"}, "No module named 'not_installed'"),
+        ({"_target_": "mine_of_targets.Net", "widht": 1}, "Net.__init__() got an unexpected keyword argument 'widht'"),
+    ],
+)
+def test_the_innermost_cause_is_said_in_one_line(
+    values: dict[str, object], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_of_targets.py").write_text("class Net:\n    def __init__(self, width): pass\n")
+    (tmp_path / "needs_another.py").write_text("import not_installed")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(InstantiationException) as caught:
+        instantiate(values)
+    assert why_not_built(caught.value, str(values["_target_"])) == why
+    sys.modules.pop("mine_of_targets", None)

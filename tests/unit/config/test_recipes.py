@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -17,20 +16,9 @@ from slurmtrain.launch.script import dry_run
 from slurmtrain.planner.fit import ROOM, check_fits, memory_of
 from slurmtrain.planner.memory import GIB, in_gb
 
-QWEN3_8B = {  # of its config.json
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "head_dim": 128,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 12288,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000,
-    "rms_norm_eps": 1e-6,
-}
+QWEN3_8B = """{"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36, "head_dim": 128,
+"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288, "tie_word_embeddings": false,
+"max_position_embeddings": 40960, "rope_theta": 1000000, "rms_norm_eps": 1e-6}"""  # of its config.json
 RECIPES = [path for path in sorted((shipped("conf") / "experiment").glob("*.yaml")) if path.stem != "smoke"]
 
 
@@ -40,7 +28,7 @@ def test_a_recipe_says_what_it_reaches_and_its_commands_are_valid_as_they_stand(
     assert re.search(r"Measured: a validation loss of \d|No loss is given, since it was not measured", text)
     folder = project / "models" / "Qwen3-8B"
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    (folder / "config.json").write_text(QWEN3_8B)
     text = text.replace("/models/", f"{project}/models/").replace("\\\n#", "")
     commands = [
         shlex.split(line, comments=True) for line in re.findall(r"^#     python -m slurmtrain (.*)$", text, re.M)

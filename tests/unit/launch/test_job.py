@@ -86,7 +86,7 @@ class Job:
             self.process = subprocess.Popen(
                 command,
                 cwd=folder / "project",
-                env={**os.environ, **self.variables},
+                env={**os.environ, "XDG_STATE_HOME": str(folder / "state"), **self.variables},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -101,7 +101,9 @@ class Job:
         self.start()
 
     def start(self) -> None:
-        self.process = self.slurm.start("101", task=self.task, **self.variables)
+        # Each has a ledger of its own: what one says for or against n1 is nothing to the others.
+        variables = {"XDG_STATE_HOME": str(self.folder / "state"), **self.variables}
+        self.process = self.slurm.start("101", task=self.task, **variables)
 
     def finish(self) -> None:
         if self.local:
@@ -169,7 +171,8 @@ def fails(command: str, words: str, **how: Any) -> Callable[[Job], None]:
 DISABLED = "Requested operation is presently disabled"
 NO_STEP = "Unable to create step for job 101: Requested node configuration is not available"
 CANCEL = f"{sys.executable} -m slurmtrain cancel"
-BREAK = 'cd "$SLURMTRAIN_RUN_DIR/attempts"; rm -r 0001; touch 0001; '
+# The record of the environment may be written into the folder in that moment.
+BREAK = 'cd "$SLURMTRAIN_RUN_DIR/attempts"; while [ -d 0001 ]; do rm -rf 0001; done; touch 0001; '
 # How the ranks end -> the exit code of the job, its state in SLURM, what is decided for each attempt, the last sentence.
 ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     "finished": (Job("exit 0", HOOKS, starts=2), 0, "COMPLETED", "done", "finished"),
@@ -332,18 +335,6 @@ FURTHER = {
         "echo $OMP_NUM_THREADS >$folder/threads",
         ("-m", "train.seed=5,6,7,8", "sweep.pack=2", "cluster.cpus_per_task=7"),
         task=1,
-    ),
-    # Ranks that are a script, as cluster.python may be.
-    "standby": Job(
-        'case "$*" in *--standby) [ $SLURMTRAIN_ATTEMPT = 1 ] || exec sleep 600; echo 0: ready; touch $folder/waits\n'
-        'read -r number; echo "standby $number" >>$folder/seen; exit 78 ;; esac\n' + TRAINS,
-        (*RANK, "requeue.standby_ranks=true", "cluster.srun_args=['--label','--output=here.log','--mpi=none']"),
-        job=TRAIN,
-    ),
-    "standby not ready": Job(
-        'case "$*" in *--standby) touch $folder/waits; exit 1 ;; esac\n' + TRAINS,
-        (*RANK, "requeue.standby_ranks=true"),
-        job=TRAIN,
     ),
     "spare node": Job(
         "ls $folder/shm/slurmtrain-* >>$folder/copies; " + ONCE + "exit 1; exit 78",
@@ -585,12 +576,6 @@ def test_the_runs_of_a_pack_run_at_the_same_time_and_share_the_threads(ended: di
     job = ended["packs"]
     assert job.codes == [0] and job.text("threads") == "3\n"
     assert [len(job.attempts(run)) for run in job.runs] == [0, 0, 1, 1]  # the other two are the first task's
-
-
-def test_the_next_start_in_a_job_is_that_of_the_standby_ranks_where_all_are_ready(ended: dict[str, Job]) -> None:
-    assert ended["standby"].text("seen").splitlines() == ["start 1", "standby 2"], ended["standby"].logs
-    assert ended["standby not ready"].text("seen").splitlines() == ["start 1", "start 2"]
-    assert "--overlap --mem=0" in next(call for call in ended["standby"].slurm.calls("srun") if "--standby" in call)
 
 
 def test_a_dead_node_is_replaced_by_a_spare_one_and_copies_of_checkpoints_leave_the_nodes_after_a_crash(

@@ -69,16 +69,7 @@ def ignoring(project: Path) -> Path:
     """A git work tree in which git ignores one of each: a script, a module, a folder, and another file."""
     git("init", "-q", cwd=project)
     (project / ".gitignore").write_text("mine.py\ndata.bin\nout/\npackage/hidden.py\n")
-    for name in (
-        "mine.py",
-        "data.bin",
-        "out/x",
-        "seen.py",
-        "seen.bin",
-        "seen.sh",
-        "package/__init__.py",
-        "package/hidden.py",
-    ):
+    for name in "mine.py data.bin out/x seen.py seen.bin seen.sh package/__init__.py package/hidden.py".split():
         (project / name).parent.mkdir(exist_ok=True)
         (project / name).touch()
     return project

@@ -216,7 +216,7 @@ def test_what_a_container_image_sets_does_not_overrule_what_the_job_sets(
 # Why each line is there.
 
 
-@pytest.mark.parametrize("name", ["everything", "spare nodes", "standby"])
+@pytest.mark.parametrize("name", ["everything", "spare nodes"])
 def test_every_line_that_does_something_knows_why_it_is_there(
     name: str, project: Path, slurm: FakeSlurm, capsys: Out
 ) -> None:
@@ -226,7 +226,6 @@ def test_every_line_that_does_something_knows_why_it_is_there(
             *("+cluster=a100x4", "cluster.nodes=2-4", "train.global_batch_size=64", "cluster.spare_nodes=1"),
             *("checkpoint.local=/dev/shm", "hooks.on_finish=true"),
         ],
-        "standby": ["+cluster=a100x4", "requeue.standby_ranks=true", "requeue.mode=resubmit"],
     }[name]
     (project / "token").touch(0o600)
     (project / "token").write_text("a-secret-token")

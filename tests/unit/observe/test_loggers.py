@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -21,11 +20,11 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe import Ending, Held, LoggedRun, Logger, MetricsLog, logger_thread
-from slurmtrain.observe.logger_thread import LoggerThread, Tail, numbers_of
+from slurmtrain.observe.logger_thread import LoggerThread, numbers_of, read_records
 from slurmtrain.observe.mlflow_logger import allowed_name, flattened, shown
 from slurmtrain.observe.textfile import TextFile, render
-from slurmtrain.observe.wandb_logger import _Folders, find_mode, mode_of
-from slurmtrain.runtime.jobs.program_loggers import checked, newest_numbers, of_rank
+from slurmtrain.observe.wandb_logger import MARK, begin_offline, why_offline
+from slurmtrain.runtime.jobs.program_start import of_rank
 from slurmtrain.runtime.leaving import close_client_loggers
 from tests.support.gloo import wait_until
 
@@ -89,14 +88,15 @@ def ship(
 
     run = LoggedRun(id="r", name="n", user="u", directory=folder, attempt=1)
     build = build or (lambda: Shipped(backend))
-    thread = LoggerThread("own", build, lambda: run, folder / "metrics.jsonl", folder / "note.json")
+    note = folder / "note.json"
+    thread = LoggerThread("own", build, lambda: run, folder / "metrics.jsonl", note, lambda said: None)
     if rewound:
         thread.rewind()
     if until_flushed:
         assert flushed.wait(60)
     thread.close(ending, time.monotonic() + 60)
     thread.wait()
-    return json.loads((folder / "note.json").read_text())
+    return json.loads(note.read_text())
 
 
 def write(folder: Path, resume_step: int, *records: dict[str, float]) -> None:
@@ -148,18 +148,16 @@ def test_a_logger_that_fails_for_a_while_misses_nothing(tmp_path: Path) -> None:
     backend.fails_at = lambda step: step == 3 and bool(outages and outages.pop())
     backend.tells = lambda: Held(step=max((step for _, step in backend.given), default=-1))
     write(tmp_path, -1, *steps(1, 2, 3, 4))
-    note = ship(tmp_path, backend, until_flushed=True)
+    ship(tmp_path, backend, until_flushed=True)
     assert backend.opened == 3
     assert [step for _, step in backend.given] == [1, 2, 3, 4]
-    assert note["left_out"] == 0
 
 
 def test_a_record_that_a_logger_always_refuses_holds_up_no_other(tmp_path: Path) -> None:
     backend = Backend(fails_at=lambda step: step == 2)
     write(tmp_path, -1, *steps(1, 2, 3))
-    note = ship(tmp_path, backend, until_flushed=True)
+    ship(tmp_path, backend, until_flushed=True)
     assert ("train", 3) in backend.given
-    assert note["left_out"] == 1
 
 
 def test_a_logger_that_cannot_even_be_built_ends_with_its_run_and_says_why(tmp_path: Path) -> None:
@@ -184,11 +182,10 @@ def test_after_a_rollback_the_steps_that_a_logger_has_are_not_logged_again(tmp_p
 def test_a_torn_line_is_logged_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1}\n{"step": 2, "lo')
-    tail = Tail(path)
-    assert [record["step"] for record in tail.new()] == [1]
+    found, end = read_records(path, 0)
     with path.open("a") as file:
         file.write('ss": 1}\nno json\n{"step": "x"}\n{"step": 3}\n')
-    assert [record["step"] for record in tail.new()] == [2, 3]
+    assert [record["step"] for record in (*found, *read_records(path, end)[0])] == [1, 2, 3]
 
 
 def test_numbers_only_go_to_a_logger() -> None:
@@ -197,64 +194,41 @@ def test_numbers_only_go_to_a_logger() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "variables", "known", "answers", "online", "why"),
+    ("wanted", "variables", "host", "why"),
     [
-        ("auto", {}, True, True, True, ""),
-        ("auto", {}, False, True, False, "no API key"),
-        ("auto", {}, True, False, False, "cannot be reached"),
-        ("auto", {"WANDB_MODE": "offline"}, True, True, False, "says so"),
-        ("auto", {"WANDB_MODE": "online"}, False, False, True, ""),
-        ("online", {"WANDB_MODE": "offline"}, False, False, True, ""),
-        ("offline", {}, True, True, False, "says so"),
+        ("auto", {}, "wandb.example", None),
+        ("auto", {}, "other.example", "no API key"),  # netrc has none for it
+        ("auto", {"WANDB_API_KEY": "k"}, "other.example", None),
+        ("auto", {"WANDB_API_KEY": "k", "HTTPS_PROXY": ""}, "localhost:1", "cannot be reached"),
+        ("auto", {"WANDB_MODE": "offline"}, "wandb.example", "says so"),
+        ("auto", {"WANDB_MODE": "online"}, "other.example", None),
+        ("online", {"WANDB_MODE": "offline"}, "other.example", None),
+        ("offline", {}, "wandb.example", "says so"),
     ],
 )
 def test_wandb_is_online_only_where_it_can_be(
-    wanted: str, variables: dict[str, str], known: bool, answers: bool, online: bool, why: str
+    wanted: str, variables: dict[str, str], host: str, why: str | None, tmp_path: Path
 ) -> None:
-    mode = mode_of(WandbMode(wanted), variables, key_is_known=known, answers=answers)
-    assert mode.online is online
-    assert why in mode.why
-
-
-def test_a_key_in_a_netrc_file_counts_as_known(tmp_path: Path) -> None:
     (tmp_path / "netrc").write_text("machine wandb.example login user password 0123456789\n")
     (tmp_path / "netrc").chmod(0o600)
-    variables = {"NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": "https://wandb.example", "HTTPS_PROXY": "http://p"}
-    assert find_mode(WandbMode.AUTO, variables).online
-    assert not find_mode(WandbMode.AUTO, variables | {"WANDB_BASE_URL": "https://other.example"}).online
+    usual = {"NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": f"http://{host}", "HTTPS_PROXY": "http://p"}
+    found = why_offline(WandbMode(wanted), usual | variables)
+    assert found is None if why is None else found is not None and why in found
 
 
 def test_offline_folders_that_a_kill_left_open_are_moved_aside_and_written_again(tmp_path: Path) -> None:
-    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
-    (tmp_path / "loggers").mkdir()
-    first = _Folders(run)
-    assert first.begin_offline() == Held()
-    (tmp_path / "wandb" / "offline-run-1-r").mkdir(parents=True)
-    first.opened_offline(tmp_path / "wandb" / "offline-run-1-r")
-    first.closed(Held(20, 10))
-    second = _Folders(run)
-    assert second.begin_offline() == Held(20, 10)
-    (tmp_path / "wandb" / "offline-run-2-r").mkdir()
-    second.opened_offline(tmp_path / "wandb" / "offline-run-2-r")  # and then it is killed
-    (tmp_path / "wandb" / "offline-run-3-r").mkdir()  # and another before it could note anything
-    assert _Folders(run).begin_offline() == Held(20, 10)
+    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1, held=Held(40, 20))
+    assert begin_offline(run) == Held(40, 20)  # of an attempt that was online
+    for number, mark in ((1, '{"held": [10, -1]}'), (2, '{"held": [20, 10]}'), (3, None), (4, '{"held": 3}')):
+        folder = tmp_path / "wandb" / f"offline-run-{number}-r"
+        folder.mkdir(parents=True)
+        if mark is not None:
+            (folder / MARK).write_text(mark)
+    assert begin_offline(run) == begin_offline(run) == Held(20, 10)
     names = sorted(path.name for path in (tmp_path / "wandb").iterdir())
-    assert names == ["incomplete-offline-run-2-r", "incomplete-offline-run-3-r", "offline-run-1-r"]
-
-
-def test_a_run_that_goes_online_sends_no_offline_folder_again_and_offline_again_goes_on_after_it(
-    tmp_path: Path,
-) -> None:
-    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1)
-    (tmp_path / "loggers").mkdir()
-    (tmp_path / "wandb" / "offline-run-1-r").mkdir(parents=True)
-    folders = _Folders(run)
-    folders.opened_online(Held(5, -1))
-    assert [path.name for path in (tmp_path / "wandb").iterdir()] == ["replaced-offline-run-1-r"]
-    killed = dataclasses.replace(run, held=Held(40, 20))
-    assert _Folders(killed).begin_offline() == Held(40, 20)
-    folders.closed(Held(50, 20))
-    assert _Folders(killed).begin_offline() == Held(50, 20)
+    assert names == [f"incomplete-offline-run-{number}-r" for number in (3, 4)] + [
+        f"offline-run-{number}-r" for number in (1, 2)
+    ]
 
 
 def test_mlflow_gets_names_that_it_takes_and_no_secret() -> None:
@@ -281,19 +255,15 @@ def test_the_command_that_shows_a_database_of_mlflow_installs_the_server_if_only
         assert shown("sqlite:////r/mlflow.db") == said
 
 
-def test_the_variables_of_a_program_are_those_of_its_loggers_and_never_replace_its_own() -> None:
-    found = {"WANDB_RUN_ID": "r", "WANDB_MODE": "offline", "LD_PRELOAD": "x", "MLFLOW_RUN_ID": 3}
-    assert checked(found, {"WANDB_MODE": "online"}) == {"WANDB_RUN_ID": "r"}
-    assert checked(["no"], {}) == {}
-
-
 def test_only_rank_0_goes_on_in_the_run_of_a_program() -> None:
     found = {"WANDB_RUN_ID": "r", "WANDB_NAME": "train r", "WANDB_RESUME": "allow", "MLFLOW_RUN_ID": "m"}
-    assert of_rank(found, 0) == found
+    assert of_rank(found, 0, {}) == found
     third = {**found, "WANDB_RUN_ID": "r-rank3", "WANDB_NAME": "train r rank3", "WANDB_RUN_GROUP": "r"}
-    assert of_rank(found, 3) == third
-    assert of_rank({**found, "WANDB_RUN_GROUP": "mine"}, 3)["WANDB_RUN_GROUP"] == "mine"
-    assert of_rank({"MLFLOW_RUN_ID": "m"}, 3) == {"MLFLOW_RUN_ID": "m"}
+    assert of_rank(found, 3, {}) == third
+    assert of_rank({**found, "WANDB_RUN_GROUP": "mine"}, 3, {})["WANDB_RUN_GROUP"] == "mine"
+    for rank in (0, 3):  # what cluster.env sets stays
+        assert "WANDB_NAME" not in of_rank(found, rank, {"WANDB_NAME": "mine"})
+    assert of_rank({"MLFLOW_RUN_ID": "m"}, 3, {}) == {"MLFLOW_RUN_ID": "m"}
 
 
 @pytest.mark.parametrize(
@@ -321,7 +291,7 @@ def test_the_text_for_prometheus_has_one_labelled_gauge_for_each_number() -> Non
         f"slurmtrain_step{labels} 3.0",
         f"slurmtrain_valid_loss{labels} NaN",
     ]
-    assert text.count("# TYPE") == text.count("# HELP") == 3
+    assert text.count("# TYPE") == 3
 
 
 def test_the_text_file_is_whole_readable_by_all_and_removed_at_the_end(tmp_path: Path) -> None:
@@ -337,13 +307,6 @@ def test_the_text_file_is_whole_readable_by_all_and_removed_at_the_end(tmp_path:
     assert file.path.stat().st_mode & 0o777 == 0o644
     file.close()
     assert [path.name for path in tmp_path.iterdir()] == [new.name]  # that of a run of before is gone, too
-
-
-def test_the_newest_numbers_of_a_program_are_those_of_its_last_whole_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert newest_numbers(path) == {}
-    path.write_text('{"step": 1}\n{"step": 2, "loss": 0.5, "text": "x"}\n{"step": 3')
-    assert newest_numbers(path) == {"step": 2.0, "loss": 0.5}
 
 
 def test_a_program_that_leaves_has_wandb_and_mlflow_write_what_they_hold_but_not_for_long(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmtrain.planner.gpus import GPUS, gpu_of
-from slurmtrain.planner.peaks import BF16, DTYPES, FP16, FP32, PEAKS, TF32, peak_of
+from slurmtrain.planner.gpus import BF16, DTYPES, FP16, FP32, GPUS, TF32, gpu_of, peak_of
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_a_gpu_is_known_by_the_names_that_slurm_and_people_give_it(
 ) -> None:
     found = gpu_of(name)
     assert found is not None
-    assert (found.name, found.memory_gb, found.peak(dtype).tflops) == (model, memory_gb, tflops)
+    assert (found.name, found.memory_gb, found.tflops(dtype)) == (model, memory_gb, tflops)
     if " " in name:  # as torch says it
         assert peak_of(name, dtype).tflops == tflops
 
@@ -55,11 +54,6 @@ def test_a_gpu_is_known_by_the_names_that_slurm_and_people_give_it(
 @pytest.mark.parametrize("name", ["", "gpu", "h999", "a100_3g.20gb", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
 def test_what_is_not_known_or_a_part_of_a_gpu_has_no_figures(name: str) -> None:
     assert gpu_of(name) is None
-
-
-def test_every_gpu_of_the_table_has_a_peak_in_16_bit() -> None:
-    for gpu in GPUS:
-        assert gpu.peak(BF16).tflops or gpu.peak(FP16).tflops, gpu.name
 
 
 @pytest.mark.parametrize(
@@ -81,6 +75,6 @@ def test_where_no_peak_is_known_the_reason_is_said_unless_the_config_states_one(
 
 
 def test_peaks_fall_from_shorter_types_to_longer_ones() -> None:
-    for name, figures in PEAKS.items():
-        known = [figure for figure in figures if figure is not None]
-        assert known == sorted(known, reverse=True) and len(figures) == len(DTYPES), name
+    for gpu in GPUS:
+        known = [figure for dtype in DTYPES if (figure := gpu.tflops(dtype)) is not None]
+        assert known == sorted(known, reverse=True) and gpu.fp16 in known, gpu.name

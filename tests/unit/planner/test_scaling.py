@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import pytest
 
-from slurmtrain.planner.scaling import REST, Size, doublings, first_not_worth_it, losses_of
+from slurmtrain.planner.scaling import Size, doublings, first_not_worth_it
 
 
 def size(nodes: int, tokens: int, **seconds: float) -> Size:
     return Size(nodes, 8 * nodes, tokens, sum(seconds.values()), seconds)
 
 
-def test_strong_scaling_is_half_the_time_on_twice_the_nodes() -> None:
-    """10 s become 5.5 s, of which 0.5 s are communication: 10 / 11."""
-    (found,) = doublings([size(1, 1000, computation=10.0), size(2, 1000, computation=5.0, dp_shard=0.5)])
-    assert found.efficiency == found.total == pytest.approx(10 / 11)
-    assert found.cause == "dp_shard"
-    assert found.share == pytest.approx(0.5 / 5.5)
-    assert found.worth_it
+ONE = size(1, 1000, computation=10.0)
 
 
-def test_weak_scaling_is_the_same_time_for_twice_the_tokens() -> None:
-    """10 s become 14 s: 10 / 14, below 80 %."""
-    (found,) = doublings([size(1, 1000, computation=10.0), size(2, 2000, computation=10.0, tp=1.0, bubble=3.0)])
-    assert found.efficiency == pytest.approx(10 / 14)
-    assert (found.cause, found.worth_it) == ("bubble", False)
-    assert [name for name, _ in found.losses][:2] == ["bubble", "tp"]
+@pytest.mark.parametrize(
+    ("before", "after", "efficiency", "cause", "share", "worth_it"),
+    [
+        # Half the time on twice the nodes (strong scaling), but for 0.5 s.
+        (ONE, size(2, 1000, computation=5.0, dp_shard=0.5), 10 / 11, "dp_shard", 0.5 / 5.5, True),
+        # The same time for twice the tokens (weak scaling), but for 4 s.
+        (ONE, size(2, 2000, computation=10.0, tp=1.0, bubble=3.0), 10 / 14, "bubble", 3 / 14, False),
+        # A fixed time costs twice as much on twice the ranks.
+        (size(1, 1000, computation=10.0, optimiser=2.0), size(2, 1000, computation=5.0, optimiser=2.0),
+         12 / 14, "optimiser", 1 / 7, True),
+        # Nothing is named where nothing is lost.
+        (size(1, 1000, computation=10.0, tp=1.0), size(2, 1000, computation=5.0, tp=0.55), 11 / 11.1, None, 0.0, True),
+        # The line is 80 % for each doubling: from 1 to 4 nodes are two of them.
+        (Size(1, 8, 1000, 10.0), Size(4, 32, 1000, 10.0 / 4 / 0.7), 0.7, None, 0.0, True),
+        (Size(1, 8, 1000, 10.0), Size(2, 16, 1000, 10.0 / 2 / 0.7), 0.7, None, 0.0, False),
+    ],
+)  # fmt: skip
+def test_a_size_is_judged_by_what_a_token_costs(
+    before: Size, after: Size, efficiency: float, cause: str | None, share: float, worth_it: bool
+) -> None:
+    (found,) = doublings([before, after])
+    assert found.efficiency == found.total == pytest.approx(efficiency)
+    assert (found.cause, found.worth_it) == (cause, worth_it)
+    assert found.share == pytest.approx(share)
 
 
 def test_each_size_is_judged_against_the_one_before() -> None:
@@ -41,31 +53,3 @@ def test_each_size_is_judged_against_the_one_before() -> None:
     assert second.total == pytest.approx(20 / 33)
     assert first_not_worth_it([first, second]) is second
     assert first_not_worth_it([first]) is None
-
-
-def test_a_fixed_time_costs_twice_as_much_on_twice_the_ranks() -> None:
-    sizes = [size(1, 1000, computation=10.0, optimiser=2.0), size(2, 1000, computation=5.0, optimiser=2.0)]
-    (found,) = doublings(sizes)
-    assert found.cause == "optimiser"
-    assert dict(found.losses)["optimiser"] == pytest.approx(1.0 / 7)
-    assert dict(found.losses)["computation"] == pytest.approx(0)
-
-
-def test_nothing_is_named_where_nothing_is_lost() -> None:
-    (found,) = doublings([size(1, 1000, computation=10.0, tp=1.0), size(2, 1000, computation=5.0, tp=0.55)])
-    assert found.cause is None
-
-
-def test_what_no_part_accounts_for_is_the_rest() -> None:
-    """9 of 10 s before, 8.5 of 9 s on twice the ranks: 136 rank-seconds where there were 72, of 144."""
-    before, after = Size(1, 8, 1000, 10.0, {"data": 1.0}), Size(2, 16, 1000, 9.0, {"data": 0.5})
-    assert dict(losses_of(before, after)) == pytest.approx({REST: (136 - 72) / 144, "data": 0})
-    assert losses_of(Size(1, 8, 1000, 10.0), after)[0][0] == REST
-
-
-def test_the_line_is_eighty_percent_for_each_doubling() -> None:
-    """From 1 to 4 nodes are two doublings: 0.64."""
-    four = [Size(1, 8, 1000, 10.0), Size(4, 32, 1000, 10.0 / 4 / 0.7)]
-    two = [Size(1, 8, 1000, 10.0), Size(2, 16, 1000, 10.0 / 2 / 0.7)]
-    assert doublings(four)[0].worth_it
-    assert not doublings(two)[0].worth_it

@@ -129,6 +129,7 @@ def test_a_report_says_what_the_run_is_how_far_it_got_and_what_was_lost(runs: Pa
         "by ada on login1",
         "with 8 ranks on 2 nodes and 8 GPUs",
         "has done 3,000 of 3,000 steps (100 %)",
+        "tokens per second (40 % MFU)",
         "It took 4 attempts, with 2 preemptions and 1 hang. One restart was in place, in the same job.",
         "Attempt 2 hung: rank 5 (gpu12) did not come to the all_reduce of step 1571",
         "8 checkpoints were committed, the last at step 3,000. On average: 412 MB, committed in 2.4 s, "
@@ -158,14 +159,14 @@ def test_a_report_tells_waiting_in_the_queue_from_a_run_that_nobody_had_resumed(
 def test_start_up_comes_with_advice_only_where_a_setting_would_have_shortened_it(runs: Path, backend: str) -> None:
     files = RunFiles(runs / "train" / "20260101-000000-000aa")
     write_config(files.run, cluster__backend=backend)
-    crashed: dict[str, Any] = {"reason": "crash", "verdict": "in-place", "sentence": "crashed: x"}
-    files.attempt(1, 0, started=1, stepping=1000, ended=1010, **crashed)
+    cut: dict[str, Any] = {"reason": "time limit", "verdict": "requeue", "sentence": "the time limit is near"}
+    files.attempt(1, 0, started=1, stepping=1000, ended=1010, **cut)
     files.attempt(2, 1010, started=1011, stepping=2010, ended=2020, reason="finished", verdict="done")
     advice = [each for each in told()["advice"] if "of the allocated time went into starting up" in each]
     if backend == "slurm":
-        assert "requeue.standby_ranks=true shortens restarts in the same job" in advice[0]
+        assert "a longer cluster.time_limit_min makes restarts rarer" in advice[0]
     else:
-        assert advice == []  # where it is refused
+        assert advice == []  # where there is no limit
 
 
 def test_only_a_run_that_shards_over_nodes_is_advised_to_shard_within_one(runs: Path) -> None:
@@ -293,6 +294,7 @@ def test_text_of_a_run_directory_is_shown_as_text_wherever_it_stands(runs: Path,
     changed(record, sentence=evil, nodes=[evil], host=evil, start_up_s={evil: 1.0}, reason=evil, fault=fault)
     with run.events_file.open("a") as file:
         file.write(json.dumps({"time": BEGAN + 9e3, "event": evil, "attempt": 2, "error": evil, evil: evil}) + "\n")
+        file.write(json.dumps({"time": BEGAN + 9e3, "event": "checkpoint", "attempt": [evil], "step": evil}) + "\n")
     log(run, *({"step": step, evil: 0.5, f"valid_{evil}": 1.0} for step in (3010, 3020)))
     config = {"model": {"_target_": evil, evil: evil}, "job": {"command": evil, "kind": "command"}}
     run.config_file.write_text(json.dumps(config))

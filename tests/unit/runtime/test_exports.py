@@ -35,32 +35,35 @@ class Training:
         self.exports = self.begin()
 
     def begin(self) -> Exports:
-        return Exports(self.run, None, lambda event, **values: self.events.append((event, values["step"])), 20.0)
+
+        def event(event: Event, **values: Any) -> None:
+            self.events.append((event, values["step"]))
+
+        return Exports(self.run, lambda step: step % 4 == 0, None, event, 20.0)
 
     def _command(self, checkpoint: Path, out: Path, dtype: str | None) -> list[str]:
         copy = f"mkdir -p {out}; cp {checkpoint / MANIFEST} {out}/weights"
         return ["bash", "-c", self.instead or copy]
 
     def do(self, step: int, text: str) -> None:
-        """Do a step again whose checkpoint is to be exported, and wait for that."""
-        self.exports.ask(step)
+        """Do a step again, and wait for its export."""
         self.commit(step, text)
         self.exports.finish()
 
-    def commit(self, step: int, text: str) -> None:
+    def commit(self, step: int, text: str, *, told: bool = True) -> None:
         path = self.run.checkpoints / checkpoint_name(step)
         if path.exists():
             shutil.rmtree(path)
         path.mkdir(parents=True)
         (path / MANIFEST).write_text(text)
         (path / COMPLETE).touch()
-        self.exports.committed(step)
+        if told:
+            self.exports.committed(step)
 
-    def restart(self, step: int) -> None:
-        """The next attempt continues from the checkpoint of this step."""
+    def restart(self) -> None:
+        """The next attempt continues from the newest checkpoint."""
         self.exports.close()
         self.exports = self.begin()
-        self.exports.ask(step, restored=True)
         self.exports.finish()
 
     def folders(self) -> dict[str, str]:
@@ -81,17 +84,22 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traini
 def test_a_step_that_was_rolled_back_and_done_again_is_exported_again_and_once_only(training: Training) -> None:
     training.do(4, "before")
     training.do(4, "again")
-    training.restart(4)
+    training.restart()
     assert training.events == [(Event.EXPORTED, 4)] * 2 and training.folders() == {"step_0000004": "again"}
-    # A stop cuts the step short when it is done again, so that nobody asks for it.
     training.commit(4, "a third time")
     training.exports.finish()
     assert training.folders() == {"step_0000004": "a third time"}
-    training.exports.ask(4)
-    training.exports.close()  # stopped when it is done again, and before it is exported
-    training.commit(4, "a fourth time")
-    training.restart(4)
-    assert training.folders() == {"step_0000004": "a fourth time"} and training.asked() == []
+    assert training.asked() == []
+    training.commit(5, "not due")
+    training.restart()
+    assert training.folders() == {"step_0000004": "a third time"}
+
+
+def test_a_checkpoint_whose_attempt_was_killed_before_its_export_was_asked_for_is_exported(training: Training) -> None:
+    training.exports.close()
+    training.commit(8, "killed", told=False)
+    training.restart()
+    assert training.folders() == {"step_0000008": "killed"}
 
 
 def test_exports_of_steps_that_were_taken_back_are_not_taken_for_those_of_the_run(training: Training) -> None:
@@ -106,7 +114,6 @@ def test_exports_of_steps_that_were_taken_back_are_not_taken_for_those_of_the_ru
     expected = {"step_0000004": "again 4", "rolled-back-step_0000008": "again 8"}
     assert training.folders() == expected
     training.instead = f"touch {training.run.path}/begun; exec sleep 600"
-    training.exports.ask(8)
     training.commit(8, "while it is exported")
     wait_until((training.run.path / "begun").exists, "begun")
     roll_back(8)
@@ -125,7 +132,7 @@ def test_an_export_that_a_stop_or_a_preemption_ends_is_made_by_the_next_attempt(
     training.exports.close()
     assert training.events == [] and training.asked() == [4]
     training.instead = ""
-    training.restart(4)
+    training.restart()
     assert training.events == [(Event.EXPORTED, 4)] and training.folders() == {"step_0000004": "preempted"}
 
 
@@ -137,7 +144,7 @@ def test_training_neither_ends_nor_waits_for_an_export_that_a_storage_prevents(
 
     with monkeypatch.context() as failing:
         failing.setattr(retention, "hold", full)
-        training.exports.ask(3)
+        training.commit(4, "on a full disk")
     assert "No space left on device" in caplog.text
     training.instead = "echo 'error: the disk is full'; exit 1"
     training.do(4, "on a full disk")

@@ -214,7 +214,6 @@ def test_what_is_wrong_on_all_nodes_alike_is_no_nodes_fault_and_ends_the_run(
 OF_A_RANK: list[tuple[dict[str, Any], str, bool, str]] = [
     ({"gpus_seen": 0}, "gpu_missing", True, "rank 13 on n3: no GPU is visible; expected: 4"),
     ({"cpus": (0, 1)}, "cpus", False, "n3: its 4 ranks may run on 24 CPUs, and need 32; expected: 8 for each rank"),
-    ({"variables": ("NCCL_P2P_DISABLE",)}, "variables", False, "n3: NCCL_P2P_DISABLE=1 is set"),
 ]
 
 
@@ -274,7 +273,7 @@ def test_a_driver_that_does_not_answer_ends_a_training_where_no_rank_sees_a_gpu(
         (1, 4, 4, False),  # each rank is shown its own
         (2, 2, 4, False),  # each rank is shown its two
         (3, 4, 4, True),
-        (7, 1, 8, True),  # a launcher, which sees all
+        (7, 1, 8, True),  # the only rank, which sees all
         (0, 4, 4, True),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from slurmtrain.choices import FindingKind
 from slurmtrain.config.schema import ClusterConfig, Config, PreflightConfig
 from slurmtrain.runtime.preflight.findings import Fault, Finding, error_of
-from slurmtrain.runtime.preflight.measure import Rates, rings_of, slow
+from slurmtrain.runtime.preflight.measure import Rates, ring_of, slow
 
 NODES, TASKS = 8, 2
 
@@ -23,10 +23,9 @@ def rates(
     ranks = range(nodes * TASKS)
     node_of = {rank: f"n{rank // TASKS}" for rank in ranks}
     sent = {}
-    for ring in rings_of([TASKS] * nodes):
-        for rank, partner in ring.items():
-            between = (min(node_of[rank], node_of[partner]), max(node_of[rank], node_of[partner]))
-            sent[rank, partner] = (links or {}).get(between, 45.0) / TASKS
+    for rank, partner in ring_of([TASKS] * nodes).items():
+        between = (min(node_of[rank], node_of[partner]), max(node_of[rank], node_of[partner]))
+        sent[rank, partner] = (links or {}).get(between, 45.0) / TASKS
     return Rates(node_of, {rank: (tflops or {}).get(rank, 600.0) for rank in ranks}, 40.0, sent)
 
 
@@ -69,7 +68,7 @@ def test_a_node_all_of_whose_links_are_slow_is_slow_itself_and_its_partners_are_
     links = {pair: 12.0 for pair in combinations([f"n{index}" for index in range(NODES)], 2) if "n4" in pair}
     found = only(judged(rates(links=links)))
     assert (found.kind, found.nodes) == (FindingKind.SLOW_NODE, ("n4",))
-    assert "its network gives 12 GB/s to 4 other nodes; expected: 45 GB/s" in found.sentence
+    assert "its network gives 12 GB/s to 2 other nodes; expected: 45 GB/s" in found.sentence
 
 
 def test_a_slow_node_is_left_out_only_if_the_config_says_so() -> None:

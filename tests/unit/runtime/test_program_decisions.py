@@ -6,8 +6,6 @@ import errno
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,8 @@ import pytest
 
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runtime.jobs.program_exit_code import FinishedWhen, ProcessEnd, contract_code, end_of_node, signal_lag_s
-from slurmtrain.runtime.jobs.program_start import heard_signals
+from slurmtrain.runtime.jobs.command import FinishedWhen, contract_code, signal_lag_s
 from slurmtrain.runtime.jobs.program_stop import ProgramProcess, end_of_grace, to_tell, told_facts
-from slurmtrain.runtime.jobs.torchrun import PROCESS
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.signals import StopCause
 
@@ -52,38 +48,10 @@ def test_a_signal_that_is_noticed_after_the_end_of_a_program_may_have_been_its_c
         assert after_s > signal_lag_s(code)
 
 
-@pytest.mark.parametrize(
-    ("launcher_code", "ends", "told", "rank", "code"),
-    [
-        (0, [], False, -1, 0),
-        (1, [], False, -1, 1),  # the launcher itself has failed
-        (1, [(2, 3, 5.0), (0, -15, 6.0), (1, -15, 6.0)], False, 2, 3),  # it ended the others after the first one failed
-        (1, [(0, -15, 6.0), (2, 3, 5.0)], False, 2, 3),
-        (0, [(0, 75, 5.0), (1, 75, 6.0)], True, 0, 75),
-        (0, [(0, 75, 5.0), (1, -15, 4.0)], True, 0, 75),
-        (0, [(1, -15, 4.0), (0, -15, 4.5)], True, 1, -15),
-        (1, [(0, 1, 4.0), (1, 78, 5.0)], False, 1, 78),  # a wrong config is no crash
-        (1, [(0, -9, 4.0), (1, 75, 3.0)], False, 0, -9),
-    ],
-)
-def test_the_end_of_all_processes_of_a_node_is_that_of_the_one_that_counts(
-    launcher_code: int, ends: list[tuple[int, int, float]], told: bool, rank: int, code: int
-) -> None:
-    end = end_of_node(launcher_code, [ProcessEnd(*each) for each in ends], told=told)
-    assert (end.rank, end.code) == (rank, code)
-
-
-def test_a_crash_or_a_stop_of_one_process_outweighs_the_word_of_another_that_it_has_finished() -> None:
-    finished, crashed, stopped = ProcessEnd(0, 9, 4.0), ProcessEnd(1, 1, 5.0), ProcessEnd(1, 75, 5.0)
-    for ends, end in (([finished, crashed], crashed), ([finished, stopped], stopped), ([finished], finished)):
-        assert end_of_node(0, ends, told=False, finished_code=9) == end
-
-
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 DEAF = [ProgramProcess(1, 10), ProgramProcess(2, 20)]
 HANDLES_USR2 = [ProgramProcess(1, 10, frozenset({USR2})), ProgramProcess(2, 10)]
 HANDLES_USR1 = [ProgramProcess(1, 10, frozenset({USR1})), ProgramProcess(2, 10)]
-HANDLES_USR1.append(ProgramProcess(3, 10, of_launcher=True))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +68,8 @@ HANDLES_USR1.append(ProgramProcess(3, 10, of_launcher=True))
         (HANDLES_USR2, TERM, StopCause.DEADLINE, "slurm", [1, 2]),
         (DEAF, TERM, StopCause.SIGINT, "local", [1, 2]),
         # A signal of the program's own choice.
-        (HANDLES_USR1, USR1, StopCause.SIGTERM, "slurm", [1, 3]),
-        (HANDLES_USR1, USR1, StopCause.SIGUSR2, "slurm", [1, 3]),
+        (HANDLES_USR1, USR1, StopCause.SIGTERM, "slurm", [1]),
+        (HANDLES_USR1, USR1, StopCause.SIGUSR2, "slurm", [1]),
         (DEAF, USR1, StopCause.SIGTERM, "slurm", [1, 2]),
         (DEAF, USR1, StopCause.SIGTERM, "local", [1, 2]),
         (HANDLES_USR2, USR2, StopCause.SIGUSR2, "slurm", []),
@@ -133,20 +101,6 @@ def test_a_program_is_ended_before_slurm_would_lose_the_run() -> None:
         assert end_of_grace(1000.0, grace_s, facts) == until, (grace_s, state, left_s)
 
 
-def test_a_shell_that_traps_the_early_warning_can_do_so(project: Path) -> None:
-    """A shell cannot trap a signal that is ignored when it starts, as the early warning is for programs that know none."""
-    (project / "plain.sh").write_text("python train.py")
-    (project / "traps.sh").write_text("#!/usr/bin/env bash\ntrap save USR2\npython train.py & wait")
-    (project / "train.py").write_text("signal.signal(signal.SIGUSR2, save)")
-    both = ["SIGTERM", "SIGUSR2"]
-    assert heard_signals("SIGTERM", ["python", "train.py"]) == ["SIGTERM"]
-    assert heard_signals("SIGTERM", ["bash", "plain.sh"]) == ["SIGTERM"]
-    assert heard_signals("SIGTERM", ["bash", "traps.sh"]) == both
-    assert heard_signals("SIGTERM", ["./traps.sh", "x"]) == both
-    assert heard_signals("SIGTERM", ["bash", "-c", "trap 'x' USR2; sleep 9"]) == both
-    assert heard_signals("SIGUSR1", ["bash", "traps.sh"]) == ["SIGUSR1"]
-
-
 def test_a_storage_that_fails_for_a_moment_leaves_a_program_s_grace_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,12 +121,3 @@ def test_a_storage_that_fails_for_a_moment_leaves_a_program_s_grace_as_it_was(
     folder.stop_file.unlink()
     folder.stop_file.mkdir()
     assert told_facts(folder) is None
-
-
-def test_a_process_of_a_launcher_whose_end_cannot_be_told_in_a_file_leaves_with_its_code(tmp_path: Path) -> None:
-    """As when /tmp is full: 0, which keeps the other processes alive, would be taken for finished."""
-    (tmp_path / "ends").mkdir()
-    words = [sys.executable, "-I", "-S", str(PROCESS), str(tmp_path / "ends"), "SIGTERM", "75"]
-    program = ["bash", "-c", f"rm -r {tmp_path}/ends; exit 75"]
-    env = {**os.environ, "RANK": "5"}
-    assert subprocess.run([*words, *program], env=env, timeout=60, check=False).returncode == 75

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,6 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.slurm.command_environment import belongs_to_a_job
 from slurmtrain.system import process
-from tests.support.fake_slurm import FakeSlurm
 
 # Traps TERM, saves, and exits with 0, as many scripts do.
 POLITE = "trap 'exit 0' TERM; touch ready; while sleep 0.05; do :; done"
@@ -76,7 +74,6 @@ TWO = "cluster.tasks_per_node=2"
 OFF = "requeue=off"
 ONCE = "requeue.max_attempts_without_progress=1"
 TWICE = "requeue.max_attempts_without_progress=2"
-ITS_ADDRESS = ("+cluster.env.MASTER_ADDR=127.0.0.1", "+cluster.env.MASTER_PORT='${oc.env:TAKEN}'")
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 PROGRAMS = {
@@ -134,15 +131,12 @@ PROGRAMS = {
     ),
     # In the folder in which it runs, and in the run directory.
     "changes a file": Program(
-        f'{COUNT}[ $n = 2 ] && cd "$SLURMTRAIN_RUN_DIR"; mkdir -p out; touch out/a.pt\n'
+        f'{COUNT}[ $n = 2 ] && cd "$SLURMTRAIN_RUN_DIR"; mkdir -p out; echo $n >>out/a.log\n'
         "[ $n = 3 ] && touch out/done && exit 0; exit 1",
-        (ONCE, "job.progress_file=out/*.pt", "job.finished_when=out/done"),
+        (ONCE, "job.checkpoints=out/*.log", "job.finished_when=out/done"),
     ),
     "is given a port": Program(
         "echo $MASTER_ADDR $MASTER_PORT >at-$RANK", (TWO, "cluster.port_range=21000-31999", OFF)
-    ),
-    "finds its port in use": Program(
-        "touch started", (TWO, ONCE, "cluster.srun_wait_s=600", *ITS_ADDRESS), env={"TAKEN": "0"}
     ),
     "wants a GPU": Program("touch started", ("cluster.gpus_per_node=1",), env=NO_GPU),
     "has a loop of its own": Program(
@@ -185,10 +179,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
     """All programs, some at a time."""
     root = tmp_path_factory.mktemp("programs")
     pool = ThreadPoolExecutor(3)
-    with socket.create_server(("127.0.0.1", 0)) as somebody:
-        PROGRAMS["finds its port in use"].env["TAKEN"] = str(somebody.getsockname()[1])
-        yield {name: pool.submit(end_of, program, root / name.replace(" ", "-")) for name, program in PROGRAMS.items()}
-        pool.shutdown(cancel_futures=True)  # a test that runs alone does not need them all
+    yield {name: pool.submit(end_of, program, root / name.replace(" ", "-")) for name, program in PROGRAMS.items()}
+    pool.shutdown(cancel_futures=True)  # a test that runs alone does not need them all
 
 
 @dataclass(frozen=True)
@@ -298,17 +290,6 @@ def test_a_program_is_given_one_port_of_the_range_for_all_its_ranks(ended: Ended
     assert host == "127.0.0.1" and 21000 <= int(port) <= 31999
 
 
-def test_a_port_of_the_environment_that_is_taken_is_named_before_the_program_starts_and_no_rank_waits_for_the_other(
-    ended: Ended,
-) -> None:
-    end = ended("finds its port in use", 1)
-    port = PROGRAMS["finds its port in use"].env["TAKEN"]
-    assert f"MASTER_PORT={port} from the environment is in use on" in end.said and "unset MASTER_ADDR" in end.said
-    assert not (end.folder / "started").exists()
-    (attempt,) = end.status()["attempts"]
-    assert attempt["ended"] - attempt["started"] < 100  # not srun_wait_s=600
-
-
 def test_a_program_that_asks_for_gpus_where_none_can_be_is_not_started(ended: Ended) -> None:
     end = ended("wants a GPU", 78)
     assert "cluster.gpus_per_node=1, but rank 0 on " in end.said and "CUDA_VISIBLE_DEVICES=''" in end.said
@@ -324,147 +305,3 @@ def test_outside_of_a_run_the_verb_progress_says_so(capsys: pytest.CaptureFixtur
     assert "works only inside a run: SLURMTRAIN_RUN_DIR is not set" in capsys.readouterr().err
     assert main(["progress", "ten"]) == 2
     assert "STEP: 'ten' is not a whole number" in capsys.readouterr().err
-
-
-# Starts the processes of a node as torchrun does: when one fails, it ends the others and hides its code.
-LAUNCHER = f"""#!{sys.executable}
-import json, os, pathlib, subprocess, sys
-
-if sys.argv[2:4] != ["-m", "torch.distributed.run"]:
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-node, size, words = int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), sys.argv[1:]
-at = words.index("--no-python") + 1
-pathlib.Path(f"node-{{node}}").write_text(json.dumps([words[:at], dict(os.environ)]))
-if "--slow" in words:
-    import time
-    time.sleep(3000)
-ranks = [
-    subprocess.Popen(words[at:], env={{**os.environ, "RANK": str(node * size + local), "LOCAL_RANK": str(local)}})
-    for local in range(size)
-]
-while ranks:
-    pid, status = os.wait()
-    ranks = [rank for rank in ranks if rank.pid != pid]
-    if status:
-        for rank in ranks:
-            rank.terminate()
-            rank.wait()
-        sys.exit(1)
-"""
-# Its last word says what it does on which rank; it saves for a while when it is told to stop.
-LAUNCHED = """
-import os, pathlib, signal, sys, time
-
-def told(*_):
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as many do, so that a second one ends them at once
-    time.sleep(3)
-    pathlib.Path("saved").touch()
-    sys.exit(0)
-
-rank, last = os.environ["RANK"], sys.argv[-1]
-if last == "saves" and rank == "0":
-    signal.signal(signal.SIGTERM, told)
-pathlib.Path(f"up-{rank}").write_text(" ".join(sys.argv[1:]))
-if last == "crashes" and rank == "3":
-    sys.exit(7)
-if last == "goes-on":
-    time.sleep(0 if rank == "0" else 1)
-    pathlib.Path(f"done-{rank}").touch()
-    sys.exit(75)
-time.sleep(3000)
-"""
-# Variables of MPI and of the task that starts a launcher, which would give its processes a wrong rank.
-OF_MPI = (
-    *("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_UNIVERSE_SIZE", "OMPI_MCA_orte_ess_vpid"),
-    *("OMPI_MCA_ess_base_vpid", "MV2_COMM_WORLD_RANK"),
-)
-OF_THE_TASK = (
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_STEP_ID"),
-    *("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_TASKS_PER_NODE", *OF_MPI),
-)
-OF_PEOPLE = {
-    "OMPI_MCA_btl_tcp_if_include": "lo",
-    "PMIX_MCA_gds": "hash",
-    "MV2_USE_CUDA": "1",
-    "SLURM_CPUS_ON_NODE": "8",
-}
-
-
-@dataclass(frozen=True)
-class Launched:
-    """A run on two nodes, on each of which a launcher starts two processes, and its job."""
-
-    folder: Path
-    job: str
-
-    @classmethod
-    def submit(cls, folder: Path, command: str, slurm: FakeSlurm) -> Launched:
-        folder.mkdir()
-        (folder / "python").write_text(LAUNCHER)
-        (folder / "python").chmod(0o700)
-        (folder / "torchrun").symlink_to("python")
-        (folder / "train.py").write_text(LAUNCHED)
-        with contextlib.chdir(folder):
-            words = ["+cluster=a100x4", "cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=0"]
-            words += ["cluster.gpu_type=null", "cluster.gpu_memory_gb=null", "cluster.network_interface=lo"]
-            words += ["requeue.restart_delay_s=0", "requeue.in_place=false", "job=command", "job.snapshot=none"]
-            assert main([*words, "job.launcher=torchrun", "submit", "--", *command.split()]) == 0
-        return cls(folder, str(slurm.jobs[-1]["id"]))
-
-    def node(self, number: int) -> tuple[str, dict[str, str]]:
-        """The words of torchrun there, and its environment."""
-        words, environment = json.loads((self.folder / f"node-{number}").read_text())
-        return " ".join(words).replace(environment["MASTER_PORT"], "PORT"), environment
-
-    def came(self, rank: int) -> str:
-        return (self.folder / f"up-{rank}").read_text()
-
-
-def test_launchers_on_two_nodes_start_all_ranks_and_their_ends_are_told_apart(project: Path, slurm: FakeSlurm) -> None:
-    commands = {
-        "crashes": "python train.py --lr 1 crashes",
-        "goes-on": "torchrun --tee 3 train.py goes-on",
-        "saves": "torchrun train.py saves",
-        "starts": "torchrun --slow train.py",
-    }
-    crashes, goes_on, saves, starts = (
-        Launched.submit(project / name, f"{project / name}/{command}", slurm) for name, command in commands.items()
-    )
-    leaked: dict[str, Any] = {**dict.fromkeys(OF_MPI, "1"), **OF_PEOPLE, "CUDA_VISIBLE_DEVICES": "4,5"}
-    with ThreadPoolExecutor(4) as pool:
-        all_of_them = (crashes, goes_on, saves, starts)
-        jobs = {each: pool.submit(slurm.run, each.job, timeout_s=240, **leaked) for each in all_of_them}
-        for told, files in ((saves, [f"up-{rank}" for rank in range(4)]), (starts, ["node-0", "node-1"])):
-            while not all((told.folder / file).exists() for file in files) and not jobs[told].done():
-                time.sleep(0.05)
-            slurm.signal(told.job, signal.SIGTERM)
-        said = {each: job.result().stdout for each, job in jobs.items()}
-
-    def status(launched: Launched, state: str, reason: str) -> str:
-        found = End(launched.folder, 0, "").status()
-        (attempt,) = found["attempts"]
-        assert (found["state"], attempt["reason"]) == (state, reason), said[launched]
-        return str(attempt["sentence"])
-
-    # A crash of one process ends all, and is named although its launcher hides its code.
-    assert "rank 3: train.py (torchrun) ended with exit code 7" in status(crashes, "requeued", "crash")
-    assert crashes.came(3) == "--lr 1 crashes"
-    # A process that leaves before its end ends no other; nor does one that is told to stop, and saves for a while.
-    status(goes_on, "requeued", "asked")
-    assert all((goes_on.folder / f"done-{rank}").exists() for rank in range(4))
-    status(saves, "requeued", "asked")
-    assert (saves.folder / "saved").exists()
-    # A launcher that has started nothing yet hears no signal, and what it starts later would not have heard it either.
-    status(starts, "requeued", "asked")
-
-    words, environment = crashes.node(1)
-    assert words == (
-        "-u -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --node-rank=1 --master-addr=127.0.0.1 "
-        "--master-port=PORT --max-restarts=0 --no-python"
-    )
-    assert not {*OF_THE_TASK} & {*environment} and environment.items() >= OF_PEOPLE.items()
-    assert environment.items() >= {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}.items()
-    words, _ = goes_on.node(0)
-    assert words.endswith(
-        "--node-rank=0 --master-addr=127.0.0.1 --master-port=PORT --max-restarts=0 --tee 3 --no-python"
-    )

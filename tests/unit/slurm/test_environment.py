@@ -89,7 +89,7 @@ def test_torchrun_gives_the_ranks() -> None:
     found = Environment.detect(TORCHRUN)
     assert (found.source, found.rank, found.world_size, found.local_rank) == ("torchrun", 5, 8, 1)
     assert (found.local_world_size, found.node_rank, len(found.nodes)) == (4, 1, 2)
-    assert found.node == HOST and not found.single_node
+    assert found.node == HOST and len(found.nodes) > 1
 
 
 def test_torchrun_under_srun_wins_over_srun() -> None:
@@ -105,7 +105,7 @@ def test_rank_variables_without_a_launcher_that_sets_them_mean_nothing() -> None
 def test_cluster_local_starts_ranks_on_one_node() -> None:
     local = {"SLURMTRAIN_LAUNCHER": "local", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     found = Environment.detect(local)
-    assert (found.source, found.rank, found.world_size, found.single_node) == ("local", 1, 2, True)
+    assert (found.source, found.rank, found.world_size, len(found.nodes)) == ("local", 1, 2, 1)
 
 
 CONTRADICTIONS = [

@@ -96,16 +96,6 @@ def test_what_counts_how_much(event: NodeEvent, times: int, for_own: bool, for_o
     assert (names(*found) == ["n3"], names(*found, run="b") == ["n3"]) == (for_own, for_others)
 
 
-def test_a_node_that_was_slow_in_two_attempts_is_left_out_also_if_runs_have_trained_there_since() -> None:
-    said = "took 1.6 times as long for forward_backward"
-    slow = [other(NodeEvent.SLOW, attempt=number, said=said) for number in (1, 2)]
-    assert names(slow[0]) == names(slow[0], slow[0]) == []
-    assert names(*slow, trained("n3")) == names(*slow, run=None) == ["n3"]
-    assert names(*slow, NodeRecord(NOW, "n3", NodeEvent.FORGIVEN)) == []
-    (blamed,) = blamed_nodes(slow, POLICY, now=NOW)
-    assert blamed.why == f"slow in 2 attempts: {said}"
-
-
 def test_a_node_is_forgotten_after_the_expiry() -> None:
     found = [crash("n3", 1, ago=2 * HOUR), crash("n3", 2, ago=HOUR)]
     (blamed,) = blamed_nodes(found, POLICY, now=NOW, run="a")

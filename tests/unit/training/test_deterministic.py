@@ -13,9 +13,7 @@ import torch
 from slurmtrain.config.compose import compose
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import distributed_context, main
-from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
-from slurmtrain.system.signals import StopFlag
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC")
 
@@ -45,6 +43,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 @pytest.mark.parametrize("wanted", [True, False])
 def test_kernels_are_deterministic_when_the_ranks_meet_if_the_config_says_so(fresh: list[bool], wanted: bool) -> None:
     config = compose(["experiment=smoke", f"train.deterministic={wanted}"])
+    rank = main.Rank(None)
+    rank.environment, rank.config = Environment("single"), config
     with pytest.raises(JoinedError):
-        main._join(config, Environment("single"), None, lambda: RunDir(Path()), StopFlag(), Timeline(), lambda *_: None)
+        rank.join(lambda: RunDir(Path()))
     assert fresh == [wanted]

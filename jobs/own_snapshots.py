@@ -1,8 +1,8 @@
 """Somebody's script for torchrun that writes a snapshot after each epoch, and finds it again: not a line is slurmtrain's.
 
-torchrun --nproc-per-node 2 jobs/torchrun_snapshots.py                        by itself
-python -m slurmtrain +cluster=a100x8 cluster.nodes=4 job.launcher=torchrun 'job.checkpoints=snapshots/epoch-*.pt' \
-    submit -- jobs/torchrun_snapshots.py --folder '$SLURMTRAIN_RUN_DIR'
+torchrun --nproc-per-node 2 jobs/own_snapshots.py                        by itself
+python -m slurmtrain +cluster=a100x8 cluster.nodes=4 'job.checkpoints=snapshots/epoch-*.pt' \
+    submit -- python jobs/own_snapshots.py --folder '$SLURMTRAIN_RUN_DIR'
 """
 
 import argparse

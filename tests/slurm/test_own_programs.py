@@ -1,9 +1,10 @@
-"""job.launcher on a real SLURM: one launcher on each node, 2 nodes x 2 processes, preempted, resumed, with the right ranks."""
+"""A program of one's own on a real SLURM: 2 nodes x 2 ranks, preempted, resumed, with the right ranks."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,12 +59,12 @@ def project(sandbox: Cluster, tmp_path: Path) -> Project:
     return made
 
 
-def test_a_launcher_on_each_node_is_preempted_and_resumes_with_the_right_ranks(project: Project) -> None:
+def test_a_program_on_two_nodes_is_preempted_and_resumes_with_the_right_ranks(project: Project) -> None:
     words = ["two words", "$HOME"]
     sizes = ["cluster.nodes=2", "cluster.tasks_per_node=2", "cluster.gpus_per_node=0", "cluster.cpus_per_task=1"]
     again = ["job.snapshot=none"]
     again += ["job.checkpoints='out/checkpoint-*'", "job.checkpoint_complete=trainer_state.json"]
-    run = project.submit("job.launcher=torchrun", *sizes, *again, small=False, words=("--", "train.py", *words))
+    run = project.submit(*sizes, *again, small=False, words=("--", sys.executable, "train.py", *words))
     ranks = range(4)
     run.wait_until(lambda: all((run.run_dir.path / f"up-1-{rank}").exists() for rank in ranks), "up")
     torn = run.run_dir.path / "out" / "checkpoint-99"  # the program would go on from there
@@ -79,7 +80,7 @@ def test_a_launcher_on_each_node_is_preempted_and_resumes_with_the_right_ranks(p
     aside = torn.with_name(".incomplete-checkpoint-99-attempt-2")
     assert (aside / "weights").read_text() == "the first half" and not torn.exists()
     assert "1 incomplete one moved aside (the last: checkpoint-99)" in run.status()
-    # Rank 0 saved for a second after the others had died of the signal: no launcher has ended it.
+    # Rank 0 saved for a second after the others had died of the signal: nothing has ended it.
     assert (run.run_dir.path / "told-1").read_text() == "SIGTERM"
     for number, first in ((1, 0), (2, 20)):
         for rank in ranks:
@@ -88,8 +89,8 @@ def test_a_launcher_on_each_node_is_preempted_and_resumes_with_the_right_ranks(p
                 "LOCAL_RANK": str(rank % 2),
                 "LOCAL_WORLD_SIZE": "2",
                 "NODE_RANK": str(rank // 2),
-                "SLURM_PROCID": None,
-                "SLURM_NTASKS": None,
+                "SLURM_PROCID": str(rank),
+                "SLURM_NTASKS": "4",
                 "world": 4,
                 "first": first,
                 "arguments": words,
