@@ -7,16 +7,20 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.boxes import Box, TensorFacts
 from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
+from slurmtrain.checkpoint.store.fencing import Incarnation
 
 Piece = tuple[str, Box, Tensor]
+ONLY = Incarnation(1, "x")
 
 
 def header_of(pieces: Sequence[Piece]) -> bytes:
@@ -47,18 +51,23 @@ def write_files(folder: Path, files: Sequence[Sequence[Piece]], tensors: Mapping
             (folder / name).write_bytes(header + b"".join(parts) + b"{}")
             records[name] = blocks.digest_file(folder / name, pool)
             headers[name] = hashlib.sha256(header).hexdigest()
+    facts = {name: TensorFacts(tuple(each.shape), dtype_name(each.dtype)) for name, each in tensors.items()}
+    return manifest_of(7, records, world_size=len(files), headers=headers, tensors=facts)
+
+
+def manifest_of(step: int, files: Mapping[str, FileRecord], incarnation: Incarnation = ONLY, **more: Any) -> Manifest:
+    """A manifest with these files, of no tensors and no state unless they are given."""
+    named = {
+        "run_id": "run",
+        "world_size": 1,
+        "torch_version": torch.__version__,
+        "headers": {},
+        "tensors": {},
+        "state": {},
+    }
+    order, label = incarnation.order, incarnation.label
     return Manifest(
-        format=FORMAT,
-        run_id="r1",
-        step=7,
-        incarnation=1,
-        incarnation_label="x",
-        world_size=len(files),
-        torch_version=torch.__version__,
-        files=records,
-        headers=headers,
-        tensors={name: TensorFacts(tuple(each.shape), dtype_name(each.dtype)) for name, each in tensors.items()},
-        state={},
+        **{**named, **more}, format=FORMAT, step=step, incarnation=order, incarnation_label=label, files=dict(files)
     )
 
 

@@ -15,11 +15,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest, read_manifest_bytes
+from slurmtrain.checkpoint.format.manifest import read_manifest_bytes
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.fencing import Incarnation, claim
 from slurmtrain.checkpoint.store.mirror import Mirror, copy_name
 from slurmtrain.checkpoint.store.retention import Keep
+from tests.support.checkpoint_files import manifest_of
 
 WORLD = 4
 FILES = {f"rank{rank:05d}.safetensors": os.urandom(1000 + rank) for rank in range(WORLD)} | {
@@ -99,20 +100,8 @@ def checkpoint(
     temporary = commit.begin(directory, step, incarnation)
     with blocks.threads() as pool:
         records = {name: blocks.write(temporary / name, memoryview(data), pool) for name, data in FILES.items()}
-    manifest = Manifest(
-        format=FORMAT,
-        run_id="run",
-        step=step,
-        incarnation=incarnation.order,
-        incarnation_label=incarnation.label,
-        world_size=WORLD,
-        torch_version="2",
-        files=records | dict.fromkeys(names, records["rank99999.safetensors"]),
-        headers={},
-        tensors={},
-        state={},
-        metrics={"valid_loss": loss},
-    )
+    files = records | dict.fromkeys(names, records["rank99999.safetensors"])
+    manifest = manifest_of(step, files, incarnation, world_size=WORLD, metrics={"valid_loss": loss})
     return commit.commit(temporary, manifest, incarnation)
 
 
