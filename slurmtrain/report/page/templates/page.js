@@ -94,16 +94,17 @@
   };
 
   // Of a page that is served: ask for its content again, and put that in the place of the old one, unfolded as it is.
-  const live = () => {
+  const contentOf = (page) => page.querySelector("main")?.outerHTML + page.querySelector("h1")?.outerHTML;
+  const live = (first) => {
     const meta = document.querySelector('meta[name="slurmtrain-refresh-s"]');
     if (!meta) return;
     const every = 1000 * Math.max(1, Number(meta.content)), said = document.getElementById("live");
-    let shown = null; // the content as it was, without the time at which it was made
+    let shown = first; // the content as it was, without the time at which it was made
     const ask = async () => {
       try {
         const answer = await fetch(`${location.pathname}?content`, { cache: "no-store" });
         const next = new DOMParser().parseFromString(await answer.text(), "text/html");
-        const content = next.querySelector("main")?.outerHTML + next.querySelector("h1")?.outerHTML;
+        const content = contentOf(next);
         if (answer.status !== 200) said.textContent = `The server answered with ${answer.status}.`;
         else if (content !== shown) {
           shown = content;
@@ -124,8 +125,9 @@
     setTimeout(ask, every);
   };
 
+  const first = contentOf(document); // before it is changed here
   setUp();
-  live();
+  live(first);
   dark.addEventListener("change", draw);
   addEventListener("beforeprint", () => { document.querySelectorAll("figure.chart").forEach(drawOne); });
 })();
