@@ -365,12 +365,6 @@ def test_the_job_of_the_verb_has_the_nodes_ranks_and_data_of_the_training_and_is
     assert preflight_config(asked, full=True).preflight.exclude_slow
 
 
-def test_where_a_launcher_starts_the_ranks_the_job_of_the_verb_has_as_many() -> None:
-    words = ["job=command", "job.command=python x.py", "job.launcher=torchrun", "cluster.tasks_per_node=1"]
-    made = preflight_config(compose(["cluster=a100x8", "cluster.nodes=2", *words]), full=True)
-    assert (made.cluster.tasks_per_node, made.world_size, made.job.command) == (8, 16, None)
-
-
 # A class that cannot be built.
 
 

@@ -110,6 +110,7 @@ OPTIONS: dict[str, tuple[list[str], dict[str, str | None]]] = {
         [
             *("+cluster=a100x4", "requeue=off", "cluster.gpus_per_node=0", "cluster.gpu_type=null"),
             *("cluster.gpu_memory_gb=null", "cluster.signal_lead_s=0", "job.singleton=true"),
+            "cluster.partition='gpu,gpu-long'",
             "+cluster.sbatch.dependency='afterok:7'",
         ],
         {
@@ -118,6 +119,7 @@ OPTIONS: dict[str, tuple[list[str], dict[str, str | None]]] = {
             "gpus-per-node": None,
             "signal": None,
             "no-kill": None,
+            "partition": "gpu,gpu-long",
             "dependency": "afterok:7,singleton",
         },
     ),

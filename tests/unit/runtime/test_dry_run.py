@@ -76,7 +76,6 @@ def test_of_a_model_with_adapters_these_alone_have_gradients() -> None:
 
 LLAMA_70B = ["model=llama3_70b", "model.n_layers=16", "train.global_batch_size=512"]
 LLAMA_70B_LAYER = 2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192  # and two norms
-LLAMA_VOCABULARY = 128256 * 8192
 
 
 def test_512_ranks_of_tp_8_and_fsdp_64() -> None:
