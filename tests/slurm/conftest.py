@@ -18,6 +18,8 @@ from slurmtrain.slurm.versions import PREEMPT_PARAMETERS
 from tests.support.gloo import wait_until
 from tests.support.slurm_cluster import Cluster, reconfigured
 
+SHARED: list[Cluster] = []  # the sandbox, while there is one
+
 
 def _cluster(name: str, spec: SandboxSpec) -> Iterator[Cluster]:
     sandbox = up(spec, default_directory(f"{name}-{os.getpid()}"), ends_with=os.getpid())
@@ -39,28 +41,23 @@ def _cluster(name: str, spec: SandboxSpec) -> Iterator[Cluster]:
 def sandbox() -> Iterator[Cluster]:
     """Eight nodes; preemption and requeue send SIGTERM, like most clusters."""
     spec = SandboxSpec(nodes=8, cpus=4, gpus=4, grace_s=30, kill_wait_s=10, slurmd_timeout_s=10, cred_expire_s=5)
-    yield from _cluster("tests", spec)
+    for cluster in _cluster("tests", spec):
+        SHARED.append(cluster)
+        yield cluster
+        SHARED.clear()
 
 
-def _owners(cluster: Cluster, states: str) -> dict[str, str]:
-    """The jobs in these states, each with the run or the sweep that it belongs to; any other job is its own."""
-    lines = cluster.run(["squeue", "--noheader", f"--states={states}", "--format=%F|%k"]).stdout.splitlines()
-    jobs = (line.strip().split("|", 1) for line in lines)
-    return {job: ":".join(comment.split(":")[:2]) if "slurmtrain:" in comment else job for job, comment in jobs}
-
-
-@pytest.fixture(autouse=True)
-def leaves_no_job(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test leaves when it fails is cancelled: the others would wait for its nodes. Runs of its module stay."""
-    if "sandbox" not in request.fixturenames:
-        yield
-        return
-    cluster: Cluster = request.getfixturevalue("sandbox")
-    before = set(_owners(cluster, "all").values())
+@pytest.fixture(scope="module", autouse=True)
+def leaves_no_job() -> Iterator[None]:
+    """What the tests of a module leave when one fails is cancelled: those of other modules would wait for its nodes."""
     yield
-    if left := [job for job, whose in _owners(cluster, "PENDING,RUNNING,SUSPENDED").items() if whose not in before]:
-        cluster.run(["scancel", *left], check=False)
-        wait_until(lambda: not {*left} & _owners(cluster, "PENDING,RUNNING,SUSPENDED,COMPLETING").keys(), "cancelled")
+    if SHARED and (jobs := _jobs(SHARED[0])):
+        SHARED[0].run(["scancel", *jobs], check=False)
+        wait_until(lambda: not _jobs(SHARED[0]), "cancelled")
+
+
+def _jobs(cluster: Cluster) -> list[str]:
+    return cluster.run(["squeue", "--noheader", "--format=%A"]).stdout.split()
 
 
 @pytest.fixture

@@ -23,6 +23,9 @@ from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import write_json
 from slurmtrain.system.patience import begin
 
+log = logging.getLogger(__name__)
+
+FIND_S = 60.0  # a new database of MLflow takes some seconds to make
 # What SLURM, or a person, may send to tell a program to stop.
 STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -135,10 +138,6 @@ def with_variables(words: Sequence[str], given: Mapping[str, str], environment: 
 
 
 # Variables by which an unmodified program goes on in the same run of W&B and MLflow.
-
-log = logging.getLogger(__name__)
-
-FIND_S = 60.0  # a new database of MLflow takes some seconds to make
 
 
 def logger_variables(config: Config, context: AttemptContext) -> dict[str, str]:
