@@ -66,7 +66,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         return {name: rows[0] for name, rows in self.get_batch(np.array([index])).items()}
 
     def will_need(self, indices: NDArray[np.int64]) -> None:
-        """Ask the kernel to read the samples `indices` [B] ahead. Raises as `get_batch`."""
+        """Ask the kernel to read the samples `indices` [B] ahead."""
         pieces, _ = self._rows.pieces(indices)
         self._stream.will_need(pieces["start"].tolist(), pieces["pairs"].tolist())
 

@@ -185,13 +185,17 @@ class BatchLoader:
         except BaseException:
             self.close()
             raise
-        self._samples_consumed += self._global
-        return Step(
+        if len(step) < self.accumulation_steps:
+            self.close()
+            raise ConfigError("the data set raised StopIteration", hint="raise another exception there")
+        result = Step(
             [micro.batch if self._gpu is None else self._gpu.receive(micro.batch) for micro in step],
             sum(micro.targets for micro in step),
             sample_digest.added([micro.digest for micro in step]),
             RowCounts(*map(sum, zip(*(micro.rows for micro in step), strict=True))),
         )
+        self._samples_consumed += self._global
+        return result
 
     def close(self) -> None:
         """Stop the workers. The loader can be used again afterwards."""
@@ -342,7 +346,10 @@ class _Gpu:
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         # The host runs ahead of the GPU, so these copies are queued while it computes earlier micro batches.
         with torch.cuda.stream(self._stream):
-            pinned = {name: value if value.is_pinned() else value.pin_memory() for name, value in tensors.items()}
+            pinned = {
+                name: value.pin_memory() if value.device.type == "cpu" and not value.is_pinned() else value
+                for name, value in tensors.items()
+            }
             copied = {name: value.to(self._device, non_blocking=True) for name, value in pinned.items()}
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)

@@ -16,6 +16,7 @@ import multiprocessing
 import multiprocessing.process
 import os
 import pickle
+import resource
 import signal
 import stat
 import threading
@@ -36,9 +37,10 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 CLOSE_GRACE_S = 2.0  # seconds for a worker to exit by itself before it is killed
-SMALL_BYTES = 1 << 20  # a tensor of at most so many is sent in the message itself
+# A tensor of at most so many is sent in the message itself. Longer messages do not fit into a pipe: of a worker that is killed
+# while it writes one, the reader would wait for the rest.
+SMALL_BYTES = 1 << 13
 _OF_NUMPY = {getattr(torch, name) for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64".split()}
-MAX_AHEAD = 8  # results of a worker that wait: each large tensor of one takes a descriptor
 
 
 class Workers(Generic[Job, Result]):
@@ -48,7 +50,7 @@ class Workers(Generic[Job, Result]):
         work: called in a worker for each job. Its errors are raised here, in the job's turn.
         jobs: the jobs, taken by this process as results are asked for.
         count: number of workers.
-        ahead: number of jobs that are given to each worker before their results are wanted, from 2 to `MAX_AHEAD`.
+        ahead: number of jobs that are given to each worker before their results are wanted, at least 2.
         pin_memory: copy the tensors of results into page-locked memory, in a thread.
     """
 
@@ -69,7 +71,7 @@ class Workers(Generic[Job, Result]):
             batch_size=None,  # an "index" is a job
             sampler=jobs,
             num_workers=count,
-            prefetch_factor=min(max(2, ahead), MAX_AHEAD),
+            prefetch_factor=max(2, ahead),
             collate_fn=_identity,
             pin_memory=pin_memory,
             worker_init_fn=functools.partial(_init_worker, positions=_read_positions()),
@@ -114,8 +116,6 @@ class Workers(Generic[Job, Result]):
             raise _dead_worker_error(dead) from None
         if isinstance(received, SlurmtrainError):  # torch would pack it into another one, without its hint
             raise received
-        if isinstance(received, ExceptionWrapper):
-            received.reraise()
         result: Result = received
         return result
 
@@ -126,6 +126,9 @@ class Workers(Generic[Job, Result]):
         atexit.unregister(self.close)
         if not processes:
             return
+        in_main = threading.current_thread() is threading.main_thread()
+        # torch's handler calls the end of a worker that is killed here a failure, and raises that wherever this process is.
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if in_main else None
         killer = threading.Timer(CLOSE_GRACE_S, _kill, [processes])
         killer.daemon = True
         killer.start()
@@ -139,6 +142,8 @@ class Workers(Generic[Job, Result]):
             _kill(processes)
             for process in processes:
                 process.join(CLOSE_GRACE_S)
+            if in_main:
+                signal.signal(signal.SIGCHLD, handler)
 
 
 def ignore_stop_signals(worker_id: int) -> None:
@@ -178,8 +183,10 @@ class _Position(NamedTuple):
 
 
 def _init_worker(worker_id: int, positions: Mapping[int, _Position]) -> None:
-    """Prepare a worker: ignore stop signals, and give it its own positions in open files."""
+    """Prepare a worker: ignore stop signals, allow many descriptors, and give it its own positions in open files."""
     ignore_stop_signals(worker_id)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # each tensor that waits to be received takes one
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     _reopen_files(positions)
 
 
@@ -250,11 +257,8 @@ class _Pickled:
 
 
 def _reduced(tensor: Tensor) -> tuple[Any, ...]:
-    """Return how a tensor is sent: in the message itself if it is small and plain, else in shared memory, as torch does.
-
-    To hand over one piece of shared memory takes milliseconds of processor time, in both processes.
-    """
-    plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    """Return how a tensor is sent: in the message itself if it is small and plain, else in shared memory, as torch does."""
+    plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
     if plain and tensor.nbytes <= SMALL_BYTES and tensor.dtype in _OF_NUMPY and not tensor.requires_grad:
         return torch.from_numpy, (tensor.numpy(force=True),)
     reduced: tuple[Any, ...] = reduce_tensor(tensor)

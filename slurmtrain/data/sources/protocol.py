@@ -75,7 +75,7 @@ class FullMapDataset(MapDataset, Protocol):
     def will_need(self, indices: NDArray[np.int64], /) -> None:
         """Announce samples [B] that will be fetched soon, and return without waiting for them.
 
-        Called by the process that fetches them.
+        Called in a process that fetches samples; where there are several, these may be fetched by another one.
         """
 
     def order(self, seed: int, shuffle: bool, /) -> Order:

@@ -110,7 +110,11 @@ def rank_variables(
     else:  # also where there is an address: rank 0 publishes its own when it has looked at the program's checkpoints
         timeout_s = cluster.rendezvous_timeout_s
         found = await_rank_0(published, environment, timeout_s, stop_requested, lambda published: published)
-    variables |= of_rank(found["variables"], environment.rank, cluster.env)
+    of_loggers = found["variables"]
+    if "MLFLOW_RUN_ID" in of_loggers:  # there may be a password in it, which is not published
+        directory = logged_run(context.run_dir, context.number).directory
+        of_loggers = {**of_loggers, "MLFLOW_TRACKING_URI": mlflow_logger.tracking_uri(config.observe.mlflow, directory)}
+    variables |= of_rank(of_loggers, environment.rank, cluster.env)
     host = "127.0.0.1" if environment.rank != 0 and found["machine"] == machine() else found["host"]
     around = os.environ if environment.world_size > 1 else {}
     if not {"MASTER_ADDR", "MASTER_PORT"} <= around.keys():  # an engine tells pods the name of the first, and no port
@@ -129,12 +133,12 @@ def with_variables(words: Sequence[str], given: Mapping[str, str], environment: 
     """
     replaced = ("SLURM_", "MASTER_", "SLURMTRAIN_CODE", "SLURMTRAIN_DATA")
     known = {name: value for name, value in environment.items() if name.startswith(replaced)} | dict(given)
-    shell = next((context for context, word in enumerate(words) if os.path.basename(word) in SHELLS), len(words))
+    shell = next((at for at, word in enumerate(words) if os.path.basename(word) in SHELLS), len(words))
 
     def value_of(match: re.Match[str]) -> str:
         return known.get(match.group(1) or match.group(2), match.group())
 
-    return [VARIABLE.sub(value_of, word) if context < shell else word for context, word in enumerate(words)]
+    return [VARIABLE.sub(value_of, word) if at < shell else word for at, word in enumerate(words)]
 
 
 # Variables by which an unmodified program goes on in the same run of W&B and MLflow.
@@ -161,9 +165,6 @@ def logger_variables(config: Config, context: AttemptContext) -> dict[str, str]:
         else:
             name = config.observe.mlflow.experiment or run.name
             variables |= {"MLFLOW_RUN_ID": run_id, "MLFLOW_EXPERIMENT_NAME": name}
-            uri = mlflow_logger.tracking_uri(config.observe.mlflow, run.directory)
-            if uri != os.environ.get("MLFLOW_TRACKING_URI"):  # which all ranks have; there may be a password in it
-                variables["MLFLOW_TRACKING_URI"] = uri
     return variables
 
 

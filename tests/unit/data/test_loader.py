@@ -285,6 +285,28 @@ def test_a_stop_iteration_of_a_sample_is_named() -> None:
         next(batches)
 
 
+class Unread(Numbers):
+    """Cannot tell how long samples are."""
+
+    def lengths(self, indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        raise ConfigError("no lengths", hint="count them")
+
+
+class Silent(Numbers):
+    def will_need(self, indices: np.ndarray[Any, Any]) -> None:
+        raise StopIteration
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_while_reading_begins_is_the_one_that_is_raised_and_no_step_is_short(workers: int) -> None:
+    for dataset, why in ((Unread(100), "no lengths"), (Silent(100), "raised StopIteration")):
+        with loader(dataset, num_workers=workers) as batches:
+            with pytest.raises(ConfigError, match=why):
+                next(batches)
+            assert batches.samples_consumed == 0
+        assert multiprocessing.active_children() == []
+
+
 class Ragged(Numbers):
     """Rows of as many tokens as their number says."""
 
