@@ -55,6 +55,12 @@ class _StandIn(ModuleType):
             vars(sys.modules["torch"]).pop("_dynamo", None)  # its __getattr__ finds the real one, also half loaded
         return importlib.import_module(NAME)
 
+    # The import system and importlib.metadata ask every finder for these.
+    find_distributions = None
+
+    def invalidate_caches(self) -> None:
+        """Do nothing: nothing is cached."""
+
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if not name.startswith(f"{NAME}.") or sys.modules.get(NAME) is not self:
             return None

@@ -109,7 +109,7 @@ class Rank:
             code = self._with_others(find_or_create) if meets else self._alone(find_or_create)
             if self.watchdog is not None:
                 self.watchdog.close()
-            if self.stop_watcher is not None and code == EXIT_REQUEUE:
+            if self.stop_watcher is not None and meets and code == EXIT_REQUEUE:  # a program may say so by itself
                 self.stop_watcher.wait_for_record()
             with undeterred("complete the record of the attempt"):
                 self._finish_by_hand(code)

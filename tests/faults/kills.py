@@ -115,8 +115,8 @@ def kill(lane: Lane, *, all_ranks: bool) -> Trial:
     dying = lane.random.randrange(RANKS)
     plan = Plan(delays, all_ranks=all_ranks, mutant=lane.memory.get("mutant", ""))
     moment = lane.random.uniform(0, 1.3 * (max(delays) + usual["seconds"]) + 0.2)
-    # A mutant shows itself at one moment, whatever the machine is busy with: before the commit, or after it.
-    after_commit = plan.mutant == "another state"
+    # Whatever the machine is busy with, some die after the commit. A mutant shows itself at one moment, before it or after it.
+    after_commit = plan.mutant == "another state" or (not plan.mutant and lane.random.random() < 0.1)
     if after_commit:
         detail = f"rank {dying} after the commit"
     elif plan.mutant or lane.random.random() < 0.5:
