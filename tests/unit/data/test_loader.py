@@ -26,6 +26,7 @@ from slurmtrain.data.loading.loader import RowLength
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.data.sources.mixture import MixedSamples
 from slurmtrain.errors import ConfigError, SlurmtrainError
+from tests.support.gloo import wait_until
 
 
 class Numbers:
@@ -352,10 +353,8 @@ def test_batch_sizes_that_do_not_divide_are_refused_with_a_way_out() -> None:
         BatchLoader(Numbers(0), seed=0, global_batch_size=1, micro_batch_size=1)
 
 
-def workers_on(
-    work: Callable[[Any], Any], jobs: Iterable[Any], *, count: int = 1, ahead: int = 2, pin_memory: bool = False
-) -> Workers[Any, Any]:
-    return Workers(work, iter(jobs), count=count, ahead=ahead, seed=0, pin_memory=pin_memory)
+def workers_on(work: Callable[[Any], Any], jobs: Iterable[Any], *, count: int = 1, ahead: int = 2) -> Workers[Any, Any]:
+    return Workers(work, iter(jobs), count=count, ahead=ahead, seed=0)
 
 
 class PickyError(SlurmtrainError):
@@ -546,6 +545,19 @@ def test_a_worker_that_is_killed_is_named_with_what_may_help() -> None:
     with pytest.raises(SlurmtrainError, match="was killed by SIGKILL") as error:
         next(loader)
     assert "out of memory" in (error.value.hint or "") and error.value.exit_code == 1
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_message_is_named_too() -> None:
+    results = workers_on(lambda number: torch.full((100_000,), number), range(100), ahead=1)  # more than fits a pipe
+    (worker,) = multiprocessing.active_children()
+    threads = Path(f"/proc/{worker.pid}/task")
+    wait_until(
+        lambda: any("pipe_write" in each.read_text() for each in threads.glob("*/wchan")), "a worker with a full pipe"
+    )
+    worker.kill()
+    with pytest.raises(SlurmtrainError, match="was killed by SIGKILL"):
+        list(results)
+    assert multiprocessing.active_children() == []
 
 
 def test_the_data_set_hears_early_of_what_comes() -> None:
