@@ -6,6 +6,7 @@ padding, and all ranks wait for the one with the longest batch.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -33,6 +34,7 @@ class ByLength:
         self._order, self._lengths = order, lengths
         self._batch, self._steps, self._seed = global_batch_size, steps, seed
         self._last: tuple[int, NDArray[np.int64]] | None = None
+        self._lock = threading.Lock()  # batches are cut in a thread, and their samples named in another
         self.epoch = order.epoch
         self.once = order.once if order.epoch else order.once // self._window_size * self._window_size
 
@@ -47,9 +49,10 @@ class ByLength:
         """
         windows, offsets = np.divmod(numbers, self._window_size)
         result = np.empty((2, len(numbers)), dtype=np.int64)
-        for window in np.unique(windows).tolist():
-            inside = windows == window
-            result[:, inside] = self._window(window)[:, offsets[inside]]
+        with self._lock:
+            for window in np.unique(windows).tolist():
+                inside = windows == window
+                result[:, inside] = self._window(window)[:, offsets[inside]]
         return result
 
     @property

@@ -219,13 +219,15 @@ class BatchLoader:
         if self.dataset.will_need is not None:
             samples = _announced(samples, self._ahead * self.accumulation_steps)
         if self._num_workers == 0:
-            return map(self._fetch, samples)
+            fetched = map(self._fetch, samples)
+            return fetched if self._gpu is None else map(self._gpu.pinned, fetched)
         self._running = self._workers(samples, count=self._num_workers)
         return self._running
 
     def _workers(self, samples: Iterator[_Samples], *, count: int) -> Workers[_Samples, _MicroBatch]:
-        each = -(-self._ahead * self.accumulation_steps // count)
-        return Workers(self._fetch, samples, count=count, ahead=each, seed=self._seed, pin_memory=self._gpu is not None)
+        ahead = self._ahead * self.accumulation_steps
+        received = None if self._gpu is None else self._gpu.pinned
+        return Workers(self._fetch, samples, count=count, ahead=ahead, seed=self._seed, received=received)
 
     def _samples(self) -> Iterator[_Samples]:
         """Yield the samples of this rank's micro batches from the next step on, without end."""
@@ -339,6 +341,17 @@ class _Gpu:
     def __init__(self, device: torch.device):
         self._device, self._stream = device, torch.cuda.Stream(device)
 
+    def pinned(self, micro: _MicroBatch) -> _MicroBatch:
+        """Return the micro batch with its tensors in page-locked memory; in any thread."""
+        if not isinstance(micro.batch, Mapping):
+            return micro
+        with torch.cuda.device(self._device):
+            batch = {
+                name: value.pin_memory() if isinstance(value, Tensor) and value.device.type == "cpu" else value
+                for name, value in micro.batch.items()
+            }
+        return micro._replace(batch=batch)
+
     def receive(self, batch: Any) -> Any:
         """Return the batch with its tensors on the GPU and all other values as they are."""
         if not isinstance(batch, Mapping):
@@ -346,11 +359,7 @@ class _Gpu:
         tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
         # The host runs ahead of the GPU, so these copies are queued while it computes earlier micro batches.
         with torch.cuda.stream(self._stream):
-            pinned = {
-                name: value.pin_memory() if value.device.type == "cpu" and not value.is_pinned() else value
-                for name, value in tensors.items()
-            }
-            copied = {name: value.to(self._device, non_blocking=True) for name, value in pinned.items()}
+            copied = {name: value.to(self._device, non_blocking=True) for name, value in tensors.items()}
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
         for value in copied.values():

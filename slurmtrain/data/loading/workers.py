@@ -1,8 +1,7 @@
-"""The processes that fetch batches ahead: torch's workers.
+"""The processes that fetch batches ahead: torch's workers, and the thread that receives what they have fetched.
 
-They ignore the signals of a preemption and leave when the rank tells them.
-
-SLURM signals every process of a job step; only the ranks are to act on it.
+Workers ignore the signals of a preemption and leave when the rank tells them: SLURM signals every process of a job step,
+and only the ranks are to act on it.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ import multiprocessing
 import multiprocessing.process
 import os
 import pickle
+import queue
 import resource
 import signal
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -37,21 +38,22 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 CLOSE_GRACE_S = 2.0  # seconds for a worker to exit by itself before it is killed
-# A tensor of at most so many is sent in the message itself. Longer messages do not fit into a pipe: of a worker that is killed
-# while it writes one, the reader would wait for the rest.
-SMALL_BYTES = 1 << 13
+POLL_S = 0.2  # seconds without a result after which it is looked whether there is an end, or a worker has died
+SMALL_BYTES = 1 << 20  # a tensor of at most so many is sent in the message: to hand over shared memory takes longer
 _OF_NUMPY = {getattr(torch, name) for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64".split()}
 
 
 class Workers(Generic[Job, Result]):
-    """An iterator over the results of `work`, in the order of the jobs.
+    """An iterator over the results of `work`, in the order of the jobs, that ends at the first error.
+
+    A thread receives results before they are asked for, so that this costs the rank no time.
 
     Args:
         work: called in a worker for each job. Its errors are raised here, in the job's turn.
-        jobs: the jobs, taken by this process as results are asked for.
+        jobs: the jobs, taken in the thread.
         count: number of workers.
-        ahead: number of jobs that are given to each worker before their results are wanted, at least 2.
-        pin_memory: copy the tensors of results into page-locked memory, in a thread.
+        ahead: number of jobs that are fetched, and of results that are received, before they are wanted.
+        received: called in the thread with each result; returns what stands for it.
     """
 
     def __init__(
@@ -62,40 +64,43 @@ class Workers(Generic[Job, Result]):
         count: int,
         ahead: int,
         seed: int,
-        pin_memory: bool,
+        received: Callable[[Result], Result] | None = None,
     ):
-        self._processes: list[multiprocessing.process.BaseProcess] = []
-        self._results: Iterator[Any] | None = None  # None when not all workers could be started
+        self._received = received
+        self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(ahead)
+        self._closing = False
         loader: DataLoader[Any] = DataLoader(
             _Jobs(work),
             batch_size=None,  # an "index" is a job
             sampler=jobs,
             num_workers=count,
-            prefetch_factor=max(2, ahead),
+            prefetch_factor=max(2, -(-ahead // count)),
             collate_fn=_identity,
-            pin_memory=pin_memory,
+            timeout=POLL_S,
             worker_init_fn=functools.partial(_init_worker, positions=_read_positions()),
             multiprocessing_context="fork",
             # Without one of its own, starting workers would draw from the global generator, which then differs
             # between runs with and without workers, and from that of a resumed run.
             generator=torch.Generator().manual_seed(seed % 2**63),
         )
-        # A worker that ignores SIGTERM outlives multiprocessing's own cleaning up, which waits for it for ever.
-        # Exit functions run last in, first out, so this one comes before that.
-        atexit.register(self.close)
         before = set(multiprocessing.active_children())
         # Blocked across the fork, so that no signal meets a worker before it has learnt to ignore them. Those that
         # arrive for this process meanwhile are delivered afterwards.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SLURM_STOP_SIGNALS)
         try:
-            self._results = iter(loader)
+            with _no_child_handler():
+                results = iter(loader)
         except BaseException:
-            self._processes = [worker for worker in multiprocessing.active_children() if worker not in before]
-            self.close()
+            _kill(set(multiprocessing.active_children()) - before)
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-        self._processes = [worker for worker in multiprocessing.active_children() if worker not in before]
+        self._processes = list(set(multiprocessing.active_children()) - before)
+        self._thread = threading.Thread(target=self._receive, args=(results,), name="receive batches", daemon=True)
+        self._thread.start()
+        # A worker that ignores SIGTERM outlives multiprocessing's own cleaning up, which waits for it for ever.
+        # Exit functions run last in, first out, so this one comes before that.
+        atexit.register(self.close)
 
     def __iter__(self) -> Workers[Job, Result]:
         return self
@@ -106,44 +111,67 @@ class Workers(Generic[Job, Result]):
         Raises:
             SlurmtrainError: a worker has died.
         """
-        assert self._results is not None
-        try:
-            received = next(self._results)
-        except RuntimeError:
+        while not self._closing:
+            error: BaseException | None = None
+            with contextlib.suppress(queue.Empty):
+                result, error = self._ready.get(timeout=POLL_S)
+                if error is None:
+                    return result  # type: ignore[no-any-return]
+            # The thread does not always tell of a death: it may wait for the rest of a message.
             dead = next((worker for worker in self._processes if worker.exitcode), None)
-            if dead is None:
-                raise
-            raise _dead_worker_error(dead) from None
-        if isinstance(received, SlurmtrainError):  # torch would pack it into another one, without its hint
-            raise received
-        result: Result = received
-        return result
+            if dead is not None and (error is None or isinstance(error, RuntimeError)):
+                error = _dead_worker_error(dead)
+            if error is not None:
+                self.close()
+                raise error
+        raise StopIteration
 
     def close(self) -> None:
         """Stop the workers. Takes about `CLOSE_GRACE_S` seconds at most."""
-        results, processes = self._results, self._processes
-        self._results, self._processes = None, []
         atexit.unregister(self.close)
-        if not processes:
-            return
-        in_main = threading.current_thread() is threading.main_thread()
-        # torch's handler calls the end of a worker that is killed here a failure, and raises that wherever this process is.
-        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if in_main else None
-        killer = threading.Timer(CLOSE_GRACE_S, _kill, [processes])
-        killer.daemon = True
-        killer.start()
-        try:
-            # torch raises here when a worker had to be killed, which is expected.
-            with contextlib.suppress(RuntimeError):
-                if results is not None:
-                    results._shutdown_workers()  # type: ignore[attr-defined]
-        finally:
-            killer.cancel()
-            _kill(processes)
-            for process in processes:
+        self._closing = True
+        with contextlib.suppress(queue.Empty):
+            while True:  # the thread may wait for room
+                self._ready.get_nowait()
+        deadline = time.monotonic() + CLOSE_GRACE_S
+        with _no_child_handler():
+            for process in self._processes:
+                process.join(max(deadline - time.monotonic(), 0))
+            _kill(self._processes)
+            for process in self._processes:
                 process.join(CLOSE_GRACE_S)
-            if in_main:
-                signal.signal(signal.SIGCHLD, handler)
+            self._thread.join(CLOSE_GRACE_S)  # it waits for ever if a worker has died in the middle of a message
+
+    def _receive(self, results: Iterator[Any]) -> None:
+        """Receive results until there is an end, and tell the workers of it; runs in a thread."""
+        try:
+            while not self._closing:
+                try:
+                    result = next(results)
+                except RuntimeError as error:
+                    if str(error) != f"DataLoader timed out after {POLL_S} seconds":
+                        raise
+                    continue
+                if isinstance(result, SlurmtrainError):  # torch would pack it into another one, without its hint
+                    raise result
+                self._ready.put((result if self._received is None else self._received(result), None))
+        except BaseException as error:
+            self._ready.put((None, error))
+        finally:
+            results._shutdown_workers()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _no_child_handler() -> Iterator[None]:
+    """Leave this process without torch's handler, which raises wherever the process is when a worker has been killed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def ignore_stop_signals(worker_id: int) -> None:

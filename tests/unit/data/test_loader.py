@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from slurmtrain.data.loading.loader import RowLength
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.data.sources.mixture import MixedSamples
 from slurmtrain.errors import ConfigError, SlurmtrainError
+from tests.support.gloo import wait_until
 
 
 class Numbers:
@@ -352,10 +354,8 @@ def test_batch_sizes_that_do_not_divide_are_refused_with_a_way_out() -> None:
         BatchLoader(Numbers(0), seed=0, global_batch_size=1, micro_batch_size=1)
 
 
-def workers_on(
-    work: Callable[[Any], Any], jobs: Iterable[Any], *, count: int = 1, ahead: int = 2, pin_memory: bool = False
-) -> Workers[Any, Any]:
-    return Workers(work, iter(jobs), count=count, ahead=ahead, seed=0, pin_memory=pin_memory)
+def workers_on(work: Callable[[Any], Any], jobs: Iterable[Any], *, count: int = 1, ahead: int = 2) -> Workers[Any, Any]:
+    return Workers(work, iter(jobs), count=count, ahead=ahead, seed=0)
 
 
 class PickyError(SlurmtrainError):
@@ -518,8 +518,12 @@ def test_what_a_sample_of_a_mixture_draws_is_new_each_epoch_and_another_with_ano
 
 
 class Dying(Drawn):
+    def __init__(self, of: int):
+        super().__init__(4)
+        self.of = of
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        signal.raise_signal(signal.SIGKILL)
+        signal.raise_signal(self.of)
         return {}
 
 
@@ -541,11 +545,25 @@ def test_workers_announce_to_the_data_set_themselves(tmp_path: Path) -> None:
     assert together[:26] == list(range(26))  # each once, and three steps of two before it is fetched
 
 
-def test_a_worker_that_is_killed_is_named_with_what_may_help() -> None:
-    loader = BatchLoader(Dying(4), seed=0, global_batch_size=2, micro_batch_size=2, num_workers=1)
-    with pytest.raises(SlurmtrainError, match="was killed by SIGKILL") as error:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 3, "SIGRTMIN+3")])
+def test_a_worker_that_is_killed_is_named_with_what_may_help(number: int, name: str) -> None:
+    loader = BatchLoader(Dying(number), seed=0, global_batch_size=2, micro_batch_size=2, num_workers=1)
+    with pytest.raises(SlurmtrainError, match=f"was killed by {re.escape(name)}") as error:
         next(loader)
-    assert "out of memory" in (error.value.hint or "") and error.value.exit_code == 1
+    assert (error.value.hint is not None) == (name == "SIGKILL") and error.value.exit_code == 1
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_message_is_named_too() -> None:
+    results = workers_on(lambda number: torch.full((100_000,), number), range(100), ahead=1)  # more than fits a pipe
+    (worker,) = multiprocessing.active_children()
+    threads = Path(f"/proc/{worker.pid}/task")
+    wait_until(
+        lambda: any("pipe_write" in each.read_text() for each in threads.glob("*/wchan")), "a worker with a full pipe"
+    )
+    worker.kill()
+    with pytest.raises(SlurmtrainError, match="was killed by SIGKILL"):
+        list(results)
+    assert multiprocessing.active_children() == []
 
 
 def test_the_data_set_hears_early_of_what_comes() -> None:
