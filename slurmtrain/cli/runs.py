@@ -136,8 +136,6 @@ def _sentences(found: Comparison, tolerance: float) -> Iterator[str]:
         yield f"what {' and '.join(environment.missing)} used is not known: no attempt recorded it"
     elif not environment.differences:
         yield "they ran with the same packages, driver, image and variables"
-    for name, groups in environment.within.items():
-        yield f"not all attempts of {name} ran with the same {', '.join(groups)}; the newest is compared"
 
     if not data.steps:
         yield "which samples they have seen is not known: no step has the hash in both logs"

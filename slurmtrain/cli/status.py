@@ -196,17 +196,16 @@ def _lines(facts: RunFacts) -> list[str]:
     """Return what there is to say of one run, without its attempts. What cannot be read is left out."""
     from slurmtrain.cli.usage import gpus_in_a_line, in_a_line
     from slurmtrain.report import trouble
-    from slurmtrain.report.preflight import in_words
 
     run_dir, now, info = facts.run_dir, facts.state, facts.info
     known = {
         "progress": _progress(now, facts.now),
         "goodput": in_a_line(facts.goodput) if facts.goodput is not None else "",
-        "GPUs": gpus_in_a_line(facts.gpus),
+        "GPUs": gpus_in_a_line(facts.gpus) if facts.gpus is not None else "",
         "numbers": trouble.trouble(facts.events),
         "slow ranks": trouble.trouble_of_ranks(facts.slow_ranks),
         "checkpoints": trouble.trouble_of_checkpoints(facts.events),
-        "preflight": in_words(facts.preflight.findings) if facts.preflight is not None else "",
+        "preflight": facts.findings,
         "left out": "; ".join(each.sentence(facts.now) for each in facts.left_out) if now.alive else "",
         "stacks": "".join(map(str, [*facts.hang_pages.values()][-1:])),
         "sweep": facts.tried(lambda: _place_in_sweep(run_dir), ""),

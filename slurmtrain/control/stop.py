@@ -18,6 +18,7 @@ from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import lookup
+from slurmtrain.runs.attempts import read_attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import ask_to_cancel, ended_after, signal_ranks, write_request
@@ -29,6 +30,7 @@ from slurmtrain.system.process import ProcessMark
 
 log = logging.getLogger(__name__)
 
+POLL_S = 0.2  # seconds between looks at a file on a shared file system
 # Why a run in this state cannot be stopped to start again, and what to do.
 CANNOT_STOP = {
     **dict.fromkeys(WAITING, ("is not running but {0.status}", "requeue {1} starts it now")),
@@ -187,23 +189,29 @@ def _next_step(run_dir: RunDir, now: RunState) -> str | None:
 
 
 def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list[str]:
-    """Wait until the job has stopped, and return a sentence.
+    """Wait until all ranks have exited and the outcome is recorded, and return a sentence on how long that took.
 
     Return nothing if SLURM does not say how long a preempted job may take.
     """
-    from slurmtrain.report.waiting import leaving_sentence, time_to_leave, wait_until_left
     from slurmtrain.slurm.facts import preemption_times
     from slurmtrain.slurm.read_facts import read_preemption
 
     cluster = load_frozen(run_dir.config_file, with_secrets=False).cluster
     facts = read_preemption(client(run_dir).glance)
     times = preemption_times(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
-    within_s = time_to_leave(times)
-    if times is None or within_s is None:
+    if times is None or (within_s := times.to_leave_s) is None:
         return []
     log.info("waiting until it has stopped, for %.0f s at most", within_s)
-    left = wait_until_left(run_dir, now.attempts[-1].number, within_s)
-    return [leaving_sentence(left, asked, within_s, times)]
+    deadline = time.monotonic() + within_s
+    while (attempt := read_attempt(run_dir, now.attempts[-1].number)).ended is None and time.monotonic() <= deadline:
+        time.sleep(POLL_S)
+    gives = f"{times.grace_of} gives" if times.grace_s is not None else "SLURM's KillWait gives"
+    if attempt.ended is None:
+        late = f"it has not stopped within the {within_s:.0f} s that {gives}: a preemption would have killed it"
+        return [f"{late}, and it would go on from its last checkpoint"]
+    saved = f" after step {attempt.last_step}" if attempt.last_step is not None else ""
+    took = f"{max(0.0, attempt.ended - asked):.1f} s after it was told to stop"
+    return [f"it stopped{saved}, {took}; {gives} {within_s:.0f} s"]
 
 
 def _step_id(now: RunState) -> str:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import json
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import BestMode
@@ -45,7 +44,7 @@ class Point:
     """
 
     number: int
-    varied: Mapping[str, Any]
+    varied: Mapping[str, Cell]
     run_dir: RunDir | None
     state: RunState
 
@@ -122,7 +121,7 @@ def table_of(points: Sequence[Point], *, metric: str | None = None, mode: str | 
     rows = []
     for point, log in zip(points, logs, strict=True):
         row: list[Cell] = [point.number, point.run_dir.id if point.run_dir is not None else None, point.state.status]
-        row += [_cell(point.varied[key]) if key in point.varied else None for key in varied]
+        row += [point.varied.get(key) for key in varied]
         row.append(log.step)
         if goal is not None:
             row.append(log.best.get(goal.metric))
@@ -158,30 +157,28 @@ def without_repeated(logged: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-@dataclass(frozen=True)
-class _Log:
+class _Log(NamedTuple):
     """The part of one run's log that the table needs, so that a thousand logs need not be held at once."""
 
-    step: int | None = None
-    last: Mapping[str, float] = field(default_factory=dict)
-    best: Mapping[str, float | None] = field(default_factory=dict)  # best value of each candidate
+    step: int | None
+    last: Mapping[str, float]
+    best: Mapping[str, float | None]  # best value of each candidate
 
 
 def _read(run_dir: RunDir | None, candidates: Sequence[Goal]) -> _Log:
-    if run_dir is None:
-        return _Log()
-    try:
-        logged = metrics_of(run_dir)
-    except UnreadableRecordError:  # the point's state says so, and the others get their rows
-        return _Log()
-    values: dict[str, dict[int, float]] = {}  # by name and step: of a step, what the run itself logged comes last
-    for record in logged:
-        for name, value in record.items():
-            if name != "step" and records.is_scalar(value):
-                values.setdefault(name, {})[record["step"]] = value
-    step = max((step for by_step in values.values() for step in by_step), default=None)
-    last = {name: by_step[max(by_step)] for name, by_step in values.items()}
-    return _Log(step, last, {goal.metric: goal.best(values.get(goal.metric, {}).values()) for goal in candidates})
+    logged: list[dict[str, Any]] = []
+    if run_dir is not None:
+        with contextlib.suppress(UnreadableRecordError):  # the point's state says so, and the others get their rows
+            logged = metrics_of(run_dir)
+    step, last = None, dict[str, float]()
+    values: dict[str, dict[int, float]] = {goal.metric: {} for goal in candidates}
+    for record in logged:  # of a step, what the run itself logged comes last
+        scalars = {name: value for name, value in record.items() if name != "step" and records.is_scalar(value)}
+        last |= scalars
+        step = record["step"] if scalars else step
+        for name in values.keys() & scalars.keys():
+            values[name][record["step"]] = scalars[name]
+    return _Log(step, last, {goal.metric: goal.best(values[goal.metric].values()) for goal in candidates})
 
 
 def _candidates(points: Sequence[Point], metric: str | None, mode: str | None) -> list[Goal]:
@@ -219,13 +216,6 @@ def value_of(text: str) -> Cell:
             value = number(text)
             return value if abs(value) < math.inf else text
     return {"true": True, "false": False}.get(text.lower(), text)
-
-
-def _cell(value: Any) -> Cell:
-    """Return a varied value as a cell: scalars unchanged, all else as JSON, so that null is no empty cell."""
-    if isinstance(value, bool | int | float | str):
-        return value
-    return json.dumps(value, default=str)
 
 
 # The table as text.

@@ -10,21 +10,19 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.errors import ConfigError, UnavailableRecordError, UnreadableRecordError
-from slurmtrain.observe import read_evaluations, read_metrics
 from slurmtrain.observe.metrics import is_measured
+from slurmtrain.report.collect import metrics_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.software import read_code_record, read_environment
 from slurmtrain.system.process_facts import FactDifference, ProcessFacts, fact_differences
 from slurmtrain.system.records import is_scalar
 
-MOST_ENVIRONMENTS = 100  # attempts of a run whose records are read
 READ_AT_MOST = 2e9  # bytes of a model, without being asked to
 MISSING = object()  # a key that one of the two does not have, which is not null
 
@@ -79,12 +77,10 @@ class Environments:
     Attributes:
         differences: facts that differ, by group and name.
         missing: the runs, "a" or "b", of which no attempt has recorded it; nothing but the image is compared then.
-        within: groups in which attempts of one run differ from each other, by run.
     """
 
     differences: list[FactDifference] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    within: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0, weights: bool = Fal
         ConfigError: one of the configs cannot be read.
         UnreadableRecordError: one of the logs or snapshots cannot be read.
     """
-    logs = by_step(_records(a)), by_step(_records(b))
+    logs = by_step(metrics_of(a)), by_step(metrics_of(b))
     in_place = _in_place(a) or _in_place(b)
     return Comparison(
         config_differences(_config(a), _config(b)),
@@ -149,23 +145,16 @@ def compare_environments(a: RunDir, b: RunDir) -> Environments:
     Raises:
         UnreadableRecordError: a record cannot be read.
     """
-    known = {name: recorded_environments(run) for name, run in (("a", a), ("b", b))}
+    known = {name: _newest_environment(run) for name, run in (("a", a), ("b", b))}
     image = fact_differences(*(ProcessFacts(container=_image(run)) for run in (a, b)))
-    missing = [name for name, facts in known.items() if not facts]
-    newest = [] if missing else fact_differences(known["a"][-1], known["b"][-1])
-    within = {}
-    for name, facts in known.items():
-        groups = {each.group for one, other in pairwise(facts) for each in fact_differences(one, other)}
-        if groups:
-            within[name] = [group for group in ProcessFacts().groups() if group in groups]
-    return Environments([*image, *newest], missing, within)
+    missing = [name for name, facts in known.items() if facts is None]
+    newest = fact_differences(*filter(None, known.values())) if not missing else []
+    return Environments([*image, *newest], missing)
 
 
-def recorded_environments(run_dir: RunDir) -> list[ProcessFacts]:
-    """Return what the attempts of a run ran with, oldest first; of many attempts the newest ones."""
-    numbers = run_dir.attempt_numbers()[-MOST_ENVIRONMENTS:]
-    found = (read_environment(run_dir.attempt(number)) for number in numbers)
-    return [facts for facts in found if facts is not None]
+def _newest_environment(run_dir: RunDir) -> ProcessFacts | None:
+    found = (read_environment(run_dir.attempt(number)) for number in reversed(run_dir.attempt_numbers()))
+    return next((facts for facts in found if facts is not None), None)
 
 
 def _image(run_dir: RunDir) -> dict[str, str]:
@@ -177,7 +166,7 @@ def _image(run_dir: RunDir) -> dict[str, str]:
 def compare_data(a: RunDir, b: RunDir) -> Data:
     """Compare the samples that two runs have seen, by the hashes that both have logged."""
     hashes = [
-        {record["step"]: record["data_hash"] for record in _records(run) if record.get("data_hash")} for run in (a, b)
+        {record["step"]: record["data_hash"] for record in metrics_of(run) if record.get("data_hash")} for run in (a, b)
     ]
     steps = sorted(hashes[0].keys() & hashes[1].keys())
     return Data(steps, next((step for step in steps if hashes[0][step] != hashes[1][step]), None))
@@ -301,8 +290,3 @@ def _config(run_dir: RunDir) -> Any:
         return run_dir.config_values()
     except UnreadableRecordError as error:
         raise ConfigError(error.message, hint=error.hint) from None
-
-
-def _records(run_dir: RunDir) -> list[dict[str, Any]]:
-    # Metrics of the training itself come last, and take precedence.
-    return [*read_evaluations(run_dir.evaluations_file), *read_metrics(run_dir.metrics_file)]

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.gpu_hours.causes import goodput_of
 from slurmtrain.report.gpu_hours.goodput import Goodput
-from slurmtrain.report.preflight import PreflightRecord, read_preflight
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.report.trouble import SlowRanks, slow_ranks
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.gpu_use import GpuTotals, NodeGpus, read_gpu_use, total_of
-from slurmtrain.runs.node_blame import left_out_of
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.node_ledger import Blamed
+
+if TYPE_CHECKING:
+    from slurmtrain.runs.gpu_use import GpuTotals, NodeGpus
+    from slurmtrain.slurm.node_ledger import Blamed
 
 MOST_EVENTS = 20_000  # of the newest ones
 T = TypeVar("T")
@@ -96,22 +98,35 @@ class RunFacts:
         return self.tried(lambda: goodput_of(self.run_dir, alive=alive, now=self.now), None)
 
     @cached_property
-    def gpus(self) -> GpuTotals:
-        """How busy its GPUs were, as its attempts have sampled them."""
+    def gpus(self) -> GpuTotals | None:
+        """How busy its GPUs were, as its attempts have sampled them; None if none has."""
+        folders = [self.run_dir.attempt(each.number) for each in self.attempts]
+        if not (sampled := [folder for folder in folders if folder.gpu_files()]):
+            return None
+        from slurmtrain.runs.gpu_use import read_gpu_use, total_of
+
         found: list[NodeGpus] = []
-        for each in self.attempts:
-            found += self.tried(partial(read_gpu_use, self.run_dir.attempt(each.number)), [])
+        for folder in sampled:
+            found += self.tried(partial(read_gpu_use, folder), [])
         return total_of(found)
 
     @cached_property
-    def preflight(self) -> PreflightRecord | None:
-        """What the checks of its newest attempt have found; None if there is no record of that."""
-        folder = self.run_dir.attempt(self.attempts[-1].number) if self.attempts else None
-        return self.tried(lambda: read_preflight(folder), None) if folder is not None else None
+    def findings(self) -> str:
+        """What the checks of its newest attempt have found, in one line."""
+        if not self.attempts or not os.path.lexists(self.run_dir.attempt(self.attempts[-1].number).preflight_file):
+            return ""
+        from slurmtrain.report.preflight import in_words, read_preflight
+
+        found = self.tried(partial(read_preflight, self.run_dir.attempt(self.attempts[-1].number)), None)
+        return in_words(found.findings) if found is not None else ""
 
     @cached_property
     def left_out(self) -> list[Blamed]:
         """The nodes that its latest job leaves out."""
+        if not any(event["event"] == Event.NODES_LEFT_OUT for event in self.events):
+            return []
+        from slurmtrain.runs.node_blame import left_out_of
+
         return self.tried(lambda: left_out_of(self.run_dir, self.state.job_id), [])
 
     @property

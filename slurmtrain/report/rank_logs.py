@@ -11,7 +11,7 @@ from slurmtrain.errors import UsageError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 
-LINE_BYTES = 200  # a guess at the length of a line, for how much of a log's end is read first
+LEAST_TAIL_BYTES, LINE_BYTES = 1 << 20, 1 << 12  # of a log's end: how much is read of it, and for each line more
 
 
 def attempt_number(run_dir: RunDir, wanted: int | None) -> int:
@@ -101,17 +101,11 @@ class Tail:
 
 
 def last_lines(log: Path, count: int) -> str:
-    """Return the last lines of a log, without reading the rest of it.
+    """Return the last lines of a log, without reading the rest of it: of very long lines, only what is at its end.
 
     Raises:
         UnreadableRecordError: it is not a regular file, or cannot be read.
     """
-    size = max(1, count) * LINE_BYTES
-    while True:
-        data = records.read_tail(log, size)
-        lines = data.decode(errors="replace").splitlines(keepends=True)
-        if len(data) < size:  # that is all of it
-            return "".join(lines[len(lines) - min(count, len(lines)) :])
-        if len(lines) > count:  # the first of them may be cut
-            return "".join(lines[len(lines) - count :])
-        size *= 4
+    data = records.read_tail(log, LEAST_TAIL_BYTES + count * LINE_BYTES)
+    lines = data.decode(errors="replace").splitlines(keepends=True)
+    return "".join(lines[len(lines) - min(count, len(lines)) :])

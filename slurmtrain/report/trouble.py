@@ -11,28 +11,23 @@ from slurmtrain.runs.events import Event
 from slurmtrain.system import records
 
 RANKS_NAMED = 8  # of one node, at most
+_NUMBERS = (Event.UPDATE_SKIPPED, Event.LOSS_SPIKE, Event.ROLLED_BACK)
 SLOW_SHOWN = 3  # findings of slow ranks that are told in a phrase
 
 
-def trouble(events: Iterable[Mapping[str, Any]]) -> str:
+def trouble(events: Sequence[Mapping[str, Any]]) -> str:
     """Return a phrase such as "3 updates skipped (the last in step 12)"; an empty one if nothing happened."""
-    by_name: dict[str, list[Mapping[str, Any]]] = {}
-    for event in events:
-        by_name.setdefault(str(event.get("event")), []).append(event)
-    skipped, backs, spikes = (
-        by_name.get(name, []) for name in (Event.UPDATE_SKIPPED, Event.ROLLED_BACK, Event.LOSS_SPIKE)
-    )
+    found = {name: [each for each in events if each.get("event") == name] for name in _NUMBERS}
+    skipped, spikes, backs = found.values()
     parts = []
     if skipped:
-        last = skipped[-1]
-        total = last.get("skipped")
+        total = skipped[-1].get("skipped")
         number = total if isinstance(total, int) and records.is_count(total) else len(skipped)
-        parts.append(f"{_times(number, 'update')} skipped (the last in step {last.get('step')})")
+        parts.append(f"{_times(number, 'update')} skipped (the last in step {skipped[-1].get('step')})")
     if spikes:
         parts.append(f"{_times(len(spikes), 'spike')} of the loss (the last in step {spikes[-1].get('step')})")
     if backs:
-        last = backs[-1]
-        many = "once" if len(backs) == 1 else f"{len(backs)} times"
+        last, many = backs[-1], "once" if len(backs) == 1 else f"{len(backs)} times"
         parts.append(f"went back {many} (the last time from step {last.get('from_step')} to {last.get('step')})")
     return ", ".join(parts)
 
@@ -101,11 +96,10 @@ def trouble_of_ranks(found: Sequence[SlowRanks]) -> str:
     return "; ".join([*map(str, found[-SLOW_SHOWN:]), *earlier])
 
 
-def trouble_of_checkpoints(events: Iterable[Mapping[str, Any]]) -> str:
+def trouble_of_checkpoints(events: Sequence[Mapping[str, Any]]) -> str:
     """Return a phrase on the checkpoints of a program of the user's own; an empty one if nothing is wrong with them."""
-    found = list(events)
-    unseen = [each.get("attempt") for each in found if each.get("event") == Event.NO_CHECKPOINT_SEEN]
-    incomplete = [each for each in found if each.get("event") == Event.INCOMPLETE_CHECKPOINT]
+    unseen = [each.get("attempt") for each in events if each.get("event") == Event.NO_CHECKPOINT_SEEN]
+    incomplete = [each for each in events if each.get("event") == Event.INCOMPLETE_CHECKPOINT]
     parts = []
     if unseen:
         numbers = ", ".join(str(number) for number in unseen[-5:])

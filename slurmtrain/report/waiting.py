@@ -1,4 +1,4 @@
-"""Wait for runs to end, with few looks at their files and one squeue call now and then; and for ranks to leave."""
+"""Wait for runs to end, with few looks at their files and one squeue call now and then."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from slurmtrain.errors import WaitTimeoutError
 from slurmtrain.report.status.look import is_over, states
 from slurmtrain.report.status.state import RunState
-from slurmtrain.runs.attempts import Attempt, read_attempt
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.facts import PreemptionTimes
 
 LOOK_EVERY_S = 0.5  # at the runs' own files, which say that they have ended
 LOOKS_PER_S = 200  # at most, at the files of all runs together
 ASK_EVERY_S = 20.0  # SLURM, about those that have not: a job may be gone without a word
-POLL_S = 0.2  # seconds between looks at a file on a shared file system
 
 
 class EndWatch:
@@ -98,45 +95,7 @@ def as_they_end(
         if watch.waiting:
             left = watch.pause_s if timeout_s is None else began + timeout_s - time.monotonic()
             if left <= 0:
-                raise WaitTimeoutError(_not_ended(watch.waiting, timeout_s))
+                left_over = watch.waiting
+                which = f"run {left_over[0].id} has" if len(left_over) == 1 else f"{len(left_over)} runs have"
+                raise WaitTimeoutError(f"{which} not ended after {timeout_s:g} s; nothing is changed by that")
             time.sleep(min(watch.pause_s, left))
-
-
-def _not_ended(left: list[RunDir], timeout_s: float | None) -> str:
-    which = f"run {left[0].id} has" if len(left) == 1 else f"{len(left)} runs have"
-    return f"{which} not ended after {timeout_s:g} s; nothing is changed by that"
-
-
-def time_to_leave(times: PreemptionTimes | None) -> float | None:
-    """Return the seconds from the announcement of a preemption to SIGKILL; None if SLURM does not say."""
-    if times is None or times.kill_wait_s is None:
-        return None
-    return (times.grace_s or 0.0) + times.kill_wait_s
-
-
-def wait_until_left(run_dir: RunDir, number: int, within_s: float) -> Attempt | None:
-    """Wait until all ranks of an attempt have exited and its outcome is recorded; return its record, or None."""
-    deadline = time.monotonic() + within_s
-    while (attempt := read_attempt(run_dir, number)).ended is None:
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(POLL_S)
-    return attempt
-
-
-def leaving_sentence(attempt: Attempt | None, asked: float, within_s: float, times: PreemptionTimes) -> str:
-    """Say how long the run took to stop, or that it did not stop in time.
-
-    Args:
-        attempt: its record; None when it has not stopped.
-        asked: when it was told to stop, in unix seconds.
-        within_s: the result of `time_to_leave`.
-    """
-    whose = f"{times.grace_of} gives" if times.grace_s is not None else "SLURM's KillWait gives"
-    if attempt is None or attempt.ended is None:
-        return (
-            f"it has not stopped within the {within_s:.0f} s that {whose}: a preemption would have killed it, and it would "
-            "go on from its last checkpoint"
-        )
-    saved = f" after step {attempt.last_step}" if attempt.last_step is not None else ""
-    return f"it stopped{saved}, {max(0.0, attempt.ended - asked):.1f} s after it was told to stop; {whose} {within_s:.0f} s"

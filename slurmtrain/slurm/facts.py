@@ -308,6 +308,11 @@ class PreemptionTimes:
     grace_s: float | None = None
     grace_of: str = ""
 
+    @property
+    def to_leave_s(self) -> float | None:
+        """Seconds from the announcement of a preemption to SIGKILL; None if SLURM does not say."""
+        return None if self.kill_wait_s is None else (self.grace_s or 0.0) + self.kill_wait_s
+
 
 def preemption_of(
     facts: ClusterFacts, partition: Partition, *, account: str | None = None, qos: str | None = None

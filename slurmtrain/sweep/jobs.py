@@ -51,7 +51,7 @@ from slurmtrain.system.trust import is_mine, user_in_words
 log = logging.getLogger(__name__)
 
 RETRIED = (RunStatus.FAILED, RunStatus.LOST, RunStatus.STOPPED)
-REMOVED = RunState(RunStatus.REMOVED, "its run directory is gone", False, [], None)
+REMOVED = RunState(RunStatus.REMOVED, "its run directory is gone", [], None)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from slurmtrain.cli import main
-from slurmtrain.report.status import queue
+from slurmtrain.report.status import look
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
@@ -263,8 +263,8 @@ def answers(words: list[str]) -> str | None:
 def mutate_and_read(directory: Path, seeds: list[int]) -> list[tuple[str, str | None]]:
     """Mutate a run in each of these ways, in turn, and read it with every verb: what was done, and what was wrong."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    queue.CONFIRM_EVERY_S = 0.0
-    queue._queue = lambda owner, job_ids: queue.Queue()  # SLURM has forgotten all jobs
+    look.CONFIRM_EVERY_S = 0.0
+    look._asked = lambda owner, job_ids: look.Queue()  # SLURM has forgotten all jobs
     os.environ["SLURMTRAIN_RUNS"] = str(directory / "runs")
     healthy = directory / "healthy"
     write_runs(healthy)

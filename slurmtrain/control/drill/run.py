@@ -46,7 +46,6 @@ from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.report.progress import read_progress
 from slurmtrain.report.status.look import states
 from slurmtrain.report.status.state import RunState
-from slurmtrain.report.waiting import time_to_leave
 from slurmtrain.runs.attempts import Attempt, all_attempts
 from slurmtrain.runs.create import make_folder, new_run_id
 from slurmtrain.runs.lookup import all_runs
@@ -437,5 +436,7 @@ def time_given(way: Way, config: Config, facts: ClusterFacts) -> tuple[float | N
         return float(cluster.signal_lead_s), "cluster.signal_lead_s"
     times = preemption_times(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
     if way is Way.PREEMPTION:
-        return time_to_leave(times), (times.grace_of if times is not None else "") or "KillWait"
+        return times.to_leave_s if times is not None else None, (
+            times.grace_of if times is not None else ""
+        ) or "KillWait"
     return (times or PreemptionTimes()).kill_wait_s, "KillWait"

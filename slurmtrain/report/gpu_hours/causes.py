@@ -29,7 +29,6 @@ from slurmtrain.system import records
 
 ROLLED_BACK = "rolled back"  # why steps are done again in the same attempt
 NOT_RECORDED = "not recorded"  # why an attempt ended that nobody could judge
-STAGES_KEPT = 32
 _REASONS = frozenset(str(reason) for reason in Reason)
 _RESUMED = frozenset({Event.RESUME_ASKED, Event.SUBMITTING, Event.SUBMITTED})
 _TURNS = _RESUMED | {Event.CANCEL_ASKED}  # from when on a run waits, or waits no more
@@ -235,7 +234,7 @@ def _add_stages(
     found |= {name: value * scale for name, value in stages.items()}
     found |= {"first step": total - until_steps}
     for name, seconds in found.items():
-        if seconds > 0 and (name in startup or len(startup) < STAGES_KEPT):
+        if seconds > 0:
             startup[name] = startup.get(name, 0.0) + seconds
 
 
@@ -253,8 +252,7 @@ def _inside(
     """
     record = each.record
     if record.stepping is not None and record.stepping > 0:
-        stepping = min(end, max(begin, record.stepping))
-        layers = _training(record, kind, events, begin, stepping, end, furthest, over=over)
+        layers = _training(record, kind, events, begin, end, furthest, over=over)
     elif kind is not None and kind != JobKind.COMMAND:
         layers = [([Stretch(begin, end, Cause.STARTUP)], None)]
     else:
@@ -265,27 +263,18 @@ def _inside(
     return _painted(layers, begin, end)
 
 
-def _painted(layers: Iterable[Layer], begin: float, end: float) -> list[Stretch]:
+def _painted(layers: Sequence[Layer], begin: float, end: float) -> list[Stretch]:
     """Return what is seen from above of layers that lie upon each other, between `begin` and `end`.
 
     Where stretches of a layer overlap, the one that begins first is seen.
     """
-    cut = [
-        (
-            [
-                each._replace(start=min(end, max(begin, each.start)), end=min(end, max(begin, each.end)))
-                for each in stretches
-            ],
-            only,
-        )
-        for stretches, only in layers
-    ]
-    bounds = sorted({moment for stretches, _ in cut for each in stretches for moment in each[:2]})
-    seen: list[tuple[Cause, str] | None] = [None] * max(0, len(bounds) - 1)
-    for stretches, only in cut:
+    inside = (moment for stretches, _ in layers for each in stretches for moment in each[:2] if begin < moment < end)
+    bounds = sorted({begin, end, *inside})
+    seen: list[tuple[Cause, str] | None] = [None] * (len(bounds) - 1)
+    for stretches, only in layers:
         reached = begin
         for start, stop, cause, because in sorted(stretches):
-            for place in range(bisect_left(bounds, max(start, reached)), bisect_left(bounds, stop)):
+            for place in range(bisect_left(bounds, max(start, reached)), bisect_left(bounds, min(stop, end))):
                 below = seen[place]
                 if only is None or (below is not None and below[0] is only):
                     seen[place] = cause, because
@@ -315,30 +304,20 @@ def _program(record: Attempt, events: Events, begin: float, end: float) -> list[
 
 
 def _training(
-    record: Attempt,
-    kind: str | None,
-    events: Events,
-    begin: float,
-    stepping: float,
-    end: float,
-    furthest: int,
-    *,
-    over: bool,
+    record: Attempt, kind: str | None, events: Events, begin: float, end: float, furthest: int, *, over: bool
 ) -> list[Layer]:
-    """Return the time of an attempt that began to train, or to evaluate, at `stepping`."""
+    """Return the time of an attempt that began to train, or to evaluate."""
+    stepping = min(end, max(begin, record.stepping or begin))
     endings = [*events.get(Event.TRAINING_STOPPED, ()), *events.get(Event.TRAINING_FINISHED, ())]
     left = min(end, max(stepping, float(endings[-1]["time"]))) if endings else end
     base = Cause.EVALUATION if kind == JobKind.EVALUATE else Cause.PRODUCTIVE
-    first, last = record.first_step, record.last_step
-    frame = [Stretch(begin, stepping, Cause.STARTUP), Stretch(left, end, Cause.IDLE_END)]
     layers: list[Layer] = [
-        ([Stretch(begin, end, base)], None),
-        (_first_step(events, stepping, left, first, last), None),
-        (_redone(events, stepping, left, first, last, furthest), None),
+        ([Stretch(stepping, left, base)], None),
+        (_first_step(record, events, stepping, left), None),
+        (_redone(record, events, stepping, left, furthest), None),
     ]
     if over and Event.TRAINING_STARTED in events:
         layers.append((_lost(record, events, stepping, left), Cause.PRODUCTIVE))
-    layers.append((frame, None))
     pauses: list[Stretch] = []
     last_save = _step(endings[-1]) if endings else None
     for event in events.get(Event.CHECKPOINT, ()):
@@ -347,16 +326,15 @@ def _training(
             stall = seconds  # nothing else is done meanwhile
         if seconds is not None and stall is not None and stall > 0:
             start = event["time"] - seconds
-            pauses.append(Stretch(max(start, stepping), start + stall, Cause.CHECKPOINT))
-    evaluations = [
-        Stretch(
-            max(stepping, event["time"] - (records.finite(event.get("seconds")) or 0.0)),
-            event["time"],
-            Cause.EVALUATION,
-        )
-        for event in events.get(Event.EVALUATED, ())
+            pauses.append(Stretch(start, start + stall, Cause.CHECKPOINT))
+    evaluations = [Stretch(_began(event), event["time"], Cause.EVALUATION) for event in events.get(Event.EVALUATED, ())]
+    return [
+        *layers,
+        ([Stretch(left, end, Cause.IDLE_END)], None),
+        (pauses, None),
+        (evaluations, None),
+        ([Stretch(begin, stepping, Cause.STARTUP)], None),
     ]
-    return [*layers, (pauses, None), (evaluations, None)]
 
 
 def _step(event: Mapping[str, Any]) -> int | None:
@@ -368,28 +346,31 @@ def _times(events: Events, name: Event) -> list[float]:
     return [float(event["time"]) for event in events.get(name, ())]
 
 
+def _began(event: Mapping[str, Any]) -> float:
+    """Return when that began which an event says the end of."""
+    return float(event["time"]) - (records.finite(event.get("seconds")) or 0.0)
+
+
 def _pace(begin: float, end: float, first: int | None, last: int | None) -> float | None:
     """Return seconds per step, pauses included; None if it is not known how many steps were done."""
     return (end - begin) / (last - first) if first is not None and last is not None and last > first else None
 
 
-def _first_step(events: Events, stepping: float, left: float, first: int | None, last: int | None) -> list[Stretch]:
+def _first_step(record: Attempt, events: Events, stepping: float, left: float) -> list[Stretch]:
     """Return what the first step took longer than the others: it compiles, and tunes kernels."""
     if not (done := _times(events, Event.FIRST_STEP)):
         return []
     at = min(left, max(stepping, done[0]))
-    others = _pace(at, left, None if first is None else first + 1, last)
+    others = _pace(at, left, None if record.first_step is None else record.first_step + 1, record.last_step)
     return [] if others is None else [Stretch(stepping, max(stepping, at - others), Cause.STARTUP)]
 
 
-def _redone(
-    events: Events, stepping: float, left: float, first: int | None, last: int | None, furthest: int
-) -> list[Stretch]:
+def _redone(record: Attempt, events: Events, stepping: float, left: float, furthest: int) -> list[Stretch]:
     """Return where steps were done again: until the attempt was where an earlier one, or it itself, had been before.
 
     Where no event says when that was, as of a program, it is estimated by the seconds per step.
     """
-    found: list[Stretch] = []
+    found, first, last = list[Stretch](), record.first_step, record.last_step
     caught_up, backs = _times(events, Event.CAUGHT_UP), _times(events, Event.ROLLED_BACK)
     if first is not None and first < furthest:
         at = next((moment for moment in caught_up if not backs or moment <= backs[0]), None)
@@ -410,9 +391,5 @@ def _lost(record: Attempt, events: Events, stepping: float, left: float) -> list
     committed = record.committed_step or 0
     if record.last_step is None or record.last_step <= max(committed, record.seen_step or 0):
         return []
-    begun = [
-        float(event["time"]) - (records.finite(event.get("seconds")) or 0.0)
-        for event in events.get(Event.CHECKPOINT, ())
-        if _step(event) == committed
-    ]
-    return [Stretch(max(stepping, begun[-1]) if begun else stepping, left, Cause.LOST)]
+    begun = [_began(event) for event in events.get(Event.CHECKPOINT, ()) if _step(event) == committed]
+    return [Stretch(begun[-1] if begun else stepping, left, Cause.LOST)]

@@ -82,11 +82,6 @@ class Goodput:
     running: bool = False
 
     @property
-    def begin(self) -> float:
-        """When its first segment begins, in unix seconds; 0 if there is none."""
-        return self.segments[0].start if self.segments else 0.0
-
-    @property
     def end(self) -> float:
         """When its last segment ends, in unix seconds; 0 if there is none."""
         return self.segments[-1].end if self.segments else 0.0

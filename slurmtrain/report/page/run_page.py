@@ -18,6 +18,7 @@ from slurmtrain.report.status.state import ATTEMPT_HEADER, RunStatus
 from slurmtrain.report.step_times import step_times
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.software import words_for_changes
+from slurmtrain.system.durations import roughly
 
 MOODS = {
     RunStatus.FINISHED: "good",
@@ -143,11 +144,11 @@ def _timeline(goodput: Goodput, facts: RunFacts) -> Chart:
         for number in numbers[-MOST_ROWS:]
     }
     data = []
-    least = (goodput.end - goodput.begin) * VISIBLE
+    least = (goodput.end - goodput.segments[0].start) * VISIBLE
     shown = [each for each in goodput.segments if each.attempt in rows and each.seconds >= least]
     for cause, words in sentences.CAUSES.items():
         if found := [each for each in shown if each.cause is cause]:
-            said = [f"{words}, {units.duration(each.seconds)}, from {units.moment(each.start)}" for each in found]
+            said = [f"{words}, {roughly(each.seconds)}, from {units.moment(each.start)}" for each in found]
             data.append(
                 {
                     "type": "bar",
@@ -182,7 +183,7 @@ def _goodput(goodput: Goodput | None) -> Section:
     gpus = goodput.gpu_hours > 0
 
     def amounts(seconds: float, gpu_seconds: float) -> list[str]:
-        return [units.duration(seconds), *([units.hours(gpu_seconds)] if gpus else [])]
+        return [roughly(seconds), *([units.hours(gpu_seconds)] if gpus else [])]
 
     spent = [
         [words, units.percent(goodput.shares.get(cause, 0.0)), *amounts(seconds, goodput.gpu_seconds.get(cause, 0.0))]

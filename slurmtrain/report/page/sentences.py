@@ -18,6 +18,7 @@ from slurmtrain.report.trouble import trouble, trouble_of_checkpoints
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import Reason, Verdict
+from slurmtrain.system.durations import roughly
 
 WORTH_SAYING = 0.05  # share of the time that nodes were held: what took less needs no advice
 SLOW_WORTH_SAYING = 0.01  # share of the time of all steps that slow ranks have cost
@@ -121,7 +122,7 @@ def checkpoints_sentence(facts: RunFacts) -> str:
     if (usual := save_times(facts.events)) is None:
         return f"{sentence}."
     size = f"{units.brief(usual.size / 1e9)} GB" if usual.size >= 1e9 else f"{units.brief(usual.size / 1e6)} MB"
-    took, waited = units.duration(usual.write_s), units.duration(usual.stall_s)
+    took, waited = f"{units.brief(usual.write_s)} s", f"{units.brief(usual.stall_s)} s"
     return f"{sentence}. In the median: {size}, committed in {took}, and training waited {waited} for it."
 
 
@@ -129,7 +130,7 @@ def what_was_lost(goodput: Goodput | None) -> str:
     """Say what share of the time was productive, and what the rest went into."""
     if goodput is None or not (held := goodput.held_s) > 0:
         return ""
-    sentence = f"It held its nodes for {units.duration(held)}"
+    sentence = f"It held its nodes for {roughly(held)}"
     if goodput.gpu_hours > 0:
         sentence += f" ({units.hours(3600 * goodput.gpu_hours)} GPU hours)"
     if goodput.share is None:
@@ -139,12 +140,12 @@ def what_was_lost(goodput: Goodput | None) -> str:
         others = [
             (seconds, cause)
             for cause, seconds in goodput.seconds.items()
-            if cause is not Cause.PRODUCTIVE and cause not in HOLDS_NO_GPUS and seconds >= 0.001 * held
+            if cause is not Cause.PRODUCTIVE and cause not in HOLDS_NO_GPUS and seconds >= max(0.5, 0.001 * held)
         ]
-        lost = units.listed((f"{CAUSES[cause]} {units.duration(each)}" for each, cause in sorted(others)[::-1]), 4)
+        lost = units.listed((f"{CAUSES[cause]} {roughly(each)}" for each, cause in sorted(others)[::-1]), 4)
         sentence += f" The rest: {lost}." if lost else ""
     words = {Cause.QUEUE: "waited for {} in the queue", Cause.STOPPED: "was stopped for {}, until somebody resumed it"}
-    waits = [words[cause].format(units.duration(s)) for cause in words if (s := goodput.seconds.get(cause, 0.0)) >= 1]
+    waits = [words[cause].format(roughly(s)) for cause in words if (s := goodput.seconds.get(cause, 0.0)) >= 1]
     return f"{sentence}{f' In addition, it {units.listed(waits)}.' if waits else ''}"
 
 

@@ -9,6 +9,7 @@ or read from another origin.
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 import socket
 import sys
@@ -24,8 +25,6 @@ from slurmtrain.errors import SlurmtrainError, UsageError
 from slurmtrain.report.page.render import Page, plotly_js, policy, render
 
 ADDRESS = "127.0.0.1"
-# A tunnel (ssh -L) may end at another port of the reader's machine.
-HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
 REQUEST_S = 10.0  # a client that says nothing is hung up on after this long
 HEADERS = {
     "Cache-Control": "no-store",
@@ -146,12 +145,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 def is_own_host(hosts: list[str]) -> bool:
     """Return whether the Host headers of a request name this machine's loopback, with any port."""
-    if len(hosts) != 1:
-        return False
-    name, colon, port = hosts[0].strip().lower().rpartition(":")
-    if not colon or hosts[0].strip().endswith("]"):
-        name, port = hosts[0].strip().lower(), "0"
-    return name in HOSTS and port.isdigit()
+    # A tunnel (ssh -L) may end at another port of the reader's machine.
+    own = r"\s*(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?\s*"
+    return len(hosts) == 1 and re.fullmatch(own, hosts[0], re.IGNORECASE) is not None
 
 
 def has_token(path: str, token: str) -> bool:

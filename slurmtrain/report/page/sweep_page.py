@@ -96,7 +96,7 @@ def sweep_page(facts: SweepFacts) -> Page:
         facts.name,
         state or "no points yet",
         mood,
-        [*filter(None, (_what_it_is(facts), _how_far(facts), _what_it_took(facts.time)))],
+        [*filter(None, (_what_it_is(facts), _how_far(facts), sentences.what_was_lost(facts.time)))],
         _advice(facts) or ["Nothing needs to be done."],
         [_table(facts), _dependence(facts), _curves(facts)],
         sentences.made(facts.now),
@@ -121,16 +121,6 @@ def _how_far(facts: SweepFacts) -> str:
     value = units.number(best, units.unit_of(goal.metric))
     whose = f"point {point.number} ({varied_words(point)})"
     return f"{begin} The {where} {units.name_of(goal.metric)} is {value}, reached by {whose}."
-
-
-def _what_it_took(time: Goodput) -> str:
-    if not time.held_s > 0:
-        return ""
-    gpus = f" ({units.hours(3600 * time.gpu_hours)} GPU hours)" if time.gpu_hours > 0 else ""
-    share = f", of which {units.percent(time.share)} were productive" if time.share is not None else ""
-    count = sum(time.interruptions.values())
-    ends = f" {units.plural(count, 'attempt')} {'was' if count == 1 else 'were'} interrupted." if count else ""
-    return f"Its points held nodes for {units.duration(time.held_s)} in all{gpus}{share}.{ends}"
 
 
 def _advice(facts: SweepFacts) -> list[str]:

@@ -108,18 +108,6 @@ def hours(seconds: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
 
 
-def duration(seconds: float) -> str:
-    """Format a duration: 0.4 s, 40 s, 12 min 5 s, 2 h 10 min, 3 d 4 h."""
-    if not math.isfinite(seconds) or seconds < 0:
-        return UNKNOWN
-    if seconds < 10:
-        return f"{seconds:.2g} s"
-    whole = round(seconds)
-    parts = [("d", whole // 86400), ("h", whole // 3600 % 24), ("min", whole // 60 % 60), ("s", whole % 60)]
-    first = next(index for index, (_, count) in enumerate(parts) if count)
-    return " ".join(f"{count} {unit}" for unit, count in parts[first : first + 2] if count)
-
-
 def moment(seconds: float | None) -> str:
     """Format a time in unix seconds as local time, to the second."""
     if seconds is None or not records.is_time(seconds) or seconds == 0:

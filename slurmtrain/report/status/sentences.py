@@ -9,14 +9,14 @@ from typing import Any
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.report.progress import at_about, read_progress
-from slurmtrain.report.status.queue import Queue, expected_start
 from slurmtrain.report.status.record import Record
-from slurmtrain.report.status.state import WAITING, RunState, RunStatus
+from slurmtrain.report.status.state import ALIVE, WAITING, RunState, RunStatus
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, LastWord, Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_facts import QueuedJob
 from slurmtrain.slurm.job_states import GONE, JobState
+from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.slurm.pending_reasons import in_words, is_held
 from slurmtrain.system import kubectl
 from slurmtrain.system.records import read_text
@@ -24,115 +24,111 @@ from slurmtrain.system.records import read_text
 LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for longer than this never will
 
 
-def state_of(record: Record, queue: Queue) -> RunState:
-    """Return the state of a run whose job, if it has one, is known."""
+def state_of(record: Record, job: QueuedJob, doubt: str | None) -> RunState:
+    """Return the state of a run.
+
+    Args:
+        job: squeue's entry of its job; an empty one if that is not in the queue.
+        doubt: why SLURM could not be asked; None if it could.
+    """
     without_slurm = record.local or record.in_pods or record.job_id is None
-    job = queue.job(None if without_slurm else record.job_id)
     if record.copied_from:
-        word, sentence, alive = _copy(record)
+        word, sentence = _copy(record)
     elif record.in_pods:
-        word, sentence, alive = _in_pods(record)
+        word, sentence = _in_pods(record)
     elif without_slurm:
-        word, sentence, alive = _without_slurm(record)
-    elif queue.doubt is not None:
-        word, sentence, alive = _unasked(record)
+        word, sentence = _without_slurm(record)
+    elif doubt is not None:
+        word, sentence = _unasked(record)
     else:
-        word, sentence, alive = _asked(record, job)
-    waits = word in WAITING
+        word, sentence = _asked(record, job)
     running_since = record.last.started if word == RunStatus.RUNNING and record.last is not None else None
+    steps, own = record.info.get("steps"), record.info.get("own_checkpoints")
+    ended = word not in ALIVE and not (record.chain or record.packed or without_slurm)
     return RunState(
         word,
         sentence,
-        alive,
         record.attempts,
         record.job_id,
-        progress=read_progress(
-            record.run_dir,
-            record.info.get("steps"),
-            record.info.get("own_checkpoints"),
-            running_since=running_since,
-        ),
+        progress=read_progress(record.run_dir, steps, own, running_since=running_since),
         own_job=record.own_job,
         packed=record.packed,
-        slurm_error=None if without_slurm else queue.doubt,
+        slurm_error=None if without_slurm else doubt,
         following=record.following,
-        queued_again=not alive and job.state == JobState.PENDING and not (record.chain or record.packed),
-        reason=job.reason if waits else None,
-        expected_start=expected_start(job) if waits else None,
+        queued_again=ended and job.state == JobState.PENDING,
+        reason=job.reason if word in WAITING else None,
+        expected_start=_expected_start(job) if word in WAITING else None,
         copied_from=record.copied_from,
     )
 
 
-def _copy(record: Record) -> tuple[RunStatus, str, bool]:
-    """Return word, sentence and `alive` of a copy of a run: whatever goes on belongs to the original."""
+def _expected_start(job: QueuedJob) -> float | None:
+    """Return when SLURM expects to start the job; a time in the past is an outdated estimate, and gives None."""
+    start = parse_time(job.start)
+    return start if start is not None and start > time.time() else None
+
+
+def _copy(record: Record) -> tuple[RunStatus, str]:
+    """Return word and sentence of a copy of a run: whatever goes on belongs to the original."""
     if record.over:
         word, sentence = _ended(record)
-        return word, f"{sentence}; this is a copy of {record.copied_from}", False
+        return word, f"{sentence}; this is a copy of {record.copied_from}"
     goes_on = how_to_continue(record.run_dir, record.info)
-    return RunStatus.STOPPED, f"this is a copy of {record.copied_from}, and has no job of its own. {goes_on}", False
+    return RunStatus.STOPPED, f"this is a copy of {record.copied_from}, and has no job of its own. {goes_on}"
 
 
-def _without_slurm(record: Record) -> tuple[RunStatus, str, bool]:
-    """Return word, sentence and `alive` of a run outside of SLURM, of which only the processes can be looked at."""
+def _without_slurm(record: Record) -> tuple[RunStatus, str]:
+    """Return word and sentence of a run outside of SLURM, of which only the processes can be looked at."""
     last = record.last
     if last is None:
-        return RunStatus.PREPARED, _how_to_begin(record), False
+        return RunStatus.PREPARED, _how_to_begin(record)
     if record.over:
-        return *_ended(record), False
+        return _ended(record)
     if last.started and last.verdict is None:
         lives = last.rank_0_lives
         if lives is None:
-            return (
-                RunStatus.UNKNOWN,
-                f"attempt {last.number} began on {last.host}, and only there can be seen what became of it",
-                True,
-            )
-        return (RunStatus.RUNNING, f"attempt {last.number} on {last.host}", True) if lives else (*_ended(record), False)
+            words = f"attempt {last.number} began on {last.host}, and only there can be seen what became of it"
+            return RunStatus.UNKNOWN, words
+        return (RunStatus.RUNNING, f"attempt {last.number} on {last.host}") if lives else _ended(record)
     since = last.ended or record.run_dir.attempt(last.number).path.stat().st_mtime
     if time.time() - since < LOCAL_START_S:
         number = last.number if record.setting_up else last.number + 1
-        return RunStatus.STARTING, f"attempt {number} is setting up", True
-    return *_ended(record), False
+        return RunStatus.STARTING, f"attempt {number} is setting up"
+    return _ended(record)
 
 
-def _in_pods(record: Record) -> tuple[RunStatus, str, bool]:
-    """Return word, sentence and `alive` of a run on Kubernetes: kubectl tells whether its pods run, and its files all else."""
+def _in_pods(record: Record) -> tuple[RunStatus, str]:
+    """Return word and sentence of a run on Kubernetes: kubectl tells whether its pods run, and its files all else."""
     last, name = record.last, record.job_id or "its object"
     if record.over:
-        return *_ended(record), False
+        return _ended(record)
     number = (last.number if last is not None else 0) + 1
     at_work = last is not None and record.has_begun and last.verdict is None
     known = f"attempt {number - 1} has not ended as far as its files say" if at_work else f"attempt {number} is next"
     try:
         state, said = kubectl.state_of(record.run_dir.manifest)
     except ClusterError as error:
-        return RunStatus.UNKNOWN, f"{error.message}; {known}", True
+        return RunStatus.UNKNOWN, f"{error.message}; {known}"
     if state is None and last is None and record.job_id is None:
-        return RunStatus.PREPARED, f"not submitted yet: kubectl create -f {record.run_dir.manifest}", False
+        return RunStatus.PREPARED, f"not submitted yet: kubectl create -f {record.run_dir.manifest}"
     if state is None and name == kubectl.WITHOUT_OBJECT:
-        return RunStatus.UNKNOWN, f"{known}; ask what started it, such as `ray job list`", at_work
+        return RunStatus.UNKNOWN, f"{known}; ask what started it, such as `ray job list`"
     why = f": {said}" if said else ""
     if state not in ("suspended", "active"):
         word, sentence = _ended(record)
-        return word, f"{sentence} (its object on Kubernetes, {name}: {state or 'gone'}{why})", False
+        return word, f"{sentence} (its object on Kubernetes, {name}: {state or 'gone'}{why})"
     before = f"{last.sentence}; " if last is not None and record.has_begun and last.verdict is not None else ""
     if state == "suspended":
         word = RunStatus.REQUEUED if before else RunStatus.WAITING
-        return (
-            word,
-            f"{before}{name} is suspended until Kueue admits it (`kubectl get workloads` says why not yet){why}",
-            True,
-        )
+        why_not = f"(`kubectl get workloads` says why not yet){why}"
+        return word, f"{before}{name} is suspended until Kueue admits it {why_not}"
     if not at_work:
-        return (
-            RunStatus.STARTING,
-            f"{before}attempt {number} begins when Kubernetes has started the pods of {name}: "
-            f"`kubectl get pods -l slurmtrain/run={record.run_dir.id}` shows what they wait for",
-            True,
-        )
+        begins = f"attempt {number} begins when Kubernetes has started the pods of {name}"
+        shows = f"`kubectl get pods -l slurmtrain/run={record.run_dir.id}` shows what they wait for"
+        return RunStatus.STARTING, f"{before}{begins}: {shows}"
     if record.setting_up:
-        return RunStatus.STARTING, f"attempt {number - 1} waits until all pods of {name} run", True
-    return RunStatus.RUNNING, f"attempt {number - 1}, {name}", True
+        return RunStatus.STARTING, f"attempt {number - 1} waits until all pods of {name} run"
+    return RunStatus.RUNNING, f"attempt {number - 1}, {name}"
 
 
 def _how_to_begin(record: Record) -> str:
@@ -144,11 +140,11 @@ def _how_to_begin(record: Record) -> str:
     return f"not submitted yet: sbatch {record.run_dir.script}"
 
 
-def _unasked(record: Record) -> tuple[RunStatus, str, bool]:
-    """Return word, sentence and `alive` of a run when SLURM does not answer: a run without a recorded end may be alive."""
+def _unasked(record: Record) -> tuple[RunStatus, str]:
+    """Return word and sentence of a run when SLURM does not answer: a run without a recorded end may be alive."""
     last = record.last
     if record.over or ((record.waits or record.setting_up) and record.cancelled("")):
-        return *_ended(record), False
+        return _ended(record)
     if last is None or not record.has_begun:
         known = f"job {record.job_id} was submitted and has left no attempt yet"
     elif record.setting_up:
@@ -157,43 +153,40 @@ def _unasked(record: Record) -> tuple[RunStatus, str, bool]:
         known = str(last.sentence)
     else:
         known = f"attempt {last.number} has not ended as far as its files say"
-    return RunStatus.UNKNOWN, f"SLURM cannot be asked; {known}", True
+    return RunStatus.UNKNOWN, f"SLURM cannot be asked; {known}"
 
 
-def _asked(record: Record, job: QueuedJob) -> tuple[RunStatus, str, bool]:
-    """Return word, sentence and `alive` of a run from squeue's entry of its job, which is empty when SLURM has forgotten it."""
+def _asked(record: Record, job: QueuedJob) -> tuple[RunStatus, str]:
+    """Return word and sentence of a run from squeue's entry of its job, which is empty when SLURM has forgotten it."""
     last, job_id, queued = record.last, record.job_id, job.state
     waits = record.waits or queued == JobState.PENDING
     if record.packed and (record.over or (waits and record.cancelled(""))):
-        return *_ended(record), False  # whatever the job does for the others
+        return _ended(record)  # whatever the job does for the others
     if queued == JobState.PENDING and record.over and not record.chain:
         word, sentence = _ended(record)
-        return word, f"{sentence}; {_queued_again(record)}", False
+        return word, f"{sentence}; {_queued_again(record)}"
     if queued == JobState.PENDING and not record.over:
-        return *_pending(record, job), True
+        return _pending(record, job)
     if not queued or queued in GONE or record.over:  # a job may outlive the run: an allocation does
-        return *_ended(record, queued if queued in GONE else ""), False
+        return _ended(record, queued if queued in GONE else "")
     if queued == JobState.SUSPENDED:
-        return (
-            RunStatus.SUSPENDED,
-            f"SLURM has suspended job {job_id}, and lets it go on when those that took its place are done",
-            True,
-        )
+        goes_on = "lets it go on when those that took its place are done"
+        return RunStatus.SUSPENDED, f"SLURM has suspended job {job_id}, and {goes_on}"
     if queued == JobState.COMPLETING:
-        return RunStatus.STOPPING, f"job {job_id}: the last ranks are leaving", True
+        return RunStatus.STOPPING, f"job {job_id}: the last ranks are leaving"
     if last is not None and last.verdict in (Verdict.RESUBMIT, Verdict.NEXT) and last.job_id == job_id:
-        return RunStatus.STOPPING, f"{last.sentence}; job {job_id} is about to leave", True
+        return RunStatus.STOPPING, f"{last.sentence}; job {job_id} is about to leave"
     if record.packed and last is not None and last.verdict == Verdict.REQUEUE and last.job_id == job_id:
-        return RunStatus.STOPPING, f"{last.sentence} when the others of its pack have left job {job_id}", True
+        return RunStatus.STOPPING, f"{last.sentence} when the others of its pack have left job {job_id}"
     if last is not None and record.setting_up:
-        return RunStatus.STARTING, f"attempt {last.number} is setting up, job {job_id}", True
+        return RunStatus.STARTING, f"attempt {last.number} is setting up, job {job_id}"
     if last is None or not record.has_begun or last.verdict is not None:
         number = (last.number if last is not None else 0) + 1
         before = f"{last.sentence}; " if last is not None and record.has_begun else ""
-        return RunStatus.STARTING, f"{before}attempt {number} is about to begin, job {job_id}", True
+        return RunStatus.STARTING, f"{before}attempt {number} is about to begin, job {job_id}"
     if not record.own_job and last.rank_0_lives is False:
-        return *_ended(record), False
-    return RunStatus.RUNNING, f"attempt {last.number}, job {job_id}", True
+        return _ended(record)
+    return RunStatus.RUNNING, f"attempt {last.number}, job {job_id}"
 
 
 def _queued_again(record: Record) -> str:
@@ -216,7 +209,7 @@ def _pending(record: Record, queued: QueuedJob) -> tuple[RunStatus, str]:
     job = f"job {record.job_id}"
     if record.chain:
         job += f", {record.chain.index(record.job_id or '') + 1} of {len(record.chain)} of its chain,"
-    start = expected_start(queued)
+    start = _expected_start(queued)
     if start is not None:
         why += f"; SLURM expects to start it {at_about(start, time.time())}"
     if last is None or not record.has_begun:
@@ -239,10 +232,8 @@ def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
         if record.cancelled(queued):
             return RunStatus.STOPPED, f"cancelled while it waited. {resume}"
         if queued:
-            return (
-                RunStatus.FAILED,
-                f"{what} ended as {queued} before its first attempt; see {record.run_dir.path}/slurm-*.log. {resume}",
-            )
+            logs = f"see {record.run_dir.path}/slurm-*.log"
+            return RunStatus.FAILED, f"{what} ended as {queued} before its first attempt; {logs}. {resume}"
         return RunStatus.LOST, f"{what} is gone and left no attempt; {resume}"
     if record.setup_failed is not None:
         return RunStatus.FAILED, read_text(record.setup_failed).strip()
@@ -256,10 +247,8 @@ def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
         word = RunStatus.STOPPED if last.reason in stopped else RunStatus.FAILED
         return word, f"{last.sentence}. {resume}"
     if last.verdict is None and last.said == LastWord.FINISHED:
-        return (
-            RunStatus.FINISHED,
-            f"attempt {last.number} finished, but its supervisor was killed before it recorded that",
-        )
+        unrecorded = "but its supervisor was killed before it recorded that"
+        return RunStatus.FINISHED, f"attempt {last.number} finished, {unrecorded}"
     if record.cancelled(queued):
         if last.verdict is not None:
             return RunStatus.STOPPED, f"cancelled while it waited to start again. {resume}"

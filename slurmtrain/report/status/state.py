@@ -34,6 +34,8 @@ class RunStatus(StrEnum):
 
 
 WAITING = (RunStatus.WAITING, RunStatus.REQUEUED, RunStatus.HELD)  # words for a run whose job is pending
+AT_WORK = (RunStatus.STARTING, RunStatus.RUNNING, RunStatus.SUSPENDED, RunStatus.STOPPING)
+ALIVE = frozenset({*WAITING, *AT_WORK, RunStatus.UNKNOWN})
 ATTEMPT_HEADER = ("attempt", "job", "started", "took", "nodes", "steps", "reason", "then")
 
 
@@ -44,7 +46,6 @@ class RunState:
     Attributes:
         status: what a person reads of it first.
         explanation: why, and what comes next.
-        alive: SLURM or a local launcher still has it, or may have it as far as can be known here.
         own_job: it was submitted as this job; False if somebody started the run inside of an allocation.
         progress: its progress.
         packed: the job is that of other runs, too (sweep.pack).
@@ -58,7 +59,6 @@ class RunState:
 
     status: RunStatus
     explanation: str
-    alive: bool
     attempts: list[Attempt]
     job_id: str | None
     progress: Progress = field(default_factory=Progress)
@@ -75,6 +75,11 @@ class RunState:
     def step(self) -> int | None:
         """The number of steps done, as far as is known."""
         return self.progress.step
+
+    @property
+    def alive(self) -> bool:
+        """Whether SLURM or a local launcher still has it, or may have it as far as can be known here."""
+        return self.status in ALIVE
 
     @property
     def waits(self) -> bool:
@@ -107,4 +112,4 @@ class RunState:
 
 def unreadable(error: UnreadableRecordError) -> RunState:
     """Return the state of a run whose files cannot be used."""
-    return RunState(RunStatus.UNREADABLE, error.message, False, [], None)
+    return RunState(RunStatus.UNREADABLE, error.message, [], None)

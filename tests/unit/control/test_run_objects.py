@@ -31,7 +31,7 @@ from slurmtrain.errors import (
     WaitTimeoutError,
 )
 from slurmtrain.observe import MetricsLog
-from slurmtrain.report.status import look, queue
+from slurmtrain.report.status import look
 from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
@@ -151,7 +151,7 @@ def test_wait_ends_in_time_without_asking_slurm_again_and_again(
     with pytest.raises(TimeoutError, match=r"not ended after 1\.2 s") as raised:
         slurmtrain.open_run(run_dir.id).wait(timeout_s=1.2)
     assert isinstance(raised.value, WaitTimeoutError)
-    assert (slurm.directory / "asked").read_text().count("asked") <= queue.CONFIRMATIONS
+    assert (slurm.directory / "asked").read_text().count("asked") <= look.CONFIRMATIONS
 
 
 def test_repr_shows_name_and_state_and_is_never_an_error(project: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.launch import submit_once
-from slurmtrain.report.status import look, queue
+from slurmtrain.report.status import look
 from slurmtrain.runs import requests
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs
@@ -56,7 +56,7 @@ def cancelled(slurm: FakeSlurm) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "CONFIRM_EVERY_S", 0.0)
+    monkeypatch.setattr(look, "CONFIRM_EVERY_S", 0.0)
 
 
 @pytest.fixture

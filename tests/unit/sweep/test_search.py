@@ -269,7 +269,7 @@ class KilledError(BaseException):
 
 
 def ended(status: RunStatus, why: str = "") -> RunState:
-    return RunState(status, why or str(status), False, [], None, Progress(3))
+    return RunState(status, why or str(status), [], None, Progress(3))
 
 
 class Finishing:
