@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.checkpoint.save.pending_save import SaveResult
+from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
