@@ -261,7 +261,7 @@ def test_results_stand_beside_the_metrics_and_what_the_run_has_logged_counts(tra
         '{"step": 20, "valid_loss": 9.0, "wiki_loss": 4.0, "evaluation": "b", "time": 1.7e9}\n'
         '{"step": 10, "valid_loss": 2.0, "wiki_loss": 5.0, "evaluation": "a", "time": 1.8e9}\n'
     )
-    table = table_of([Point(0, {}, trained, "finished")])
+    table = table_of([Point(0, {}, trained, state(trained))])
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert (row["best_valid_loss"], row["valid_loss"], row["wiki_loss"], row["loss"]) == (2.0, 2.5, 4.0, 2.0)
     final = compare(trained, trained).final
