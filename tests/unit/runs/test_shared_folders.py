@@ -20,7 +20,7 @@ import pytest
 
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.store import commit
-from slurmtrain.checkpoint.store.fencing import claim
+from slurmtrain.checkpoint.store.commit import claim
 from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_CONFIG, ClusterError, EnvironmentMismatchError, UsageError
 from slurmtrain.runs import lookup, reached_step

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.checkpoint.errors import CheckpointMismatchError, LostPeersError, SupersededError
-from slurmtrain.checkpoint.save.pending_save import SaveResult
+from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.errors import DivergedError, PreflightError
 from slurmtrain.runs.events import Event
