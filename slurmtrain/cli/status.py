@@ -8,6 +8,7 @@ import fnmatch
 import functools
 import logging
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -16,10 +17,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from slurmtrain.choices import JobKind
 from slurmtrain.cli import columns
 from slurmtrain.cli.columns import PROGRESS, one_line, print_table, terminal_width
 from slurmtrain.cli.json_output import evaluation_object, goodput_object, print_json, run_object
-from slurmtrain.errors import UnreadableRecordError, UsageError
+from slurmtrain.config.frozen import load_frozen
+from slurmtrain.errors import ConfigError, UnreadableRecordError, UsageError
+from slurmtrain.report.page.units import plural
 from slurmtrain.report.progress import lowest
 from slurmtrain.report.status.look import states, states_by_path
 from slurmtrain.report.status.state import RunState, RunStatus
@@ -38,6 +42,7 @@ log = logging.getLogger(__name__)
 HEADER = ("run", "name", "state", *PROGRESS, "attempts", "")
 EVALUATIONS_HEADER = ("evaluation", "job", "state", "measured", "")
 ATTEMPTS_HEADER = ("attempt", "job", "started", "took", "nodes", "steps", "reason", "then")
+OF_PROGRAM = re.compile(r"job=command$|job\.command=")  # overrides that `submit -- PROGRAM` has made
 LEAST_ROWS, AROUND_ROWS = 10, 5  # rows on a terminal that is low; lines around the rows, with the prompt
 
 
@@ -109,7 +114,7 @@ class Row(NamedTuple):
             progress, attempts = columns.progress_cells(now), str(len(now.attempts))
             return [first.id, first.path.parent.name, now.status, *progress, attempts, columns.remark(now)]
         best = lowest(enumerate(found[run.path].progress for run in self.runs))
-        words = f"{len(self.runs)} points: {columns.summary(columns.counts(found[run.path] for run in self.runs))}"
+        words = f"{plural(len(self.runs), 'point')}: {columns.summary(columns.counts(found[run.path] for run in self.runs))}"
         words += f"; lowest {best.metric} {best.value:.4f} in {self.runs[best.point].id}" if best is not None else ""
         return [self.sweep.id, "", "sweep", *[""] * len(PROGRESS), "", words]
 
@@ -210,18 +215,20 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
         "left out": lambda: _left_out(run_dir, now.job_id) if now.alive and now.job_id is not None else "",
         "stacks": lambda: "".join(str(page) for page in hung[-1:] if page.exists()),
         "sweep": lambda: _place_in_sweep(run_dir),
+        "program": lambda: _program(run_dir),
     }
     sentences = [f"run {run_dir.id} ({one_line(info['name'])}): {now.status}", f"  {printable(now.explanation)}"]
     for label, say in facts.items():
-        with contextlib.suppress(UnreadableRecordError):
+        with contextlib.suppress(UnreadableRecordError, ConfigError):
             sentences += [f"  {label}: {one_line(text)}"] if (text := say()) else []
     jobs = f" as job {', '.join(info['job_ids'])}" if info["job_ids"] else ""
     by = f"by {one_line(info['user'])} on {one_line(info['host'])}"
     sentences.append(f"  submitted {_time(info['created'])} {by}{jobs}")
     width = terminal_width()
+    typed = [re.sub(r"^\+job\.args\.", "+", word) for word in info["overrides"] if not OF_PROGRAM.match(word)]
     return [
         *(line for sentence in sentences for line in columns.sentence_lines(sentence, 4, width)),
-        f"  overrides: {one_line(shlex.join(info['overrides'])) or 'none'}",  # whole, to be pasted
+        f"  overrides: {one_line(shlex.join(typed)) or 'none'}",  # whole, to be pasted
         f"  {one_line(str(run_dir.path))}",
     ]
 
@@ -272,6 +279,12 @@ def _place_in_sweep(run_dir: RunDir) -> str:
         return ""
     values = " ".join(f"{key}={value}" for key, value in point.varied.items())
     return f"point {point.number} of {sweep.id}: {values or 'nothing varies'}"
+
+
+def _program(run_dir: RunDir) -> str:
+    """Return the words of the user's own program, with the values of this point of a sweep; "" of another job."""
+    job = load_frozen(run_dir.config_file, with_secrets=False).job
+    return shlex.join(shlex.split(job.command or "")) if job.kind == JobKind.COMMAND else ""
 
 
 def _alive(now: RunState) -> bool | None:
