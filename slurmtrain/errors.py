@@ -140,7 +140,13 @@ def storage_hint(error: OSError) -> str | None:
 
 def how_it_ended(code: int) -> str:
     """Describe the end of a process by its exit code, which is minus the signal's number for one that was killed."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGTERM, or SIGRTMIN+3 of those that have none of their own."""
+    plain = number in list(signal.Signals)
+    return signal.Signals(number).name if plain else f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
 MOST_NAMES = 40  # that a hint lists

@@ -18,8 +18,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import module_state, optimizer_state, state
 from slurmtrain.checkpoint.errors import (
@@ -37,22 +36,20 @@ from slurmtrain.checkpoint.errors import (
     NonFiniteError,
     SupersededError,
 )
-from slurmtrain.checkpoint.format.directory import committed, newest_committed_step, step_of
+from slurmtrain.checkpoint.format.directory import committed, newest_committed_step, own_name, step_of
 from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
 from slurmtrain.checkpoint.node_copies import NodeCopies, NodesDestination
 from slurmtrain.checkpoint.ranks import RankGroup, RankGroups
 from slurmtrain.checkpoint.restore import compatibility
 from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest
-from slurmtrain.checkpoint.save.destination import Destination
-from slurmtrain.checkpoint.save.finite import not_finite
-from slurmtrain.checkpoint.save.job import SaveJob
-from slurmtrain.checkpoint.save.pending_save import PendingSave, SaveResult
+from slurmtrain.checkpoint.save.job import Destination, PendingSave, SaveJob, SaveResult
 from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
 from slurmtrain.checkpoint.save.staging import Image, Staging
 from slurmtrain.checkpoint.store import commit, retention, shared_directory
-from slurmtrain.checkpoint.store.fencing import Incarnation, check_fence
+from slurmtrain.checkpoint.store.commit import Incarnation, check_fence
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
+from slurmtrain.checkpoint.tensors import not_finite
 from slurmtrain.choices import ReplicaDrift, Verify
 from slurmtrain.errors import nearest
 from slurmtrain.slurm.environment import own_node_name
@@ -127,8 +124,12 @@ class Checkpointer:
         node: str | None = None,
         on_ending: Callable[[SaveResult | CheckpointError], None] = lambda ending: None,
     ):
-        _check_is_one_of("verify", verify, tuple(Verify))
-        _check_is_one_of("on_replica_drift", on_replica_drift, tuple(ReplicaDrift))
+        for name, value, known in (
+            ("verify", verify, tuple(Verify)),
+            ("on_replica_drift", on_replica_drift, tuple(ReplicaDrift)),
+        ):
+            if value not in known:
+                raise CheckpointError(f"{name}={value!r} is not known", hint=nearest(str(value), known))
         shared_directory.check_has_all_ranks(group)
         self.directory = Path(directory)
         self._keep, self._read_back = keep, verify != Verify.OFF
@@ -171,7 +172,7 @@ class Checkpointer:
         self._saves_begun = 0  # the same on all ranks
         self._failures_in_a_row = 0
         self._drift_reported = False
-        self._node_failure = ""  # why the last copy on the nodes failed, so that it is reported once
+        self._copies_fail = False  # whether the last copy on the nodes did
         self._last_size = 0  # bytes of the newest checkpoint
         self._non_finite_from_start: set[str] = set()  # parameters that may stay so
         # Registered to run before Python's own thread pools end, which the writing needs; `atexit` comes after that.
@@ -252,25 +253,23 @@ class Checkpointer:
             own_objects = state.per_rank_objects(per_rank)
             tensors, plain = state.flatten(objects)
             own_tensors, own_plain = state.flatten(own_objects)
-            tensors.update(own_tensors)
+            tensors.update({own_name(self._ranks.rank, name): tensor for name, tensor in own_tensors.items()})
             own = json.dumps(own_plain).encode()
             self._check_restorable(objects, own_objects, tensors)
         except Exception as error:  # it may be of somebody's state_dict; the others must hear of it
             tensors = self._ranks.explain(error)
-        plan = self._make_plan(tensors, objects)
+        plan = self._make_plan(tensors, objects, training=True)
         assert not isinstance(tensors, CheckpointError)
-        if plan is not self._plan:
-            self._prepare_buffer(plan, training=True)
-            self._plan = plan
-        trained = module_state.trained_parameters(objects).keys() | optimizer_state.optimizer_tensors(objects)
+        optimizers = {key for key, value in objects.items() if optimizer_state.is_flattened(value)}
+        trained = module_state.trained_parameters(objects).keys() | optimizer_state.of_optimizers(optimizers, tensors)
         image: Image | CheckpointError
         try:
             image = self._staging.stage(
                 plan,
                 tensors,
                 own,
-                guarded=optimizer_state.changed_by_optimizers(objects) if self._asynchronous else frozenset(),
-                optimizers=optimizer_state.waiting_optimizers(objects),
+                guarded=optimizer_state.changed_by_optimizers(objects, tensors) if self._asynchronous else (),
+                optimizers=optimizer_state.waiting_optimizers(objects).values(),
                 number=self._saves_begun,
             )
         except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
@@ -284,7 +283,7 @@ class Checkpointer:
             plan=plan,
             image=image,
             plain=plain,
-            optimizers={key for key, value in objects.items() if isinstance(value, Optimizer)},
+            optimizers=optimizers,
             metrics=numbers,
             finite=trained - self._non_finite_from_start,
             discard=self._discard,
@@ -314,8 +313,11 @@ class Checkpointer:
             state.check(objects, own_objects)
             self._checked_objects = found
 
-    def _make_plan(self, tensors: dict[str, Tensor] | CheckpointError, objects: Mapping[str, Any]) -> SavePlan:
-        return make_plan(
+    def _make_plan(
+        self, tensors: dict[str, Tensor] | CheckpointError, objects: Mapping[str, Any], *, training: bool
+    ) -> SavePlan:
+        """Agree with the other ranks on who writes what, and make room for it."""
+        plan = make_plan(
             tensors,
             self._ranks,
             self._plan,
@@ -323,12 +325,13 @@ class Checkpointer:
             not_compared=lambda: module_state.broadcast_buffers(objects),
             lowest_writes=not self._refuse_drift,
         )
-
-    def _prepare_buffer(self, plan: SavePlan, *, training: bool) -> None:
-        if self._node_copies is not None:  # before the buffer is allocated, while what is left can be seen
-            staging_bytes = None if training else self._staging.missing_bytes(plan.data_end)
-            self._node_copies.expect(plan.data_end, staging_bytes)
-        self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._groups.on_host.size))
+        if plan is not self._plan or not training:
+            if self._node_copies is not None:  # before the buffer is allocated, while what is left can be seen
+                staging_bytes = None if training else self._staging.missing_bytes(plan.data_end)
+                self._node_copies.expect(plan.data_end, staging_bytes)
+            self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._groups.on_host.size))
+            self._plan = plan
+        return plan
 
     def _end_previous(self) -> None:
         """Wait for the save in flight, and count it if it failed: its state is saved again with the next save."""
@@ -495,27 +498,22 @@ class Checkpointer:
 
     def _carry_out(self, job: SaveJob, pending: PendingSave) -> None:
         """Write and commit; then do what only the next save waits for."""
+        writing = self._groups.writing
         if pending.on_nodes_only:
             pending.decide(self._copy_to_nodes(job, pending))
             return
-        ending = self._write(job, Destination(self._identity), pending)
-        # What fails after the commit must not leave anybody waiting for it.
-        try:
+        ending = self._write(job, Destination(writing, self._identity), pending)
+        with _surviving():
             self._report(job, ending)  # before anybody who waits for the commit may end the process
-        except Exception:
-            traceback.print_exc()
         pending.decide(ending)
-        hopeless = isinstance(ending, (LostPeersError, SupersededError, DiscardedError))
-        try:
-            copied = self._node_copies is not None and not hopeless
-            if copied and not self._groups.writing.maximum(int(self._hurried.is_set())):
+        with _surviving():
+            copied = self._node_copies is not None and not isinstance(
+                ending, (LostPeersError, SupersededError, DiscardedError)
+            )
+            if copied and not writing.maximum(int(self._hurried.is_set())):
                 self._copy_to_nodes(job, pending)
             if isinstance(ending, SaveResult):
                 self._finish(job, ending)
-        except LostPeersError:
-            pass  # the next save says so
-        except Exception:
-            traceback.print_exc()
 
     def _write(self, job: SaveJob, destination: Destination, pending: PendingSave) -> SaveResult | CheckpointError:
         try:
@@ -530,13 +528,16 @@ class Checkpointer:
             return CheckpointError(f"{type(error).__name__}: {error}")
 
     def _copy_to_nodes(self, job: SaveJob, pending: PendingSave) -> SaveResult | CheckpointError:
-        """Make a copy on the nodes, and report an error: training goes on without."""
+        """Make a copy on the nodes. The first of several errors in a row is reported: training goes on without."""
         assert self._node_copies is not None
-        ending = self._write(replace(job), NodesDestination(self._node_copies), pending)
-        failure = ending.message if isinstance(ending, CheckpointError) else ""
-        if self._ranks.rank == 0 and failure not in ("", self._node_failure) and not isinstance(ending, DiscardedError):
-            log.warning("step %d was not copied to the nodes: %s", job.step, failure)
-        self._node_failure = failure
+        destination = NodesDestination(self._groups.writing, self._node_copies)
+        ending = self._write(replace(job), destination, pending)
+        if isinstance(ending, CheckpointError) and not isinstance(ending, DiscardedError):
+            if not self._copies_fail and self._ranks.rank == 0:
+                log.warning("step %d was not copied to the nodes: %s", job.step, ending.message)
+            self._copies_fail = True
+        elif isinstance(ending, SaveResult):
+            self._copies_fail = False
         return ending
 
     def _report(self, job: SaveJob, ending: SaveResult | CheckpointError) -> None:
@@ -568,7 +569,7 @@ class Checkpointer:
             if damage == []:
                 if self._uploader is not None and not ranks.maximum(int(in_a_hurry())):
                     self._uploader.soundness = soundness
-                    self._uploader.offer(ranks, path, job.names)
+                    self._uploader.offer(ranks, path)
                 ranks.on_rank_0(prune)
         except CheckpointError as error:
             if ranks.rank == 0 and not in_a_hurry():
@@ -641,20 +642,27 @@ class Checkpointer:
 
         def expect() -> dict[str, Tensor]:
             own_objects = state.per_rank_objects(per_rank)
-            tensors, _ = state.flatten({**objects, **own_objects})
+            tensors, _ = state.flatten(objects)
+            own_tensors, _ = state.flatten(own_objects)
+            tensors.update({own_name(self._ranks.rank, name): tensor for name, tensor in own_tensors.items()})
             self._check_restorable(objects, own_objects, tensors)
             return {**tensors, **optimizer_state.expected_optimizer_state(objects)}
 
         # If all state exists already, as after a restore, this is the first save's plan.
-        plan = self._plan = self._make_plan(self._ranks.all_do(expect), objects)
-        self._prepare_buffer(plan, training=False)
+        plan = self._make_plan(self._ranks.all_do(expect), objects, training=False)
         size = max(self._last_size, plan.total_bytes)
         self._ranks.on_rank_0(partial(commit.check_space, self.directory, size))
 
 
-def _check_is_one_of(name: str, value: str, known: Collection[str]) -> None:
-    if value not in known:
-        raise CheckpointError(f"{name}={value!r} is not known", hint=nearest(str(value), known))
+@contextmanager
+def _surviving() -> Iterator[None]:
+    """Print errors of the block: what fails beside or after the commit must leave nobody waiting for it."""
+    try:
+        yield
+    except LostPeersError:
+        pass  # the next save says so
+    except Exception:
+        traceback.print_exc()
 
 
 def _step(step: object) -> int:

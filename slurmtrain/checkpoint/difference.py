@@ -11,17 +11,16 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.boxes import Box, TensorFacts
-from slurmtrain.checkpoint.format.directory import MANIFEST
+from slurmtrain.checkpoint.format.directory import MANIFEST, OWN, file_name, own_names
 from slurmtrain.checkpoint.format.headers import Contents, read_contents, read_own_state
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.store import retention
@@ -31,8 +30,7 @@ SAFETENSORS, TORCH_FILES = ".safetensors", (".pt", ".pth", ".bin", ".ckpt")
 Bits = NDArray[np.void]  # elements of a tensor, whatever their type
 
 
-@dataclass(frozen=True)
-class TensorDifference:
+class TensorDifference(NamedTuple):
     """A tensor that differs between two checkpoints.
 
     Attributes:
@@ -50,25 +48,18 @@ class TensorDifference:
         return f"by {self.relative:.1e} relative" if self.why == "values" and math.isfinite(self.relative) else self.why
 
 
-@dataclass(frozen=True)
-class _Stored:
+class _Stored(NamedTuple):
     """A tensor in a checkpoint; `read` returns a box of it."""
 
     facts: TensorFacts
     read: Callable[[Box], Bits]
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A part of a checkpoint that is compared by itself: a file of another program, what all ranks share, or a rank's own.
-
-    Attributes:
-        same_if_equal: two parts with equal values have the same tensors; None: not known.
-    """
+class _Part(NamedTuple):
+    """A part of a checkpoint that is compared by itself: a file of another program, or all of ours."""
 
     tensors: Mapping[str, _Stored]
-    plain: Mapping[str, Any] = field(default_factory=dict)
-    same_if_equal: Any = None
+    plain: Mapping[str, Any] = {}
 
 
 def differing_tensors(a: Path, b: Path, of: str = "model") -> list[str]:
@@ -78,15 +69,19 @@ def differing_tensors(a: Path, b: Path, of: str = "model") -> list[str]:
         CheckpointError: a checkpoint is damaged.
     """
     with retention.reading(a), retention.reading(b):
-        left, right = (_parts_of_ours(path)[""]() for path in (a, b))
-        found = _compare_tensors(left, right, prefix=f"{of}.")
+        manifests = [read_manifest(path) for path in (a, b)]
+        if manifests[0].files == manifests[1].files:  # by their digests
+            return []
+        left, right = (
+            _stored(path, read_contents(path, manifest)) for path, manifest in zip((a, b), manifests, strict=True)
+        )
+        found = _compare_tensors(_Part(left), _Part(right), prefix=f"{of}.")
     return sorted(each.name for each in found)
 
 
 def size_of(path: Path, of: str = "model") -> int:
     """Return the bytes of the tensors of the object `of` in a checkpoint of ours."""
-    shared = _parts_of_ours(path)[""]()
-    return sum(stored.facts.nbytes for name, stored in shared.tensors.items() if name.startswith(f"{of}."))
+    return sum(facts.nbytes for name, facts in read_manifest(path).tensors.items() if name.startswith(f"{of}."))
 
 
 def differences(a: Path, b: Path) -> tuple[list[TensorDifference], list[str]]:
@@ -103,27 +98,27 @@ def differences(a: Path, b: Path) -> tuple[list[TensorDifference], list[str]]:
     state: list[str] = []
     compared, refused = 0, ""
     with ExitStack() as stack:
-        ours = all((path / MANIFEST).is_file() for path in (a, b))
-        if ours:
+        if ours := all((path / MANIFEST).is_file() for path in (a, b)):
             stack.enter_context(retention.reading(a))
             stack.enter_context(retention.reading(b))
-        parts = [_parts_of_ours(path) if ours else _parts_of_others(path) for path in (a, b)]
-        for name in sorted({*parts[0], *parts[1]}):
-            if name not in parts[0] or name not in parts[1]:
-                if not ours:
-                    state.append(f"{name} (only in the {'second' if name not in parts[0] else 'first'})")
+            ranks = min(read_manifest(path).world_size for path in (a, b))
+            files: list[set[str]] = [{""}, {""}]
+        else:
+            files = [_files_of_others(path) for path in (a, b)]
+        for name in sorted(files[0] | files[1]):
+            if name not in files[0] & files[1]:
+                state.append(f"{name} (only in the {'second' if name not in files[0] else 'first'})")
                 continue
             try:
-                left, right = (each[name]() for each in parts)
+                left, right = (_of_ours(path, ranks) if ours else _of_file(path / name) for path in (a, b))
             except CheckpointError as error:
+                if ours:
+                    raise
                 refused = refused or error.message
                 continue
             compared += 1
             shown = f"{name}: " if name else ""
-            tensors += [
-                TensorDifference(shown + found.name, found.relative, found.why)
-                for found in _compare_tensors(left, right)
-            ]
+            tensors += [each._replace(name=shown + each.name) for each in _compare_tensors(left, right)]
             missing = object()
             state += [
                 shown + key
@@ -139,67 +134,57 @@ def differences(a: Path, b: Path) -> tuple[list[TensorDifference], list[str]]:
 # What there is to compare.
 
 
-def _parts_of_ours(path: Path) -> dict[str, Callable[[], _Part]]:
-    """Return what all ranks share, by the name "", and what each has for itself, by the name of its file."""
+def _of_ours(path: Path, ranks: int) -> _Part:
+    """Return all tensors and plain values of a checkpoint, but of so many ranks only those that each has for itself."""
     manifest = read_manifest(path)
     contents = read_contents(path, manifest)
-
-    def shared() -> _Part:
-        tensors = _stored(path, contents, contents.facts, None)
-        return _Part(tensors, dict(_flat(manifest.state)), same_if_equal=manifest.files)
-
-    def own(file: str) -> _Part:
-        held = contents.files[file]
-        plain = dict(_flat(read_own_state(path / file, held)))
-        tensors = _stored(path, contents, held.own_facts, file)
-        return _Part(tensors, plain, same_if_equal=manifest.files[file])
-
-    return {"": shared, **{file: partial(own, file) for file in contents.files}}
+    tensors = _stored(path, contents)
+    common = {name for rank in range(ranks) for name in own_names(tensors, rank).values()}
+    shared = {name: each for name, each in tensors.items() if not name.startswith(OWN) or name in common}
+    plain = dict(_flat(manifest.state))
+    for file in map(file_name, range(ranks)):
+        plain.update(_flat(read_own_state(path / file, contents.files[file]), file))
+    return _Part(shared, plain)
 
 
-def _stored(
-    path: Path, contents: Contents, facts: Mapping[str, TensorFacts], own_file: str | None
-) -> dict[str, _Stored]:
+def _stored(path: Path, contents: Contents) -> dict[str, _Stored]:
     def read(name: str, wanted: Box) -> Bits:
-        result = np.empty(wanted.size, dtype=f"V{facts[name].itemsize}")
-        for source in contents.find({name: wanted}, own_file)[name]:
+        itemsize = contents.facts[name].itemsize
+        result = np.empty(wanted.size, dtype=f"V{itemsize}")
+        for source in contents.find({name: wanted})[name]:
             overlap = wanted.intersection(source.box)
             if overlap is not None:
-                held = _mapped(path / source.file, source.offset, source.box.size, facts[name].itemsize)
+                held = _mapped(path / source.file, source.offset, source.box.size, itemsize)
                 result[overlap.within(wanted)] = held[overlap.within(source.box)]
         return result
 
-    return {name: _Stored(fact, partial(read, name)) for name, fact in sorted(facts.items())}
+    return {name: _Stored(fact, partial(read, name)) for name, fact in sorted(contents.facts.items())}
 
 
-def _parts_of_others(path: Path) -> dict[str, Callable[[], _Part]]:
+def _files_of_others(path: Path) -> set[str]:
     """Return the files of another program's checkpoint, by their names in its folder."""
     if path.is_file():
-        return {"": partial(_of_file, path)}
-    found = (each for each in sorted(path.rglob("*")) if each.suffix in (SAFETENSORS, *TORCH_FILES))
-    files = [each for each in found if each.is_file() and not each.is_symlink()]
-    return {str(each.relative_to(path)): partial(_of_file, each) for each in files}
+        return {""}
+    found = [each for each in path.rglob("*") if each.suffix in (SAFETENSORS, *TORCH_FILES)]
+    return {str(each.relative_to(path)) for each in found if each.is_file() and not each.is_symlink()}
 
 
 def _of_file(path: Path) -> _Part:
     import torch
 
-    from slurmtrain.checkpoint.format.dtypes import dtype_name
     from slurmtrain.checkpoint.safetensors_files import tensors_of
+    from slurmtrain.checkpoint.tensors import dtype_name
 
-    def facts(shape: tuple[int, ...], dtype: torch.dtype) -> TensorFacts:
-        return TensorFacts(shape, dtype_name(dtype))
-
-    def part_of(whole: Bits, box: Box) -> Bits:
-        return whole[box.within(Box.whole(whole.shape))]
+    def stored(whole: Bits, dtype: torch.dtype) -> _Stored:
+        facts = TensorFacts(whole.shape, dtype_name(dtype))
+        return _Stored(facts, lambda box: whole[box.within(Box.whole(whole.shape))])
 
     if path.suffix == SAFETENSORS:
-        stored = tensors_of(path)
-        mapped = {name: _mapped(path, each.begin, each.shape, each.dtype.itemsize) for name, each in stored.items()}
+        found = tensors_of(path)
         return _Part(
             {
-                name: _Stored(facts(each.shape, each.dtype), partial(part_of, mapped[name]))
-                for name, each in stored.items()
+                name: stored(_mapped(path, each.begin, each.shape, each.dtype.itemsize), each.dtype)
+                for name, each in found.items()
             }
         )
     try:
@@ -213,8 +198,7 @@ def _of_file(path: Path) -> _Part:
     for name, value in list(plain.items()):
         if isinstance(value, torch.Tensor):
             flat = plain.pop(name).detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            whole = flat.view(f"V{value.itemsize}").reshape(tuple(value.shape))
-            tensors[name] = _Stored(facts(tuple(value.shape), value.dtype), partial(part_of, whole))
+            tensors[name] = stored(flat.view(f"V{value.itemsize}").reshape(tuple(value.shape)), value.dtype)
     return _Part(tensors, plain)
 
 
@@ -227,7 +211,7 @@ def _mapped(file: Path, offset: int, shape: tuple[int, ...], itemsize: int) -> B
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values in dicts and lists by dotted name; a list of numbers is one value."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, each in value.items() if "__tensor__" not in value else ():  # which is compared as a tensor
             yield from _flat(each, f"{name}.{key}".lstrip("."))
     elif isinstance(value, list | tuple) and not all(isinstance(each, int | float) for each in value):
         for index, each in enumerate(value):
@@ -246,8 +230,6 @@ def _same(a: Any, b: Any) -> bool:
 
 def _compare_tensors(a: _Part, b: _Part, prefix: str = "") -> list[TensorDifference]:
     """Return the tensors that differ, of those whose names begin with `prefix`."""
-    if a.same_if_equal is not None and a.same_if_equal == b.same_if_equal:
-        return []
     found = []
     for name in dict.fromkeys([*a.tensors, *b.tensors]):
         if not name.startswith(prefix):

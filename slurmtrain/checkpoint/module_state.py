@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.local_tensors import is_dtensor, local
+from slurmtrain.checkpoint.tensors import is_dtensor, local
 
 _EXTRA_KEY = "_extra_state"
 
@@ -91,6 +91,17 @@ def name_within(name: str) -> str:
     return name if is_extra(name) else f"{name}.{_EXTRA_KEY}"
 
 
+def parameters(objects: Mapping[str, Any], *, all_names: bool = False) -> dict[str, nn.Parameter]:
+    """Return the parameters of the given modules by name; a tied one by its first name, or by all of its names."""
+    return {
+        f"{key}.{clean(name)}": parameter
+        for key, value in objects.items()
+        if isinstance(value, nn.Module)
+        for clean in (Names(unwrap(value)),)
+        for name, parameter in unwrap(value).named_parameters(remove_duplicate=not all_names)
+    }
+
+
 def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the modules' buffers.
 
@@ -121,26 +132,12 @@ def broadcast_buffers(objects: Mapping[str, Any]) -> frozenset[str]:
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
     """Return the name of every parameter of the given modules, by the parameter's id."""
-    names: dict[int, str] = {}
-    for key, value in objects.items():
-        if isinstance(value, nn.Module):
-            clean = Names(unwrap(value))
-            names.update(
-                {id(parameter): f"{key}.{clean(name)}" for name, parameter in unwrap(value).named_parameters()}
-            )
-    return names
+    return {id(parameter): name for name, parameter in parameters(objects).items()}
 
 
 def trained_parameters(objects: Mapping[str, Any]) -> dict[str, nn.Parameter]:
-    """Return the parameters of the given modules that can be trained, by name."""
-    return {
-        f"{key}.{clean(name)}": parameter
-        for key, value in objects.items()
-        if isinstance(value, nn.Module)
-        for clean in (Names(unwrap(value)),)
-        for name, parameter in unwrap(value).named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
-    }
+    """Return the parameters of the given modules that can be trained, by all of their names."""
+    return {name: each for name, each in parameters(objects, all_names=True).items() if each.requires_grad}
 
 
 def module_tensors(objects: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
 from slurmtrain.checkpoint.node_folder import MARK, NodeFolder, digest_of, run_folder
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save.destination import Destination
+from slurmtrain.checkpoint.save.job import Destination
 from slurmtrain.checkpoint.store import commit
-from slurmtrain.checkpoint.store.fencing import check_fence, previous_claim
+from slurmtrain.checkpoint.store.commit import check_fence, previous_claim
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.system.files import read_json
 
@@ -59,7 +59,7 @@ class NodeCopies:
         self._between_nodes = ranks.subgroup(self._leaders) if several else RankGroup(None)
         of_run = run_folder(root, identity.directory, identity.run_id)
         self.folder = NodeFolder(root, of_run, nodes[ranks.rank], identity.incarnation.order)
-        self._bytes_of_node = 0
+        self.bytes_of_node = 0
         self._fetched: list[Path] = []
         self.on_nodes(ranks, self.folder.open)
 
@@ -80,14 +80,10 @@ class NodeCopies:
         """
         sizes = self._ranks.gather(lambda: [file_bytes, staging_bytes or 0])
         here = [each for node, each in zip(self._nodes, sizes, strict=True) if node == self._nodes[self._ranks.rank]]
-        self._bytes_of_node = sum(size for size, _ in here)
+        self.bytes_of_node = sum(size for size, _ in here)
         if staging_bytes is not None:
             staging = sum(size for _, size in here)
-            self.on_nodes(self._ranks, lambda: self.folder.check_room(2, self._bytes_of_node, staging))
-
-    def check_room(self) -> None:
-        """Check, on one rank of a node, that one more copy fits."""
-        self.folder.check_room(1, self._bytes_of_node)
+            self.on_nodes(self._ranks, lambda: self.folder.check_room(2, self.bytes_of_node, staging))
 
     def newest(self, at_most: int | None) -> Path | None:
         """Return this node's part of the newest copy that counts and is whole; None if there is none, or none so new.
@@ -136,7 +132,7 @@ class NodeCopies:
         """Return the names of the files of a copy whose headers this rank is to read: on one rank of a node, all of its."""
         return _files_here(path, manifest) if self.is_leader else []
 
-    def fetch(self, path: Path, needed: Collection[str]) -> list[str]:
+    def fetch(self, path: Path, manifest: Manifest, needed: Collection[str]) -> list[str]:
         """Send files from node to node that ranks need and that their own node does not hold.
 
         Args:
@@ -146,7 +142,6 @@ class NodeCopies:
         Returns:
             Why that is not possible, one sentence each, on every rank. What has arrived is not compared with its digests.
         """
-        manifest = self._ranks.all_do(lambda: read_manifest(path))
         answers = self._ranks.gather(lambda: [_files_here(path, manifest), sorted(needed)])
         lacking = [set(needs) - set(here) for here, needs in answers]
         own = self._nodes[self._ranks.rank]
@@ -222,38 +217,32 @@ class NodeCopies:
 class NodesDestination(Destination):
     """The folders of all nodes, each with its own part."""
 
-    def __init__(self, copies: NodeCopies):
-        super().__init__(copies.identity)
-        self._copies = copies
+    def __init__(self, ranks: RankGroup, copies: NodeCopies):
+        super().__init__(ranks, copies.identity)
+        self._copies, self._folder = copies, copies.folder
+        self.cleans_up = copies.is_leader
 
-    def begin(self, ranks: RankGroup, step: int, size: int) -> Path:
-        folder, identity = self._copies.folder, self._identity
-
+    def begin(self, step: int, size: int) -> Path:
         def begin() -> None:
-            self._copies.check_room()
-            folder.begin(step)
+            self._folder.check_room(1, self._copies.bytes_of_node)
+            self._folder.begin(step)
 
-        ranks.on_rank_0(lambda: check_fence(identity.directory, identity.incarnation))
-        self._copies.on_nodes(ranks, begin)
-        return folder.temporary(step)
-
-    def removed_on_failure(self, ranks: RankGroup, temporary: Path) -> AbstractContextManager[None]:
-        return commit.removed_on_failure(temporary, on_this_rank=self._copies.is_leader)
+        self._ranks.on_rank_0(lambda: check_fence(self._identity.directory, self._identity.incarnation))
+        self._copies.on_nodes(self._ranks, begin)
+        return self._folder.temporary(step)
 
     def commit_on_rank_0(self, temporary: Path, manifest: Manifest) -> Any:
-        identity = self._identity
-        check_fence(identity.directory, identity.incarnation)
-        shared = committed(identity.directory)
-        durable = shared[-1].name if shared else None
-        return [manifest.step, commit.manifest_bytes(manifest), durable]
+        check_fence(self._identity.directory, self._identity.incarnation)
+        shared = committed(self._identity.directory)
+        return [manifest.step, commit.manifest_bytes(manifest).decode(), shared[-1].name if shared else None]
 
-    def finish(self, ranks: RankGroup, temporary: Path, answer: Any) -> Path:
+    def finish(self, answer: Any) -> Path:
         """Let all nodes commit together."""
         step, text, durable = answer
-        digest, folder = hashlib.sha256(text).hexdigest(), self._copies.folder
-        self._copies.on_nodes(ranks, lambda: folder.describe(step, text, durable))
-        self._copies.on_nodes(ranks, lambda: folder.publish(step))
-        self._copies.on_nodes(ranks, lambda: folder.keep_only(digest))  # all nodes have it: the one before it may go
+        digest, folder = hashlib.sha256(text.encode()).hexdigest(), self._folder
+        self._copies.on_nodes(self._ranks, lambda: folder.describe(step, text.encode(), durable))
+        self._copies.on_nodes(self._ranks, lambda: folder.publish(step))
+        self._copies.on_nodes(self._ranks, lambda: folder.keep_only(digest))  # all nodes have it: the one before may go
         return folder.find(digest)
 
 

@@ -8,7 +8,7 @@ step to create the state, which changes AdamW's step count (pytorch#164929).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,7 +17,6 @@ from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchErro
 from slurmtrain.checkpoint.module_state import parameter_names
 from slurmtrain.checkpoint.plain_values import decoded, encode
 
-OWN_WAY = "own"  # marks what an optimiser has given by a state_dict of its own kind
 # Tensors of a parameter's shape that torch's optimisers keep for each, beyond which nothing large is known.
 _MOMENTS = {"SGD": 1, "Adagrad": 1, "Adadelta": 2, "RMSprop": 3, "Rprop": 2, "Adafactor": 1, "Muon": 1}
 # Settings of how a step is computed, which belong to this run's layout and device, not to the checkpoint's.
@@ -42,6 +41,11 @@ def has_own_state_dict(optimizer: Optimizer) -> bool:
     hooks = (getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post"))
     overridden = type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer)
     return overridden or any(hooks)
+
+
+def is_flattened(value: object) -> bool:
+    """Return whether an object is an optimiser whose state is taken apart by the names of parameters."""
+    return isinstance(value, Optimizer) and not has_own_state_dict(plain_optimizer(value))
 
 
 def waits_before_steps(optimizer: Optimizer) -> bool:
@@ -69,62 +73,26 @@ def check_optimizer(key: str, optimizer: Optimizer) -> None:
         )
 
 
-def flatten_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors, and {"param_groups": ..., "state": everything that is no tensor, by parameter}."""
-    tensors: dict[str, Tensor] = {}
-    groups, other = [], {}
-    for index, group in enumerate(optimizer.param_groups):
+def flatten_optimizer(key: str, optimizer: Optimizer, names: Mapping[int, str], tensors: dict[str, Tensor]) -> Any:
+    """Return JSON of the state and the groups, by the names of parameters; tensors are moved to `tensors`, as `encode` does."""
+    groups: list[dict[str, Any]] = []
+    fields: dict[str, Any] = {}
+    for group in optimizer.param_groups:
         keys = [_name_of(parameter, names) for parameter in group["params"]]
-        groups.append(encode({**group, "params": keys}, f"param_groups.{index}", tensors))
-        for name, parameter in zip(keys, group["params"], strict=True):
-            fields = {}
-            for field, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and isinstance(field, str) and "." not in field:
-                    tensors[f"state.{name}.{field}"] = value
-                else:
-                    fields[field] = value
-            if fields:
-                other[name] = encode(fields, f"other.{name}", tensors)
-    plain = {"param_groups": groups, "state": other}
-    beside = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-    if beside:
-        plain["beside"] = encode(beside, "beside", tensors)
-    return tensors, plain
+        groups.append({**group, "params": keys})
+        held = zip(keys, group["params"], strict=True)
+        fields.update({name: optimizer.state[parameter] for name, parameter in held if parameter in optimizer.state})
+    beside = {field: value for field, value in optimizer.state.items() if not isinstance(field, Tensor)}
+    return encode({"state": fields, "param_groups": groups, "beside": beside}, key, tensors)
 
 
-class _Saved(NamedTuple):
-    """The state of an optimiser in a checkpoint: by the name of each parameter, what is kept beside that, and the groups."""
-
-    fields: dict[str, dict[Any, Any]]
-    beside: dict[Any, Any]
-    groups: list[dict[str, Any]]
-
-
-def _saved_state(key: str, tensors: Mapping[str, Tensor], plain: Any) -> _Saved:
-    """Return the state of an optimiser as `flatten_optimizer` has taken it apart.
-
-    Raises:
-        CheckpointError: it is not that of an optimiser.
-    """
-    own = {name.removeprefix(f"{key}."): tensor for name, tensor in tensors.items() if name.startswith(f"{key}.")}
-    fields: dict[str, dict[Any, Any]] = {}
-    for name, tensor in own.items():
-        if name.startswith("state."):
-            parameter, _, field = name.removeprefix("state.").rpartition(".")
-            fields.setdefault(parameter, {})[field] = tensor
-    wrong = CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
-    if not (isinstance(plain, dict) and isinstance(plain.get("state"), dict)):
-        raise wrong
-    beside = decoded(key, plain.get("beside", {}), own)
-    others = {parameter: decoded(key, values, own) for parameter, values in plain["state"].items()}
-    groups = decoded(key, plain.get("param_groups"), own)
-    if not (isinstance(beside, dict) and all(isinstance(values, dict) for values in others.values())):
-        raise wrong
-    if not (isinstance(groups, list) and all(map(_is_group, groups))):
-        raise wrong
-    for parameter, values in others.items():
-        fields.setdefault(parameter, {}).update(values)
-    return _Saved(fields, beside, groups)
+def _fields_of(key: str, values: Any, tensors: Mapping[str, Tensor]) -> dict[Any, Any] | None:
+    """Return what an optimiser keeps for one parameter; None: not all of it fits the parameter as it is now."""
+    if not isinstance(values, dict):
+        raise CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
+    named = [str(value["__tensor__"]) for value in values.values() if isinstance(value, dict) and "__tensor__" in value]
+    found: dict[Any, Any] | None = decoded(key, values, tensors) if all(name in tensors for name in named) else None
+    return found
 
 
 def _is_group(value: Any) -> bool:
@@ -155,17 +123,22 @@ def load_optimizer(
         CheckpointError: the checkpoint's state is not that of an optimiser.
         CheckpointMismatchError: its groups are others.
     """
-    saved = _saved_state(key, tensors, plain)
-    if len(saved.groups) != len(optimizer.param_groups):
+    saved = plain.get("state") if isinstance(plain, dict) else None
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
+    beside, groups = (decoded(key, plain.get(part), tensors) for part in ("beside", "param_groups"))
+    if not (isinstance(beside, dict) and isinstance(groups, list) and all(map(_is_group, groups))):
+        raise CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
+    if len(groups) != len(optimizer.param_groups):
         raise CheckpointMismatchError(
-            f"{key} has {len(optimizer.param_groups)} parameter groups, and {len(saved.groups)} in the checkpoint",
+            f"{key} has {len(optimizer.param_groups)} parameter groups, and {len(groups)} in the checkpoint",
             hint="were parameters frozen, or groups changed, since it was saved?",
         )
     on_this_rank = set(names.values())
     state: dict[Any, Any] = {}
     param_groups: list[dict[str, Any]] = []
     number = 0
-    for group, values in zip(optimizer.param_groups, saved.groups, strict=True):
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
         keys = [_name_of(parameter, names) for parameter in group["params"]]
         # The checkpoint's group may have parameters that other ranks hold.
         different = sorted(set(keys) ^ (set(values["params"]) & on_this_rank))
@@ -176,13 +149,14 @@ def load_optimizer(
             )
         numbers = []
         for name in keys:
-            if name in saved.fields:
-                state[number] = saved.fields[name]
+            fields = _fields_of(key, saved[name], tensors) if name in saved else None
+            if fields is not None:
+                state[number] = fields
             numbers.append(number)
             number += 1
         kept = {name: group[name] for name in _IMPLEMENTATION if name in group}
         param_groups.append({**values, **kept, "params": numbers})
-    optimizer.load_state_dict({"state": {**state, **saved.beside}, "param_groups": param_groups})
+    optimizer.load_state_dict({"state": {**state, **beside}, "param_groups": param_groups})
     if not convert:
         _undo_casts(optimizer, state)
 
@@ -232,7 +206,7 @@ def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[s
     for other in everyones[1:]:
         merged = {**other, **merged}
         for key in optimizers:
-            if key not in other or merged[key] is other[key] or OWN_WAY in merged[key] or OWN_WAY in other[key]:
+            if key not in other or merged[key] is other[key]:
                 continue
             groups = []
             for group, other_group in zip(merged[key]["param_groups"], other[key]["param_groups"], strict=True):
@@ -243,37 +217,30 @@ def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[s
     return merged
 
 
-def waiting_optimizers(objects: Mapping[str, Any]) -> list[Optimizer]:
+def waiting_optimizers(objects: Mapping[str, Any]) -> dict[str, Optimizer]:
     """Return the given optimisers whose steps can be made to wait."""
-    found = [plain_optimizer(value) for value in objects.values() if isinstance(value, Optimizer)]
-    return [optimizer for optimizer in found if waits_before_steps(optimizer)]
+    found = {key: plain_optimizer(value) for key, value in objects.items() if isinstance(value, Optimizer)}
+    return {key: optimizer for key, optimizer in found.items() if waits_before_steps(optimizer)}
 
 
-def changed_by_optimizers(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the tensors that only the step of a given optimiser changes: its parameters, and its own state."""
+def changed_by_optimizers(objects: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
+    """Return the names of the tensors that only steps of the given optimisers change: their parameters, and their own state."""
     names = parameter_names(objects)
-    found = set()
-    for key, value in objects.items():
-        if isinstance(value, Optimizer) and waits_before_steps(value := plain_optimizer(value)):
-            for group in value.param_groups:
-                for parameter in group["params"]:
-                    name = names.get(id(parameter))
-                    found.add(name)
-                    found.update(f"{key}.state.{name}.{field}" for field in value.state.get(parameter, {}))
-    return frozenset(name for name in found if name is not None)
+    waiting = waiting_optimizers(objects)
+    found = {
+        names[id(parameter)]
+        for optimizer in waiting.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in names
+    }
+    return found | of_optimizers(waiting, tensors)
 
 
-def optimizer_tensors(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the tensors that the given optimisers keep for parameters."""
-    names = parameter_names(objects)
-    return frozenset(
-        f"{key}.state.{names[id(parameter)]}.{field}"
-        for key, value in objects.items()
-        if isinstance(value, Optimizer)
-        for parameter, fields in plain_optimizer(value).state.items()
-        if isinstance(fields, Mapping) and id(parameter) in names
-        for field in fields
-    )
+def of_optimizers(keys: Collection[str], tensors: Collection[str]) -> set[str]:
+    """Return the names of those of `tensors` that the optimisers of these names keep for parameters."""
+    prefixes = tuple(f"{key}.state." for key in keys)
+    return {name for name in tensors if prefixes and name.startswith(prefixes)}
 
 
 def expected_optimizer_state(objects: Mapping[str, Any]) -> dict[str, Tensor]:

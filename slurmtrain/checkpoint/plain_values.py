@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,18 +60,3 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return {_decode(key, tensors): _decode(item, tensors) for key, item in value["__dict__"]}
         return {key: _decode(item, tensors) for key, item in value.items()}
     return value
-
-
-def parse(text: bytes) -> dict[str, Any]:
-    """Return a rank's own plain state from its JSON.
-
-    Raises:
-        CheckpointError: it is no JSON object.
-    """
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"a rank's own state cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointError("a rank's own state cannot be read: it is not an object")
-    return found

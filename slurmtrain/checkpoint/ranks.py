@@ -38,7 +38,6 @@ from slurmtrain.system.activity import waiting
 T = TypeVar("T")
 
 BYTES = "\0bytes"  # the only key of what stands for bytes: no name of an object begins so
-LONGEST = 1 << 40  # bytes; more is no message
 # The only errors that a message can name. Never a class by its path: importing what somebody names would execute it.
 FAILURES: dict[str, type[CheckpointError]] = {
     kind.__name__: kind
@@ -204,7 +203,7 @@ class RankGroup:
         length = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
         with _lost_peers():
             dist.all_reduce(length, op=dist.ReduceOp.MAX, group=self.group)
-        longest = _checked(int(length.item()))
+        longest = int(length.item())
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         if message:
             padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
@@ -214,7 +213,7 @@ class RankGroup:
         message = encode(answer) if self.rank == source else b""
         length = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
         self.share(length, source)
-        data = torch.zeros(_checked(int(length.item())), dtype=torch.uint8, device="cpu")
+        data = torch.zeros(int(length.item()), dtype=torch.uint8, device="cpu")
         if message:
             data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         if data.numel():
@@ -295,14 +294,6 @@ def _decode(data: Tensor) -> Answer:
     if failure is not None and not (told and str(failure[0]) in FAILURES):
         raise CheckpointError(f"a rank has sent {str(answer)[:100]}, which is no answer")
     return answer  # type: ignore[no-any-return]
-
-
-def _checked(length: int) -> int:
-    if not 0 <= length <= LONGEST:
-        raise CheckpointError(
-            f"a rank speaks of a message of {length} bytes", hint="do all ranks run the same version of slurmtrain?"
-        )
-    return length
 
 
 def _results(answers: Sequence[Answer]) -> list[Any]:

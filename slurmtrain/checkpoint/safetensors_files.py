@@ -1,17 +1,15 @@
 """The tensors of .safetensors files that other programs have written: where they lie, and parts of them into memory.
 
-https://github.com/huggingface/safetensors#format. A part is read in pieces of at most 16 MiB by several threads, so that
-nothing but the target and these pieces takes memory. Of a matrix whose columns are cut, whole rows are read: a page of the
-file holds several of them anyway.
+https://github.com/huggingface/safetensors#format. Parts are read as those of our own checkpoints, in pieces of at most 16 MiB
+by several threads, so that nothing but the target and these pieces takes memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,11 @@ from torch import Tensor
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.boxes import Box
-from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES
-from slurmtrain.checkpoint.format.headers import read_header
+from slurmtrain.checkpoint.format.headers import BoxLocation, read_header
+from slurmtrain.checkpoint.restore.reader import Files, Span, spans_of
+from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # the names that transformers gives
-PIECE_BYTES = 16 << 20
 DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
@@ -114,79 +112,20 @@ class Wanted:
     into: Tensor
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Rows `first` to `last` of the first dimension."""
-
-    wanted: Wanted
-    first: int
-    last: int
-
-
 def read(wanted: Sequence[Wanted]) -> None:
-    """Read all parts, by several threads.
+    """Read all parts, by several threads, as the boxes of a checkpoint of ours, but without digests.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
-    descriptors: dict[Path, int] = {}
-    stopped = threading.Event()
-
-    def work(piece: _Piece) -> None:
-        if not stopped.is_set():
-            _fill(piece, descriptors[piece.wanted.stored.file])
-
+    spans: list[Span] = []
+    for number, each in enumerate(wanted):
+        stored = each.stored
+        whole = BoxLocation(str(stored.file), stored.begin, Box.whole(stored.shape))
+        spans += spans_of(str(number), each.box, stored.dtype, [whole])
     try:
-        for each in wanted:
-            if each.stored.file not in descriptors:
-                descriptors[each.stored.file] = blocks.open_file(each.stored.file)
-        with blocks.threads() as pool:
-            try:
-                blocks.each(pool, work, [piece for each in wanted for piece in _pieces(each)])
-            finally:
-                stopped.set()  # leaving the pool waits for what is queued
+        with blocks.threads() as pool, closing(Files(Path(), pool)) as files:
+            files.fill(spans, {str(number): each.into for number, each in enumerate(wanted)})
     except (OSError, EOFError) as error:
         name = getattr(error, "filename", None) or ", ".join(sorted({each.stored.file.name for each in wanted})[:2])
         raise CheckpointError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-
-
-def _pieces(wanted: Wanted) -> Iterator[_Piece]:
-    """Cut the rows of a part so that those of a piece fit into a thread's buffer; a single row may be larger."""
-    if not wanted.box.numel:
-        return
-    if not wanted.box.size:
-        yield _Piece(wanted, 0, 1)
-        return
-    row = math.prod(wanted.stored.shape[1:]) * wanted.stored.dtype.itemsize
-    rows = max(1, PIECE_BYTES // row)
-    first, end = wanted.box.start[0], wanted.box.start[0] + wanted.box.size[0]
-    for begin in range(first, end, rows):
-        yield _Piece(wanted, begin, min(begin + rows, end))
-
-
-_local = threading.local()
-
-
-def _fill(piece: _Piece, descriptor: int) -> None:
-    """Read the rows of a piece, and copy the wanted part of them to its place."""
-    stored, box = piece.wanted.stored, piece.wanted.box
-    row = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-    buffer = _buffer((piece.last - piece.first) * row)
-    blocks.read_into(descriptor, buffer, stored.begin + piece.first * row)
-    rows = torch.frombuffer(buffer, dtype=stored.dtype).view(-1, *stored.shape[1:])
-    with torch.no_grad():
-        if not box.size:
-            piece.wanted.into.copy_(rows[0])
-        else:
-            part = rows[(slice(None), *box.within(Box.whole(stored.shape))[1:])]
-            piece.wanted.into[piece.first - box.start[0] : piece.last - box.start[0]].copy_(part)
-
-
-def _buffer(size: int) -> memoryview:
-    """Return this thread's buffer, which is made once: fresh memory costs a page fault for every page."""
-    if not hasattr(_local, "buffer") or len(_local.buffer) < size:
-        _local.buffer = memoryview(bytearray(max(size, PIECE_BYTES)))
-    return _local.buffer[:size]  # type: ignore[no-any-return]

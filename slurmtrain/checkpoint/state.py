@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,11 +15,8 @@ from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.boxes import TensorFacts
 from slurmtrain.checkpoint.format.directory import OWN
-from slurmtrain.checkpoint.format.dtypes import dtype_of
 from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
-from slurmtrain.checkpoint.local_tensors import local
 from slurmtrain.checkpoint.module_state import (
-    Names,
     check_module,
     copies,
     entries,
@@ -27,18 +26,17 @@ from slurmtrain.checkpoint.module_state import (
     module_tensors,
     name_within,
     parameter_names,
-    unwrap,
+    parameters,
 )
 from slurmtrain.checkpoint.optimizer_state import (
-    OWN_WAY,
     check_optimizer,
     flatten_optimizer,
-    has_own_state_dict,
+    is_flattened,
     load_optimizer,
     plain_optimizer,
 )
 from slurmtrain.checkpoint.plain_values import decoded, encode
-from slurmtrain.checkpoint.random_state import RANDOM_STATE, RandomState
+from slurmtrain.checkpoint.tensors import dtype_of, local
 
 
 @runtime_checkable
@@ -49,6 +47,35 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
+
+class RandomState:
+    """The random number generators of this rank: Python, torch on the CPU, and the current GPU.
+
+    numpy's global generator is included if numpy is loaded. When the world size changes, a rank without saved state
+    keeps the state that its seed gave it.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state()
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+            state["numpy"] = [name, keys.tolist(), position, has_gauss, gauss]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and "numpy" in state:
+            numpy.random.set_state(tuple(state["numpy"]))
+
+
+RANDOM_STATE = RandomState()
 
 EXTRA = "extra state of "  # begins the names of what modules give by get_extra_state, where that is no tensor
 
@@ -74,11 +101,8 @@ def flatten(objects: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
         if isinstance(value, Optimizer):
             value = plain_optimizer(value)
             check_optimizer(key, value)
-            if has_own_state_dict(value):
-                plain[key] = {OWN_WAY: encode(value.state_dict(), key, tensors)}
-                continue
-            flat, plain[key] = flatten_optimizer(value, names)
-            tensors.update({f"{key}.{name}": tensor for name, tensor in flat.items()})
+        if is_flattened(value):
+            plain[key] = flatten_optimizer(key, value, names, tensors)
         elif not isinstance(value, nn.Module):
             plain[key] = _encode_state(key, value.state_dict() if isinstance(value, Stateful) else value, tensors)
     return tensors, plain
@@ -127,7 +151,8 @@ def _has_tensor(value: Any) -> bool:
 
 def object_names(tensors: Collection[str], plain: Collection[str]) -> set[str]:
     """Return the names of the objects that a checkpoint holds, from those of its tensors and plain values."""
-    return {name.partition(".")[0] for name in tensors} | {name for name in plain if not name.startswith(EXTRA)}
+    shared = [name for name in tensors if not name.startswith(OWN)]
+    return {name.partition(".")[0] for name in shared} | {name for name in plain if not name.startswith(EXTRA)}
 
 
 def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> dict[str, Tensor]:
@@ -137,13 +162,7 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> d
     or, for state that a new optimiser does not have yet, with that of the parameter that it belongs to.
     """
     targets = module_tensors(objects)
-    parameters = {
-        f"{key}.{clean(name)}": parameter
-        for key, module in objects.items()
-        if isinstance(module, nn.Module)
-        for clean in (Names(unwrap(module)),)
-        for name, parameter in unwrap(module).named_parameters()
-    }
+    known = parameters(objects)
     live: dict[str, dict[str, Tensor]] = {}
     for name, fact in saved.items():
         owners = [key for key in objects if name.startswith(f"{key}.")]
@@ -155,8 +174,10 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> d
         if key not in live:
             live[key] = _live(key, value)
         template = live[key].get(name)
-        if template is None and isinstance(value, Optimizer):
-            template = _parameter_of(name.removeprefix(f"{key}."), plain_optimizer(value), parameters)
+        if template is None and is_flattened(value):
+            template = _parameter_of(name.removeprefix(f"{key}."), known)
+            if template is None and name.startswith(f"{key}.state."):
+                continue  # of a parameter that other ranks hold: a stage of a pipeline
         if template is not None and tuple(template.shape) == fact.shape and (fact.shape or name in live[key]):
             targets[name] = torch.empty_like(template, dtype=dtype_of(fact.dtype), requires_grad=False)
             if not targets[name].is_cuda:
@@ -177,15 +198,12 @@ def _live(key: str, value: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _parameter_of(name: str, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the parameter to which an optimiser's tensor belongs: its name has the parameter's name in it, or its number."""
+def _parameter_of(name: str, known: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the parameter to which an optimiser's tensor belongs: its name has the parameter's name in it."""
     _, _, rest = name.partition(".")
-    found = [each for each in parameters if rest.startswith(f"{each}.")]
-    if found:
-        return parameters[max(found, key=len)]
-    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
-    return every[numbers[0]] if numbers and numbers[0] < len(every) else None
+    while rest and rest not in known:
+        rest = rest.rpartition(".")[0]
+    return known.get(rest)
 
 
 def load_objects(
@@ -216,13 +234,9 @@ def load_objects(
             continue
         if lenient and key not in plain:
             continue
-        if isinstance(value, Optimizer):
-            value = plain_optimizer(value)
-            if isinstance(plain[key], dict) and OWN_WAY in plain[key]:
-                value.load_state_dict(decoded(key, plain[key][OWN_WAY], tensors))
-            else:
-                names = parameter_names(objects)
-                load_optimizer(key, value, names, tensors, plain[key], lenient=lenient, convert=convert)
+        if is_flattened(value):
+            names = parameter_names(objects)
+            load_optimizer(key, plain_optimizer(value), names, tensors, plain[key], lenient=lenient, convert=convert)
         elif isinstance(value, Stateful):
             value.load_state_dict(decoded(key, plain[key], tensors))
 

@@ -21,7 +21,7 @@ from slurmtrain.checkpoint.format import blocks, directory
 from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, TEMPORARY_NAME
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.checkpoint.store.fencing import CLAIMS, newest_claim
+from slurmtrain.checkpoint.store.commit import CLAIMS, newest_claim
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import print_json
@@ -166,7 +166,8 @@ def _describe(path: Path) -> dict[str, Any]:
     else:
         facts["complete"] = not damage and FINAL_NAME.fullmatch(path.name) is not None
     if manifest is not None:
-        facts |= {"world_size": manifest.world_size, "tensors": len(manifest.tensors), "metrics": manifest.metrics}
+        tensors = sum(not name.startswith(directory.OWN) for name in manifest.tensors)
+        facts |= {"world_size": manifest.world_size, "tensors": tensors, "metrics": manifest.metrics}
         facts |= {"torch": manifest.torch_version, "written_by": manifest.incarnation_label}
     return facts
 
@@ -228,7 +229,7 @@ def _compare_with_digests(path: Path) -> tuple[int, int, list[str]]:
         except CheckpointError as error:
             return 0, 0, [error.message.removeprefix(f"{path}: ")]
         with _progress_bar(path.name, manifest.size) as progress:
-            damage = blocks.find_damage(path, sorted(manifest.files.items()), mapped=True, progress=progress)
+            damage = blocks.find_damage(path, manifest.files, progress=progress)
         if not damage:
             from slurmtrain.checkpoint.format.headers import find_unsound  # numpy, which others do not need
 
@@ -380,16 +381,16 @@ def _export(target: Target, options: argparse.Namespace) -> int:
     notes: tuple[str, ...] = ()
     with _progress_bar(path.name, read_manifest(path).size) as progress:
         if kind == "hf":
-            from slurmtrain.models.hf_export import export_hf
+            from slurmtrain.weights.hf_export import export_hf
 
             done, notes = export_hf(path, out, dtype=options.dtype, force=options.force, progress=progress)
         elif kind == "peft":
-            from slurmtrain.models.hf_export import export_peft
+            from slurmtrain.weights.hf_export import export_peft
 
             done, notes = export_peft(path, out, force=options.force, progress=progress)
         else:
-            from slurmtrain.checkpoint.dcp import export_dcp
-            from slurmtrain.checkpoint.export import export
+            from slurmtrain.weights.dcp import export_dcp
+            from slurmtrain.weights.export import export
 
             write = export_dcp if kind == "dcp" else export
             done = write(path, out, only=only, dtype=options.dtype, force=options.force, progress=progress)
@@ -427,7 +428,7 @@ def _import(options: argparse.Namespace) -> int:
         raise UsageError(f"there is no folder {folder.parent} to make {folder.name} in")
     if not source.exists():
         raise UsageError(f"there is no file or folder {source}")
-    from slurmtrain.models.import_weights import import_weights
+    from slurmtrain.weights.import_weights import import_weights
 
     with _progress_bar(source.name, disk_usage(source.resolve())) as progress:
         done = import_weights(source, folder, only=options.only, progress=progress)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from slurmtrain.system.json_text import json_text
 
 if TYPE_CHECKING:
-    from slurmtrain.report.goodput.causes import Goodput
+    from slurmtrain.report.gpu_hours.goodput import Goodput
     from slurmtrain.report.status.state import RunState
     from slurmtrain.report.usage import Row
     from slurmtrain.runs.run_dir import RunDir
@@ -38,7 +38,7 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
     `status RUN --json` prints one, `status --json` a list of them, oldest first.
 
     evaluations  in `status RUN --json` alone: see `evaluation_object`
-    goodput      in `status RUN --json` alone: see `goodput_object`
+    goodput      in `status RUN --json` alone: see `goodput_object`; null if its files cannot be read
     left_out     in `status RUN --json` alone: nodes that its latest job leaves out, with node, why and until (unix time)
     slow_ranks   in `status RUN --json` alone: ranks that were slower than the others, oldest first, with node, ranks, phase,
                  ratio, share (of a step, by which they take longer), since, until (steps) and attempt

@@ -29,7 +29,7 @@ from slurmtrain.planner.scaling import WORTH_IT, first_not_worth_it
 from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.step_time import Measured, StepTime, sequence_length
 from slurmtrain.report.page.units import plural
-from slurmtrain.report.step_times import config_of, read_save_times, read_step_times
+from slurmtrain.report.step_times import config_of, read_step_times, save_times
 from slurmtrain.runs import lookup
 from slurmtrain.system.durations import roughly
 from slurmtrain.system.paths import runs_root
@@ -114,7 +114,7 @@ def _rates_of(reference: str, planned: Config) -> tuple[Hardware, Measured]:
         notes.append(f"it has not measured {', '.join(times.missing)}, which count as computation")
     hardware = hardware_of(planned)
     notes += [note for note in hardware.notes if "--from RUN" not in note]
-    saves = read_save_times(run_dir)
+    saves = save_times(run_dir.events())
     if saves is not None:
         host = saves.size / config.world_size / saves.stall_s if saves.stall_s else math.inf
         hardware = dataclasses.replace(hardware, storage=saves.size / saves.write_s, host=host)

@@ -13,13 +13,11 @@ from slurmtrain.cli.json_output import fields_of, print_json
 from slurmtrain.cli.status import run_or_sweep
 from slurmtrain.cli.units import format_size
 from slurmtrain.errors import UsageError
-from slurmtrain.report import collect
-from slurmtrain.report.page.contents import Page
-from slurmtrain.report.page.render import render
-from slurmtrain.report.table_files import write_whole
+from slurmtrain.report.collect import write_whole
+from slurmtrain.report.page.render import Page, render
+from slurmtrain.report.status.look import state
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.sweep.jobs import states_of
 from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
 from slurmtrain.system.redaction import SECRET_VARIABLE, hide
@@ -76,17 +74,12 @@ def _check(options: argparse.Namespace) -> None:
 def _page(found: RunDir | Sweep, options: argparse.Namespace) -> Page:
     """Return the page from the files as they are now."""
     if isinstance(found, RunDir):
-        from slurmtrain.report.page.run_facts import read_run
+        from slurmtrain.report.facts import RunFacts
         from slurmtrain.report.page.run_page import run_page
 
-        return run_page(read_run(found, now=time.time()))
+        return run_page(RunFacts(found, state(found), time.time()))
+    from slurmtrain.cli.sweep import collected
     from slurmtrain.report.page.sweep_page import SweepFacts, sweep_page
 
-    now, points = states_of(found), []
-    for point in found.points():
-        run_dir = found.run_dir(point.run_id)
-        there = run_dir if run_dir.info_file.exists() else None
-        points.append(collect.Point(point.number, point.varied, there, now[point.run_id].status))
-    table = collect.table_of(points, metric=options.metric, mode=options.mode)
-    states = {point.number: now[point.run_id] for point in found.points()}
-    return sweep_page(SweepFacts(found.id, found.info(), tuple(points), states, table, time.time()))
+    points, table = collected(found, options)
+    return sweep_page(SweepFacts(found.id, found.info(), tuple(points), table, time.time()))

@@ -15,9 +15,9 @@ from slurmtrain.cli.status import say_unreadable
 from slurmtrain.errors import UsageError
 from slurmtrain.observe.metrics import is_detail, is_measured
 from slurmtrain.report import prune
+from slurmtrain.report.collect import short
 from slurmtrain.report.compare import MISSING, Comparison, compare
 from slurmtrain.report.page.units import plural
-from slurmtrain.report.table_files import short
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.software import words_for_changes

@@ -3,45 +3,40 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
 import functools
 import logging
-import os
 import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from slurmtrain.choices import JobKind
 from slurmtrain.cli import columns
 from slurmtrain.cli.columns import PROGRESS, one_line, print_table, terminal_width
 from slurmtrain.cli.json_output import evaluation_object, goodput_object, print_json, run_object
-from slurmtrain.config.frozen import load_frozen
-from slurmtrain.errors import ConfigError, UnreadableRecordError, UsageError
+from slurmtrain.errors import UnreadableRecordError, UsageError
 from slurmtrain.report.page.units import plural
 from slurmtrain.report.progress import lowest
 from slurmtrain.report.status.look import states, states_by_path
-from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.status.state import ATTEMPT_HEADER, RunState
 from slurmtrain.runs import lookup
-from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system.durations import roughly
 from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
 
+if TYPE_CHECKING:
+    from slurmtrain.report.facts import RunFacts
+
 log = logging.getLogger(__name__)
 
 HEADER = ("run", "name", "state", *PROGRESS, "attempts", "")
 EVALUATIONS_HEADER = ("evaluation", "job", "state", "measured", "")
-ATTEMPTS_HEADER = ("attempt", "job", "started", "took", "nodes", "steps", "reason", "then")
 OF_PROGRAM = re.compile(r"job=command$|job\.command=")  # overrides that `submit -- PROGRAM` has made
 LEAST_ROWS, AROUND_ROWS = 10, 5  # rows on a terminal that is low; lines around the rows, with the prompt
 
@@ -166,66 +161,68 @@ def _show_all(runs: list[RunDir], arguments: argparse.Namespace) -> None:
 
 
 def _show_one(run_dir: RunDir, *, as_json: bool) -> None:
-    from slurmtrain.report.goodput.run import goodput_of
-    from slurmtrain.report.trouble import slow_ranks
-    from slurmtrain.runs.node_blame import left_out_of
+    from slurmtrain.report.facts import RunFacts
 
     evaluations = run_dir.all_evaluations()
     found = states([run_dir, *evaluations])
     now = found[run_dir.id]
-    if now.status == RunStatus.UNREADABLE:
+    if not now.readable:
         raise UnreadableRecordError(now.explanation)
+    facts = RunFacts(run_dir, now, time.time())
     if as_json:
         about = {
             "evaluations": [evaluation_object(each, found[each.id]) for each in evaluations],
-            "left_out": left_out_of(run_dir, now.job_id),
-            "slow_ranks": slow_ranks(run_dir.events()),
-            "goodput": goodput_object(goodput_of(run_dir, alive=_alive(now))),
+            "left_out": facts.left_out,
+            "slow_ranks": facts.slow_ranks,
+            "goodput": goodput_object(facts.goodput) if facts.goodput is not None else None,
         }
         print_json(run_object(run_dir, now) | about)
-        return
-    print("\n".join(_lines(run_dir, now)))
+        return _say_troubles(facts)
+    print("\n".join(_lines(facts)))
     for header, rows in (
-        (ATTEMPTS_HEADER, [_attempt_row(attempt, now) for attempt in now.attempts]),
+        (ATTEMPT_HEADER, [now.attempt_cells(each, facts.now) for each in now.attempts]),
         (EVALUATIONS_HEADER, [_evaluation_row(each, found[each.id]) for each in evaluations]),
     ):
         if rows:
             print()
             print_table(header, rows)
     columns.print_doubts([now])
+    _say_troubles(facts)
 
 
-def _lines(run_dir: RunDir, now: RunState) -> list[str]:
+def _say_troubles(facts: RunFacts) -> None:
+    for trouble in dict.fromkeys(facts.troubles):
+        log.warning("left out: %s", one_line(trouble))
+
+
+def _lines(facts: RunFacts) -> list[str]:
     """Return what there is to say of one run, without its attempts. What cannot be read is left out."""
-    from slurmtrain.cli.usage import in_a_line
+    from slurmtrain.cli.usage import gpus_in_a_line, in_a_line
     from slurmtrain.report import trouble
-    from slurmtrain.report.goodput.run import goodput_of
+    from slurmtrain.report.preflight import in_words
 
-    info, events = run_dir.info(), run_dir.events()
-    folders = [run_dir.attempt(each.number) for each in now.attempts]
-    hung = [folder.hang_page for folder, each in zip(folders, now.attempts, strict=True) if each.reason == Reason.HANG]
-    facts: dict[str, Callable[[], str]] = {
-        "progress": lambda: _progress(now),
-        "goodput": lambda: in_a_line(goodput_of(run_dir, alive=_alive(now))),
-        "GPUs": lambda: _gpus([folder for folder in folders if folder.gpu_files()]),
-        "numbers": lambda: trouble.trouble(events),
-        "slow ranks": lambda: trouble.trouble_of_ranks(events),
-        "checkpoints": lambda: trouble.trouble_of_checkpoints(events),
-        "preflight": lambda: "".join(map(_findings, folders[-1:])),
-        "left out": lambda: _left_out(run_dir, now.job_id) if now.alive and now.job_id is not None else "",
-        "stacks": lambda: "".join(str(page) for page in hung[-1:] if page.exists()),
-        "sweep": lambda: _place_in_sweep(run_dir),
-        "program": lambda: _program(run_dir),
+    run_dir, now, info = facts.run_dir, facts.state, facts.info
+    typed = [re.sub(r"^\+job\.args\.", "+", word) for word in info["overrides"] if not OF_PROGRAM.match(word)]
+    known = {
+        "progress": _progress(now, facts.now),
+        "goodput": in_a_line(facts.goodput) if facts.goodput is not None else "",
+        "GPUs": gpus_in_a_line(facts.gpus),
+        "numbers": trouble.trouble(facts.events),
+        "slow ranks": trouble.trouble_of_ranks(facts.slow_ranks),
+        "checkpoints": trouble.trouble_of_checkpoints(facts.events),
+        "preflight": in_words(facts.preflight.findings) if facts.preflight is not None else "",
+        "left out": "; ".join(each.sentence(facts.now) for each in facts.left_out) if now.alive else "",
+        "stacks": "".join(map(str, [*facts.hang_pages.values()][-1:])),
+        "sweep": facts.tried(lambda: _place_in_sweep(run_dir), ""),
+        "program": str(facts.setting("job.command") or "") if len(typed) < len(info["overrides"]) else "",
     }
     sentences = [f"run {run_dir.id} ({one_line(info['name'])}): {now.status}", f"  {printable(now.explanation)}"]
-    for label, say in facts.items():
-        with contextlib.suppress(UnreadableRecordError, ConfigError):
-            sentences += [f"  {label}: {one_line(text)}"] if (text := say()) else []
+    sentences += [f"  {label}: {one_line(text)}" for label, text in known.items() if text]
     jobs = f" as job {', '.join(info['job_ids'])}" if info["job_ids"] else ""
     by = f"by {one_line(info['user'])} on {one_line(info['host'])}"
-    sentences.append(f"  submitted {_time(info['created'])} {by}{jobs}")
+    submitted = time.strftime("%m-%d %H:%M:%S", time.localtime(info["created"]))
+    sentences.append(f"  submitted {submitted} {by}{jobs}")
     width = terminal_width()
-    typed = [re.sub(r"^\+job\.args\.", "+", word) for word in info["overrides"] if not OF_PROGRAM.match(word)]
     return [
         *(line for sentence in sentences for line in columns.sentence_lines(sentence, 4, width)),
         f"  overrides: {one_line(shlex.join(typed)) or 'none'}",  # whole, to be pasted
@@ -233,39 +230,12 @@ def _lines(run_dir: RunDir, now: RunState) -> list[str]:
     ]
 
 
-def _gpus(folders: list[AttemptDir]) -> str:
-    """Say how busy the GPUs were, as the attempts with these folders have sampled them."""
-    if not folders:
-        return ""
-    from slurmtrain.cli.usage import gpus_in_a_line
-    from slurmtrain.runs.gpu_use import read_gpu_use, total_of
-
-    return gpus_in_a_line(total_of(node for folder in folders for node in read_gpu_use(folder)))
-
-
-def _findings(folder: AttemptDir) -> str:
-    """Say what the checks of an attempt have found."""
-    if not os.path.lexists(folder.preflight_file):
-        return ""
-    from slurmtrain.report.preflight import in_words, read_preflight
-
-    found = read_preflight(folder)
-    return in_words(found.findings) if found is not None else ""
-
-
-def _left_out(run_dir: RunDir, job_id: str) -> str:
-    """Say which nodes the job leaves out."""
-    from slurmtrain.runs.node_blame import left_out_of
-
-    return "; ".join(each.sentence(time.time()) for each in left_out_of(run_dir, job_id))
-
-
-def _progress(now: RunState) -> str:
+def _progress(now: RunState, at: float) -> str:
     """Describe the progress of a run in words; "" when it has logged nothing."""
     if now.progress.logged is None:
         return ""
     known = [f"{name} {cell}" for name, cell in zip(PROGRESS, columns.progress_cells(now), strict=True) if cell]
-    ago = f"logged {roughly(max(0.0, time.time() - now.progress.logged))} ago"
+    ago = f"logged {roughly(max(0.0, at - now.progress.logged))} ago"
     return "; ".join([*filter(None, [", ".join(known)]), ago])
 
 
@@ -281,40 +251,7 @@ def _place_in_sweep(run_dir: RunDir) -> str:
     return f"point {point.number} of {sweep.id}: {values or 'nothing varies'}"
 
 
-def _program(run_dir: RunDir) -> str:
-    """Return the words of the user's own program, with the values of this point of a sweep; "" of another job."""
-    job = load_frozen(run_dir.config_file, with_secrets=False).job
-    return shlex.join(shlex.split(job.command or "")) if job.kind == JobKind.COMMAND else ""
-
-
-def _alive(now: RunState) -> bool | None:
-    """Return whether a run is alive; None if SLURM, or its host, could not be asked."""
-    return None if now.status == RunStatus.UNKNOWN else now.alive
-
-
 def _evaluation_row(evaluation: RunDir, now: RunState) -> list[str]:
     found = evaluation.measured() if now.readable else {}
     losses = ", ".join(f"{name} {value:.4f}" for name, value in found.items() if name.endswith("_loss"))
     return [evaluation.path.name, now.job_id or "-", now.status, losses or "-", now.explanation]
-
-
-def _attempt_row(attempt: Attempt, now: RunState) -> list[str]:
-    current = attempt is now.attempts[-1] and now.alive and not now.waits and attempt.ended is None
-    # Before it has begun, the run's step is that of an earlier one.
-    last = now.step if current and attempt.started else attempt.last_step
-    end = attempt.ended or (time.time() if current else None)
-    more = f" +{len(attempt.nodes) - 4}" if len(attempt.nodes) > 4 else ""
-    return [
-        str(attempt.number),
-        attempt.job_id or "-",
-        _time(attempt.started) if attempt.started else "-",
-        f"{end - attempt.started:.0f} s" if end and attempt.started else "-",
-        ",".join(attempt.nodes[:4]) + more or "-",
-        "-".join("?" if step is None else str(step) for step in (attempt.first_step, last)),
-        attempt.reason or (now.status if current else "?"),
-        attempt.sentence or "",
-    ]
-
-
-def _time(seconds: float) -> str:
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))

@@ -15,9 +15,9 @@ from slurmtrain.cli.multirun import run_on_this_machine
 from slurmtrain.cli.stop import say_which
 from slurmtrain.errors import ClusterError
 from slurmtrain.report import collect
+from slurmtrain.report.collect import format_of, short, table_bytes, write_whole
 from slurmtrain.report.progress import eta_of_all, lowest
 from slurmtrain.report.status.state import RunState, RunStatus
-from slurmtrain.report.table_files import format_of, short, table_bytes, write_whole
 from slurmtrain.runs import lookup
 from slurmtrain.runs.sweep_dir import Point, Sweep
 from slurmtrain.sweep import jobs
@@ -78,15 +78,20 @@ def _headline(sweep: Sweep, points: Sequence[Point], now: Mapping[str, RunState]
     return "; ".join(words)
 
 
-def _collect(sweep: Sweep, options: argparse.Namespace) -> int:
-    """Print or write the points and their metrics as a table."""
+def collected(sweep: Sweep, options: argparse.Namespace) -> tuple[list[collect.Point], collect.Table]:
+    """Return the points of a sweep as they are now, and the table of their metrics."""
     now, points = states_of(sweep), []
     for point in sweep.points():
         run_dir = sweep.run_dir(point.run_id)
         varied = {key: collect.value_of(text) for key, text in point.varied.items()}
         there = run_dir if run_dir.info_file.exists() else None
-        points.append(collect.Point(point.number, varied, there, now[point.run_id].status))
-    table = collect.table_of(points, metric=options.metric, mode=options.mode)
+        points.append(collect.Point(point.number, varied, there, now[point.run_id]))
+    return points, collect.table_of(points, metric=options.metric, mode=options.mode)
+
+
+def _collect(sweep: Sweep, options: argparse.Namespace) -> int:
+    """Print or write the points and their metrics as a table."""
+    _, table = collected(sweep, options)
     if options.output is not None:
         output = Path(options.output)
         write_whole(output, table_bytes(table, options.format or format_of(output)))

@@ -11,7 +11,7 @@ from slurmtrain.choices import Grouping
 from slurmtrain.cli.columns import one_line, print_table
 from slurmtrain.cli.json_output import print_json, usage_object
 from slurmtrain.cli.status import run_or_sweep, runs_or_refuse
-from slurmtrain.report.goodput.causes import HOLDS_NO_GPUS, Cause, Goodput
+from slurmtrain.report.gpu_hours.goodput import HOLDS_NO_GPUS, Cause, Goodput
 from slurmtrain.report.page.units import hours, percent
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.durations import roughly

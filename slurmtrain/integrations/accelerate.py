@@ -23,8 +23,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.utils.data import RandomSampler
 
-from slurmtrain.checkpoint.random_state import RANDOM_STATE
-from slurmtrain.checkpoint.save.pending_save import PendingSave
+from slurmtrain.checkpoint.save.job import PendingSave
+from slurmtrain.checkpoint.state import RANDOM_STATE
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 from slurmtrain.runtime.api import exit_for_requeue, init, session, should_stop
 from slurmtrain.runtime.own_checkpointer import Checkpointer

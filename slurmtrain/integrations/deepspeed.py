@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.random_state import RandomState
+from slurmtrain.checkpoint.state import RandomState
 from slurmtrain.errors import ConfigError
 from slurmtrain.integrations.commit import (
     commit,

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from slurmtrain.checkpoint.random_state import RandomState
+from slurmtrain.checkpoint.state import RandomState
 from slurmtrain.errors import EXIT_REQUEUE, ConfigError
 from slurmtrain.integrations.commit import commit, damage_of_zip, flush, keep_newest, remove, set_aside, temporary_name
 from slurmtrain.integrations.gather import gather_states

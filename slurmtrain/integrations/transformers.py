@@ -28,7 +28,7 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.manifest import read_manifest
-from slurmtrain.checkpoint.random_state import RANDOM_STATE
+from slurmtrain.checkpoint.state import RANDOM_STATE
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 from slurmtrain.integrations.reporting import ProgressReport

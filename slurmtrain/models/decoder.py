@@ -55,7 +55,7 @@ class Decoder(nn.Module):
         qk_norm: RMSNorm over each head of queries and keys, as in Qwen3 (arXiv:2505.09388).
         tie_embeddings: use the embedding matrix as the output projection too (Press & Wolf 2017, arXiv:1608.05859).
         dropout: probability of dropping, after the embedding, in attention and before each residual sum.
-        path: the folder of Hugging Face with whose weights training begins; see `models.pretrained`, which reads it.
+        path: the folder of Hugging Face with whose weights training begins; see `weights.pretrained`, which reads it.
 
     Raises:
         ConfigError: the sizes do not fit together.

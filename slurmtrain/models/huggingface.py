@@ -23,7 +23,7 @@ PREFIX = "model."  # of the names of its parameters, before those that transform
 class HuggingFace(nn.Module):
     """A causal language model: tokens in, logits out, in float32 parameters; nothing is downloaded.
 
-    With `path` its parameters are on the meta device, and take no memory: `models.pretrained` fills those that a rank holds.
+    With `path` its parameters are on the meta device, and take no memory: `weights.pretrained` fills those that a rank holds.
 
     Args:
         config: fields of the model's configuration, `model_type` among them; the weights are drawn at random.

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from slurmtrain.checkpoint.format.boxes import Box
-from slurmtrain.checkpoint.local_tensors import box_of, local
+from slurmtrain.checkpoint.tensors import box_of, local
 from slurmtrain.errors import ConfigError
 
 # A rank draws whole tiles, so they are small; below this, setting up the generator would cost more than drawing.

@@ -66,4 +66,4 @@ def inspect(path: Path) -> tuple[Manifest | None, list[str]]:
         raise
     except CheckpointError as error:
         return None, [error.message.removeprefix(f"{path}: ")]
-    return manifest, blocks.find_damage(path, manifest.files.items(), contents=False, late_s=0.0)
+    return manifest, blocks.find_damage(path, manifest.files, contents=False, late_s=0.0)

@@ -1,18 +1,21 @@
 """From a set of runs to one table: a row for every point, a column for every varied key and every metric.
 
 It reads each run's metrics.jsonl and evaluations.jsonl alone, while runs go on as well as afterwards. It knows nothing
-of how points are made or submitted, and nothing of how a table is shown or written (`table_files`).
+of how points are made or submitted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.store.retention import Keep
@@ -20,8 +23,11 @@ from slurmtrain.choices import BestMode
 from slurmtrain.errors import UnreadableRecordError, UsageError, nearest
 from slurmtrain.observe import read_evaluations, read_metrics
 from slurmtrain.observe.metrics import is_detail
+from slurmtrain.report.status.state import RunState
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
+from slurmtrain.system.files import write_where_named
+from slurmtrain.system.json_text import json_text
 
 Cell = int | float | str | bool | None
 LOSS_LIKE = re.compile(r"loss|perplexity|error|nll", re.IGNORECASE)  # low is good
@@ -35,13 +41,13 @@ class Point:
         number: its number in the set.
         varied: the config keys in which the points differ, dotted, with this point's values.
         run_dir: its run directory; None before it was prepared.
-        state: one word, for a person.
+        state: what it does.
     """
 
     number: int
     varied: Mapping[str, Any]
     run_dir: RunDir | None
-    state: str
+    state: RunState
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ def table_of(points: Sequence[Point], *, metric: str | None = None, mode: str | 
 
     rows = []
     for point, log in zip(points, logs, strict=True):
-        row: list[Cell] = [point.number, point.run_dir.id if point.run_dir is not None else None, point.state]
+        row: list[Cell] = [point.number, point.run_dir.id if point.run_dir is not None else None, point.state.status]
         row += [_cell(point.varied[key]) if key in point.varied else None for key in varied]
         row.append(log.step)
         if goal is not None:
@@ -220,3 +226,72 @@ def _cell(value: Any) -> Cell:
     if isinstance(value, bool | int | float | str):
         return value
     return json.dumps(value, default=str)
+
+
+# The table as text.
+
+SUFFIXES = {".csv": "csv", ".md": "markdown", ".markdown": "markdown", ".json": "json"}
+
+
+def format_of(path: Path) -> str:
+    """Return the format that a file's name asks for.
+
+    Raises:
+        UsageError: the name has no known suffix.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise UsageError(
+            f"the name {path.name!r} does not say how to write the table",
+            hint=f"end it in {', '.join(SUFFIXES)}, or add --format",
+        )
+    return SUFFIXES[path.suffix.lower()]
+
+
+def table_bytes(table: Table, kind: str) -> bytes:
+    """Return the content of a file of that format.
+
+    CSV is as RFC 4180 has it, with a header; Markdown is as GitHub has it, one line per row; JSON is one object per row, in
+    which an unknown value is null, and not a number is "NaN".
+    """
+    out = io.StringIO()
+    if kind == "csv":
+        csv.writer(out).writerows([table.columns, *([plain(cell) for cell in row] for row in table.rows)])
+    elif kind == "markdown":
+        head, rows = [*table.columns], [[short(cell) for cell in row] for row in table.rows]
+        for line in (head, ["---"] * len(head), *rows):
+            cells = [re.sub(r"([\\|*<`\[\]])", r"\\\1", " ".join(cell.split())) for cell in line]
+            out.write(f"| {' | '.join(cells)} |\n")
+    else:
+        out.write(json_text([dict(zip(table.columns, row, strict=True)) for row in table.rows]))
+    return out.getvalue().encode("utf-8", errors="backslashreplace")  # a path may hold bytes that are no Unicode
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file atomically: a reader sees the old or the new one, never half of it.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        write_where_named(path, content)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}",
+            hint="name a file in a folder that exists and that you may write to",
+        ) from None
+
+
+def short(cell: Cell) -> str:
+    """Format a cell for a person: five digits of a number, nothing for an unknown value."""
+    if isinstance(cell, float):
+        return f"{cell:.5g}"
+    return plain(cell)
+
+
+def plain(cell: Cell) -> str:
+    """Format a cell with all its digits: reading them gives the same bits. An unknown value is empty."""
+    if cell is None:
+        return ""
+    if isinstance(cell, bool):
+        return "true" if cell else "false"
+    return repr(cell) if isinstance(cell, float) else str(cell)

@@ -48,6 +48,10 @@ class StepTimes:
         """The parts that the run has not measured."""
         return [name for name in PARTS if name not in self.parts]
 
+    def share(self, part: str) -> float:
+        """Return the share of a step that a part takes; 0 where it was not measured."""
+        return min(1.0, self.parts.get(part, 0.0) / self.step_s)
+
 
 def read_step_times(run_dir: RunDir) -> StepTimes | None:
     """Return how long the steps of a run take; None: it has not logged any.
@@ -106,16 +110,12 @@ class SaveTimes:
     size: int
 
 
-def read_save_times(run_dir: RunDir) -> SaveTimes | None:
-    """Return what saving has taken; None: the run has recorded no save.
-
-    Raises:
-        UnreadableRecordError: its events.jsonl cannot be read.
-    """
-    saves = [each for each in run_dir.events() if each.get("event") == Event.CHECKPOINT]
+def save_times(events: Iterable[Mapping[str, Any]]) -> SaveTimes | None:
+    """Return what saving has taken, by the events of a run; None: it has recorded no save."""
+    saves = [each for each in events if each.get("event") == Event.CHECKPOINT]
     stall = _median(each.get("stall_s") for each in saves)
     write, size = _median(each.get("seconds") for each in saves), _median(each.get("size") for each in saves)
-    if stall is None or write is None or not size or size < 0:
+    if stall is None or write is None or not size:
         return None
     return SaveTimes(stall, write, int(size))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,9 +95,8 @@ def slow_ranks(events: Iterable[Mapping[str, Any]]) -> list[SlowRanks]:
     return found
 
 
-def trouble_of_ranks(events: Iterable[Mapping[str, Any]]) -> str:
+def trouble_of_ranks(found: Sequence[SlowRanks]) -> str:
     """Return a phrase on the slow ranks that were found last; an empty one if there were none."""
-    found = slow_ranks(events)
     earlier = [f"{len(found) - SLOW_SHOWN} more before"] if len(found) > SLOW_SHOWN else []
     return "; ".join([*map(str, found[-SLOW_SHOWN:]), *earlier])
 

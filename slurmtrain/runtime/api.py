@@ -310,7 +310,7 @@ def _record_and_show(kind: type[BaseException], error: BaseException, trace: Tra
     failed_at = time.time()  # the save below may take a while, and the first rank that failed is the cause
     show(error)
     for checkpointer in list(session.checkpointers):
-        from slurmtrain.checkpoint.save.pending_save import DRAIN_S  # with a Checkpointer it is loaded already
+        from slurmtrain.checkpoint.save.job import DRAIN_S  # with a Checkpointer it is loaded already
 
         with undeterred("complete the last save"):
             checkpointer.close(DRAIN_S)

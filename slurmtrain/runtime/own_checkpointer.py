@@ -10,8 +10,8 @@ from typing import Any, Literal
 from slurmtrain.checkpoint import checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.restore.restorer import Restored
-from slurmtrain.checkpoint.save.pending_save import SaveResult
-from slurmtrain.checkpoint.store.fencing import Incarnation
+from slurmtrain.checkpoint.save.job import SaveResult
+from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.api import exit_for_requeue, session, should_stop

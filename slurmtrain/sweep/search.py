@@ -439,7 +439,7 @@ def result_of(run_dir: RunDir, now: RunState) -> tuple[collect.Goal, float]:
     """
     if now.status != RunStatus.FINISHED:
         raise RunFailedError(f"run {run_dir.id} {now.status}: {now.explanation}", hint=f"status {run_dir.id}")
-    table = collect.table_of([collect.Point(0, {}, run_dir, now.status)])
+    table = collect.table_of([collect.Point(0, {}, run_dir, now)])
     value = table.column(table.goal.column)[0] if table.goal is not None else None
     if table.goal is not None and value is None:
         raise RunFailedError(f"run {run_dir.id} has finished, but its {table.goal.metric} was never finite")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from slurmtrain.checkpoint.save.finite import not_finite
+from slurmtrain.checkpoint.tensors import not_finite
 
 
 def all_finite(parameters: Sequence[nn.Parameter]) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint.restore.restorer import Restored
-from slurmtrain.checkpoint.save.pending_save import SaveResult
+from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.data.loading import sample_digest
 from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.observe import Throughput

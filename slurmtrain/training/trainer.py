@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmtrain.checkpoint.save.pending_save import SaveResult
+from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.config.schema import OptimConfig, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader, Step
 from slurmtrain.data.loading.row_counts import RowCounts

@@ -17,7 +17,7 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks, manifest
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.store.fencing import Incarnation, claim
+from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.data import BatchLoader
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext

@@ -17,13 +17,13 @@ from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.reader import load
 from slurmtrain.errors import EXIT_CONFIG, DivergedError
 from slurmtrain.models import Decoder
-from slurmtrain.models.hf_export import export_hf
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.training.hooks import TrainingHook
 from slurmtrain.training.nonfinite import all_finite
 from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.weights.hf_export import export_hf
 from tests.distributed.test_training import StopAt, alone, fit, losses, trainer
 from tests.support.gloo import GlooRanks
 from tests.support.local_runs import Project, assert_same_tensors

@@ -17,24 +17,24 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.checkpoint.local_tensors import box_of, local
 from slurmtrain.checkpoint.safetensors_files import Wanted, read, tensors_of
 from slurmtrain.checkpoint.store import retention
+from slurmtrain.checkpoint.tensors import box_of, local
 from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import HUGGING_FACE, with_sizes
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config, LoraConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder, initialize
-from slurmtrain.models.hf_export import export_hf, export_peft
-from slurmtrain.models.hf_names import hugging_face_name
 from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.models.lora import add_adapters, draw_adapters, without_adapters
-from slurmtrain.models.pretrained import load_pretrained
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import exports
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.build_model import distribute_model
+from slurmtrain.weights.hf_export import export_hf, export_peft
+from slurmtrain.weights.hf_names import hugging_face_name
+from slurmtrain.weights.pretrained import load_pretrained
 from tests.distributed.test_training import StopAt, alone, fit, losses, trainer
 from tests.support import transformers_models as theirs
 from tests.support.gloo import GlooRanks
@@ -59,7 +59,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 # parallelism, which wants one that they do.
 FAMILIES = ("llama3", "qwen2_5", "qwen3")
 VOCABULARIES = {61: "odd", 62: "even"}
-TOLERANCE = 2e-5  # as in tests/unit/models/test_pretrained.py
+TOLERANCE = 2e-5  # as in tests/unit/weights/test_pretrained.py
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, committed
 from slurmtrain.checkpoint.format.manifest import read_manifest
-from slurmtrain.checkpoint.save.pending_save import SaveResult
-from slurmtrain.checkpoint.store.fencing import CLAIMS
+from slurmtrain.checkpoint.save.job import SaveResult
+from slurmtrain.checkpoint.store.commit import CLAIMS
 from slurmtrain.checkpoint.store.retention import READERS, Keep
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext

@@ -20,7 +20,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe import read_metrics
-from slurmtrain.report.goodput.causes import Cause
+from slurmtrain.report.gpu_hours.goodput import Cause
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.agreement import StopAgreement

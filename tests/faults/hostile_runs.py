@@ -116,7 +116,7 @@ def write_run(run: RunDir, **facts: Any) -> None:
     for step in (2, 4):
         checkpoint = run.checkpoints / f"checkpoint_{step:07d}"
         checkpoint.mkdir()
-        (checkpoint / "manifest.json").write_text(json.dumps({"format": 3, "step": step}))
+        (checkpoint / "manifest.json").write_text(json.dumps({"format": 4, "step": step}))
         (checkpoint / "COMPLETE").write_text("0" * 64)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import slurmtrain
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.store import fencing
+from slurmtrain.checkpoint.store import commit
 from tests.faults.kills import NEWEST, OLDER, RANKS, check, facts
 from tests.faults.processes import CLONE_NEWNS, LIBC, Lane
 from tests.faults.rows import Outcome, Trial, row
@@ -92,7 +92,7 @@ def save_where_told(
     """One save; its error, if there was one. `ranks_apart`: the same name is another disk on rank 1."""
     directory = directories[rank]
     if ranks_apart and rank == 1:
-        fencing.VISIBILITY_S = 2.0  # no network file system is late here
+        commit.VISIBILITY_S = 2.0  # no network file system is late here
         os.makedirs(directory, exist_ok=True)
         LIBC.unshare(CLONE_NEWNS)
         LIBC.mount(b"none", bytes(directory), b"tmpfs", 0, None)

@@ -13,7 +13,7 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.store.fencing import Incarnation
+from slurmtrain.checkpoint.store.commit import Incarnation
 from tests.faults.rows import Outcome, Trial
 from tests.support.logs import collect_messages
 

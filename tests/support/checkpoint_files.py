@@ -15,9 +15,9 @@ from torch import Tensor
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.boxes import Box, TensorFacts
-from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
-from slurmtrain.checkpoint.store.fencing import Incarnation
+from slurmtrain.checkpoint.store.commit import Incarnation
+from slurmtrain.checkpoint.tensors import dtype_name
 
 Piece = tuple[str, Box, Tensor]
 ONLY = Incarnation(1, "x")
@@ -25,7 +25,7 @@ ONLY = Incarnation(1, "x")
 
 def header_of(pieces: Sequence[Piece]) -> bytes:
     """A safetensors header of these pieces, every one of them called by its box, and of no state of the rank's own."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", "own": "{}"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, box, part in pieces:
         called = ", ".join(f"{a}:{a + n}" for a, n in zip(box.start, box.size, strict=True))

@@ -1,6 +1,6 @@
 """SLURM's commands on PATH, with a state folder in place of a controller.
 
-`FakeSlurm.install(folder)` puts `sbatch`, `squeue`, `scontrol`, `scancel`, `sinfo`, `sacct` and `srun` there. They keep jobs,
+`FakeSlurm.install(folder)` puts `sbatch`, `squeue`, `scontrol`, `scancel`, `sinfo` and `srun` there. They keep jobs,
 answer in the words of 22.05 to 25.11, and fail where a test says so. What only a real controller does (scheduling, signals,
 time limits, preemption) belongs in tests/slurm. This one is for faults that a real one cannot be made to show, and for what is
 asked and sent.
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import subprocess
 
-COMMANDS = ("sbatch", "squeue", "scontrol", "scancel", "sinfo", "sacct", "srun")
+COMMANDS = ("sbatch", "squeue", "scontrol", "scancel", "sinfo", "srun")
 UNREACHABLE = "Unable to contact slurm controller (connect failure)"
 NO_REPLY = "Socket timed out on send/recv operation"
 ENDED = (
@@ -255,7 +255,6 @@ class FakeSlurm:
         job_id: str,
         *,
         task: int | None = None,
-        nodes: int | None = None,
         timeout_s: float = 120,
         **variables: str,
     ) -> subprocess.CompletedProcess[str]:
@@ -559,8 +558,6 @@ def _scontrol(fake: FakeSlurm, words: list[str]) -> str:
         if not found:
             raise _FailedError(f"Job step {rest[1]} not found")
         return "".join(f"StepId={step} UserId=1000 State=RUNNING Partition=gpu NodeList=n1\n" for step in found)
-    if verb == "write":
-        return str(_find(fake, rest[1])[0]["script"])
     if verb == "requeue":
         job, task = _find(fake, rest[0])
         own = job if task is None else {**job, **job["tasks"].get(task, {})}
@@ -628,17 +625,12 @@ def _sinfo(fake: FakeSlurm, words: list[str]) -> str:
     return "".join(f"{line}\n" for line in dict.fromkeys(lines))
 
 
-def _sacct(fake: FakeSlurm, words: list[str]) -> str:
-    raise _FailedError("Slurm accounting storage is disabled")
-
-
 _ACTIONS = {
     "sbatch": _sbatch,
     "squeue": _squeue,
     "scontrol": _scontrol,
     "scancel": _scancel,
     "sinfo": _sinfo,
-    "sacct": _sacct,
 }
 
 

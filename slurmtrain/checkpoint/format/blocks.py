@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import mmap
 import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+import msgspec
 
 from slurmtrain.checkpoint.errors import UnreadableError
 from slurmtrain.system import patience
@@ -33,7 +35,6 @@ BLOCK_BYTES = 16 << 20
 # Read in pieces that stay in the core's own cache until they are digested.
 PIECE_BYTES = 512 << 10
 DIGEST_LETTERS = 64
-MADV_POPULATE_READ = 22
 # One thread digests 1.5 to 2 GB/s (SHA-256 by the processor's own instructions), so this many digest what one rank's share of
 # a node's fast disks or of its network gives. In the background they share the cores with the training.
 THREADS, BACKGROUND_THREADS = 8, 4
@@ -50,7 +51,7 @@ class FileRecord:
         digests: SHA-256 of each of the file's blocks, in hex, one after another.
     """
 
-    size: int
+    size: Annotated[int, msgspec.Meta(ge=0)]
     digests: str
 
     def digest(self, number: int) -> str:
@@ -123,9 +124,14 @@ def write(
     Args:
         check: called before every block; an error that it raises ends the writing.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(path.parent))
-    past_the_cache = _open_direct(path)
-    try:
+    with ExitStack() as opened:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(path.parent))
+        opened.callback(os.close, descriptor)
+        past_the_cache: int | None = None
+        with suppress(OSError):  # not every file system can
+            # Past the page cache, which saves a copy of every byte and its memory (open(2), O_DIRECT).
+            past_the_cache = os.open(path, os.O_WRONLY | os.O_DIRECT)
+            opened.callback(os.close, past_the_cache)
 
         def write_block(number: int) -> str:
             check()
@@ -136,23 +142,7 @@ def write(
 
         digests = "".join(each(pool, write_block, range(block_count(len(image)))))
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-        if past_the_cache is not None:
-            os.close(past_the_cache)
     return FileRecord(len(image), digests)
-
-
-def _open_direct(path: Path) -> int | None:
-    """Open a file for writing past the page cache, which saves a copy of every byte and its memory (open(2), O_DIRECT).
-
-    Returns:
-        None if the file system does not support it.
-    """
-    try:
-        return os.open(path, os.O_WRONLY | os.O_DIRECT)
-    except OSError:  # not every file system can
-        return None
 
 
 def _write_direct(descriptor: int, block: memoryview, number: int) -> bool:
@@ -183,23 +173,6 @@ def read_into(descriptor: int, buffer: memoryview, offset: int) -> None:
         if count == 0:
             raise EOFError(f"it ends at byte {offset}")
         buffer, offset = buffer[count:], offset + count
-
-
-def digest_mapped(descriptor: int, number: int, size: int) -> str:
-    """Return what `digest_block` returns, without a copy from the page cache.
-
-    It holds the interpreter's lock while it waits for the disk, so it is for a process that does nothing else.
-    """
-    begin, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
-    if begin < end:
-        try:
-            with mmap.mmap(descriptor, end - begin, prot=mmap.PROT_READ, offset=begin) as mapped:
-                # Bytes that cannot be read are an error here, not a SIGBUS later (madvise(2), since Linux 5.14).
-                mapped.madvise(MADV_POPULATE_READ)
-                return hashlib.sha256(mapped).hexdigest()
-        except (OSError, ValueError):
-            pass
-    return digest_block(descriptor, number, size)
 
 
 def open_file(path: Path) -> int:
@@ -263,12 +236,11 @@ def digest_file(path: Path, pool: ThreadPoolExecutor, *, sync: bool = False) -> 
 
 def find_damage(
     directory: Path,
-    files: Iterable[tuple[str, FileRecord]],
+    files: Mapping[str, FileRecord],
     *,
     contents: bool = True,
     background: bool = False,
     from_disk: bool = False,
-    mapped: bool = False,
     late_s: float = LATE_S,
     progress: Callable[[int], None] = lambda count: None,
     check: Callable[[], None] = lambda: None,
@@ -280,7 +252,6 @@ def find_damage(
     Args:
         background: see `threads`.
         from_disk: drop the files from the page cache first.
-        mapped: see `digest_mapped`.
         late_s: seconds to wait for all missing files together.
         progress: called with the number of bytes of every block, from any thread.
         check: called before every block; an error that it raises ends the comparison.
@@ -289,8 +260,8 @@ def find_damage(
         UnreadableError: see `patiently`.
     """
     damage = []
-    right_size = []
-    for name, expected in files:
+    right_size: dict[str, Sequence[int]] = {}
+    for name, expected in files.items():
         path, begun = directory / name, time.monotonic()
         try:
             size = patiently(partial(_size, path), path, late_s=late_s)
@@ -301,15 +272,71 @@ def find_damage(
             continue
         if size != expected.size:
             damage.append(f"{name} has {size} bytes instead of {expected.size}")
-        elif contents:
-            right_size.append((name, expected))
-    with threads(background=background) as pool:
-        for begin in range(0, len(right_size), OPEN_FILES):
-            some = right_size[begin : begin + OPEN_FILES]
-            damage += _compare(
-                directory, some, pool, from_disk=from_disk, mapped=mapped, progress=progress, check=check
-            )
+        else:
+            right_size[name] = range(block_count(size))
+    if contents:
+        with threads(background=background) as pool:
+            damage += compare(directory, files, right_size, pool, from_disk=from_disk, progress=progress, check=check)
     return damage
+
+
+def compare(
+    directory: Path,
+    records: Mapping[str, FileRecord],
+    numbers: Mapping[str, Sequence[int]],
+    pool: ThreadPoolExecutor,
+    *,
+    into: Callable[[str, int], Sequence[memoryview] | None] = lambda name, number: None,
+    from_disk: bool = False,
+    progress: Callable[[int], None] = lambda count: None,
+    check: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Compare blocks of files with their digests, and return what is wrong: one sentence for each file.
+
+    Args:
+        records: of the files, by name.
+        numbers: of the blocks to compare, by file.
+        into: returns buffers that a block is read into; see `digest_block`.
+        from_disk, progress, check: see `find_damage`.
+
+    Raises:
+        UnreadableError: see `patiently`.
+    """
+    damage: dict[str, str] = {}
+    names = list(numbers)
+
+    def find_wrong(block: tuple[str, int, int]) -> str | None:
+        name, descriptor, number = block
+        check()
+        expected = records[name]
+        try:
+            found = digest_patiently(directory / name, descriptor, number, expected.size, into(name, number))
+        except OSError as error:
+            return cannot_be_read(name, error)
+        except EOFError as error:
+            return f"{name} cannot be read: {error}"
+        progress(min(BLOCK_BYTES, expected.size - number * BLOCK_BYTES))
+        return None if found == expected.digest(number) else f"{name} is not what was written: its digest differs"
+
+    for begin in range(0, len(names), OPEN_FILES):
+        with ExitStack() as opened:
+            work: list[tuple[str, int, int]] = []
+            for name in names[begin : begin + OPEN_FILES]:
+                path = directory / name
+                try:
+                    descriptor = patiently(partial(open_file, path), path)
+                except OSError as error:
+                    damage[name] = cannot_be_read(name, error)
+                    continue
+                opened.callback(os.close, descriptor)
+                if from_disk:
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                work += [(name, descriptor, number) for number in numbers[name]]
+            # All blocks of all files at once: one large file must not be one thread's work.
+            for (name, *_), wrong in zip(work, each(pool, find_wrong, work), strict=True):
+                if wrong is not None:
+                    damage.setdefault(name, wrong)
+    return [damage[name] for name in sorted(damage)]
 
 
 def _size(path: Path) -> int:
@@ -322,8 +349,6 @@ def digest_patiently(
     number: int,
     size: int,
     into: Sequence[memoryview] | None = None,
-    *,
-    mapped: bool = False,
 ) -> str:
     """Return what `digest_block` returns, also after a failure of the storage that passes.
 
@@ -342,7 +367,7 @@ def digest_patiently(
             os.close(descriptor)
 
     try:
-        return digest_mapped(descriptor, number, size) if mapped else digest_block(descriptor, number, size, into)
+        return digest_block(descriptor, number, size, into)
     except OSError:  # mostly an error of the storage; an error of the file will come again
         return patiently(read_anew, path)
 
@@ -352,57 +377,3 @@ def cannot_be_read(name: str, error: OSError) -> str:
     if patience.is_of_this_process(error):
         raise error
     return f"{name} cannot be read: {error.strerror or error}"
-
-
-def _compare(
-    directory: Path,
-    files: Sequence[tuple[str, FileRecord]],
-    pool: ThreadPoolExecutor,
-    *,
-    from_disk: bool,
-    mapped: bool,
-    progress: Callable[[int], None],
-    check: Callable[[], None],
-) -> list[str]:
-    damage = []
-    opened: list[tuple[str, FileRecord, int]] = []
-    try:
-        for name, expected in files:
-            path = directory / name
-            try:
-                descriptor = patiently(partial(open_file, path), path)
-            except OSError as error:
-                damage.append(cannot_be_read(name, error))
-                continue
-            opened.append((name, expected, descriptor))
-            if from_disk:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-        def compare(block: tuple[str, FileRecord, int, int]) -> str | None:
-            """Return what is wrong with a block."""
-            name, expected, descriptor, number = block
-            check()
-            try:
-                found = digest_patiently(directory / name, descriptor, number, expected.size, mapped=mapped)
-            except OSError as error:
-                return cannot_be_read(name, error)
-            except EOFError as error:
-                return f"{name} cannot be read: {error}"
-            progress(min(BLOCK_BYTES, expected.size - number * BLOCK_BYTES))
-            return None if found == expected.digest(number) else f"{name} is not what was written: its digest differs"
-
-        # All blocks of all files at once: one large file must not be one thread's work.
-        work = [
-            (name, expected, descriptor, number)
-            for name, expected, descriptor in opened
-            for number in range(block_count(expected.size))
-        ]
-        found: dict[str, str] = {}  # the first of each file
-        for (name, *_), wrong in zip(work, each(pool, compare, work), strict=True):
-            if wrong is not None:
-                found.setdefault(name, wrong)
-        damage += found.values()
-    finally:
-        for _, _, descriptor in opened:
-            os.close(descriptor)
-    return damage

@@ -10,7 +10,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import sub
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 # Smaller tensors are written whole by one of the ranks that hold them; larger ones are split among all of these.
 SPLIT_BYTES = 1 << 20
@@ -26,6 +28,7 @@ DTYPE_BYTES = {
     **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
     "complex128": 16,
 }
+Extent = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Box:
 class TensorFacts:
     """The facts of a tensor that all ranks have to agree on: global shape, and dtype ("float32"), one of `DTYPE_BYTES`."""
 
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[Extent, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     dtype: str
 
     @property
@@ -70,22 +73,6 @@ class TensorFacts:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
-
-    @classmethod
-    def parse(cls, name: str, value: Any) -> TensorFacts:
-        """Return the facts of the tensor `name` from JSON, which anybody may have written.
-
-        Raises:
-            ValueError, TypeError, KeyError: no tensor has these.
-        """
-        facts = cls(tuple(value["shape"]), value["dtype"])
-        if facts.dtype not in DTYPE_BYTES:
-            raise ValueError(f"{name[:100]} is {facts.dtype[:50]!r}, which is no type of torch's")
-        if len(facts.shape) > MAX_DIMENSIONS or any(
-            type(extent) is not int or not 0 <= extent < 1 << 62 for extent in facts.shape
-        ):
-            raise ValueError(f"{name[:100]} has no shape")
-        return facts
 
 
 def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:

@@ -6,13 +6,14 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from slurmtrain.system.files import fsync_directory
 
 MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
 OWN = "own/"  # begins the names of what each rank has for itself
-OWN_STATE = "own/"
+OWN_STATE = "own/"  # the entry of a file with the JSON of it
 FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
 TEMPORARY_NAME = re.compile(r"checkpoint_\d{7,}(?:\.\d+)?\.(?:tmp|removed)-(\d+)")
 
@@ -25,6 +26,17 @@ def checkpoint_name(step: int, revision: int = 1) -> str:
 def file_name(rank: int) -> str:
     """Return the name of a rank's file in a checkpoint."""
     return f"rank{rank:05d}.safetensors"
+
+
+def own_name(rank: int, name: str) -> str:
+    """Return the name in a checkpoint of the tensor that a rank has for itself under the name `name`, which begins with OWN."""
+    return f"{OWN}{rank:05d}/{name.removeprefix(OWN)}"
+
+
+def own_names(names: Iterable[str], rank: int) -> dict[str, str]:
+    """Return those of a checkpoint's names that are of what a rank has for itself, by the names that they have there."""
+    prefix = own_name(rank, OWN)
+    return {OWN + name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
 
 def _step_and_revision(path: Path) -> tuple[int, int]:

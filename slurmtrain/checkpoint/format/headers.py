@@ -30,7 +30,6 @@ from slurmtrain.checkpoint.format.manifest import Manifest
 Ints = npt.NDArray[np.int64]
 
 HEADER_BYTES = 100_000_000  # the format's own limit
-OWN_TENSORS = "own"  # in the header's metadata: JSON with shape and type of the tensors that the rank has for itself
 _WRONG = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
@@ -72,36 +71,28 @@ class FileContents:
         tensors: int64 [pieces], position of the tensor in the manifest.
         begins: int64 [pieces], first byte in the file.
         edges: int64 [pieces, dimensions, 2], first index and end of the box; (0, 1) along dimensions that it has not.
-        own: facts and first byte of the tensors that the rank has for itself.
         own_state: first and last byte of the JSON of its plain state.
     """
 
     tensors: Ints
     begins: Ints
     edges: Ints
-    own: Mapping[str, tuple[TensorFacts, int]]
     own_state: tuple[int, int]
-
-    @property
-    def own_facts(self) -> dict[str, TensorFacts]:
-        return {name: facts for name, (facts, _) in self.own.items()}
 
     def to_json(self) -> list[Any]:
         """Return it as values that ranks can send."""
         numbers = np.concatenate([self.tensors, self.begins, self.edges.reshape(-1)])
         table = base64.b64encode(zlib.compress(numbers.tobytes(), level=1)).decode()
-        own = {name: [facts.shape, facts.dtype, begin] for name, (facts, begin) in self.own.items()}
-        return [len(self.tensors), self.edges.shape[1], table, own, self.own_state]
+        return [len(self.tensors), self.edges.shape[1], table, self.own_state]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> FileContents:
-        pieces, dimensions, table, own, own_state = values
+        pieces, dimensions, table, own_state = values
         numbers = np.frombuffer(zlib.decompress(base64.b64decode(table)), dtype=np.int64)
         return cls(
             numbers[:pieces],
             numbers[pieces : 2 * pieces],
             numbers[2 * pieces :].reshape(pieces, dimensions, 2),
-            {name: (TensorFacts(tuple(shape), dtype), begin) for name, (shape, dtype, begin) in own.items()},
             (own_state[0], own_state[1]),
         )
 
@@ -142,9 +133,7 @@ class HeaderReader:
             raise CheckpointError(f"{self._path} is damaged: {why}") from None
 
     def _parse(self, header: Any, start: int, size: int) -> FileContents:
-        described = json.loads(header.pop("__metadata__")[OWN_TENSORS])
-        own_facts = {name: TensorFacts.parse(name, value) for name, value in described.items()}
-        begins: dict[str, int] = {}  # of own tensors
+        header.pop("__metadata__", None)
         own_state = (0, 0)
         tensors: list[int] = []
         places: list[tuple[int, int]] = []  # first byte, and how many
@@ -157,10 +146,6 @@ class HeaderReader:
             position = end
             if key == OWN_STATE:
                 own_state = (start + begin, start + end)
-            elif key in own_facts:
-                begins[key] = start + begin
-                if end - begin != own_facts[key].nbytes:
-                    raise ValueError(f"{key[:100]} has {end - begin} bytes")
             else:
                 number, box = self._box(key)
                 tensors.append(number)
@@ -168,7 +153,6 @@ class HeaderReader:
                 edges.append(box)
         if start + position != size:
             raise ValueError(f"it describes {start + position} of {size} bytes")
-        own = {name: (facts, begins[name] if facts.nbytes else 0) for name, facts in own_facts.items()}
         numbers = np.array(tensors, dtype=np.int64)
         spots = np.array(places, dtype=np.int64).reshape(-1, 2)
         boxes = np.array(edges, dtype=np.int64).reshape(-1, self._dimensions, 2)
@@ -177,7 +161,7 @@ class HeaderReader:
             raise ValueError("a piece lies outside of its tensor")
         if not (_elements(boxes) * self._itemsizes[numbers] == spots[:, 1]).all():
             raise ValueError("a piece has more or fewer bytes than its elements")
-        return FileContents(numbers, np.ascontiguousarray(spots[:, 0]), boxes, own, own_state)
+        return FileContents(numbers, np.ascontiguousarray(spots[:, 0]), boxes, own_state)
 
     def _box(self, key: str) -> tuple[int, list[int]]:
         """Return the number of the tensor of which `key` names a box, and the box's edges (see `boxes.piece_name`)."""
@@ -200,11 +184,7 @@ def _elements(edges: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class Contents:
-    """What is in all files of a checkpoint.
-
-    Attributes:
-        facts: the tensors that ranks share.
-    """
+    """What is in all files of a checkpoint, and the facts of its tensors."""
 
     facts: Mapping[str, TensorFacts]
     files: Mapping[str, FileContents]
@@ -224,12 +204,8 @@ class Contents:
                     f"{path} is damaged: its files have {count} of {Box.whole(facts.shape).numel} elements of {name[:100]}"
                 )
 
-    def find(self, wanted: Mapping[str, Box], own_file: str | None = None) -> dict[str, list[BoxLocation]]:
-        """Return all boxes that overlap with the wanted box of each tensor.
-
-        Args:
-            wanted: boxes by name. Names of own tensors are looked up in `own_file` alone.
-        """
+    def find(self, wanted: Mapping[str, Box]) -> dict[str, list[BoxLocation]]:
+        """Return all boxes that overlap with the wanted box of each tensor."""
         found: dict[str, list[BoxLocation]] = {name: [] for name in wanted}
         names = list(self.facts)
         dimensions = next((file.edges.shape[1] for file in self.files.values()), 1)
@@ -251,10 +227,6 @@ class Contents:
                 name = names[number]
                 used = len(wanted[name].size)
                 found[name].append(BoxLocation(file, begin, Box(tuple(start[:used]), tuple(size[:used]))))
-        for name, (facts, begin) in self.files[own_file].own.items() if own_file is not None else ():
-            if name in wanted and facts.nbytes:
-                assert own_file is not None
-                found[name].append(BoxLocation(own_file, begin, Box.whole(facts.shape)))
         return found
 
 
@@ -265,7 +237,7 @@ def read_contents(path: Path, manifest: Manifest) -> Contents:
         CheckpointError: it is damaged: a file is missing or has another size, a header is not what was written, or elements
             of a tensor are missing. UnreadableError: see `blocks.patiently`.
     """
-    damage = blocks.find_damage(path, manifest.files.items(), contents=False)
+    damage = blocks.find_damage(path, manifest.files, contents=False)
     if damage:
         raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
     contents = Contents(manifest.tensors, HeaderReader(path, manifest).read(sorted(manifest.files)))
@@ -294,8 +266,8 @@ def find_unsound(path: Path, manifest: Manifest) -> list[str]:
     return []
 
 
-def read_own_state(file: Path, held: FileContents) -> Any:
-    """Return the plain state that a rank has for itself in `file`. Raises CheckpointError if it is no JSON."""
+def read_own_state(file: Path, held: FileContents) -> dict[str, Any]:
+    """Return the plain state that a rank has for itself in `file`. Raises CheckpointError if it is no JSON object."""
 
     def read() -> bytes:
         with file.open("rb") as opened:
@@ -303,8 +275,21 @@ def read_own_state(file: Path, held: FileContents) -> Any:
             return opened.read(held.own_state[1] - held.own_state[0])
 
     try:
-        return json.loads(blocks.patiently(read, file))
+        text = blocks.patiently(read, file)
     except OSError as error:
         raise CheckpointError(f"{file.parent} is damaged: {blocks.cannot_be_read(file.name, error)}") from None
+    try:
+        return parse_own_state(text)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file.parent} is damaged: {file.name}: {error.message}") from None
+
+
+def parse_own_state(text: bytes) -> dict[str, Any]:
+    """Return a rank's own plain state from its JSON. Raises CheckpointError if it is no JSON object."""
+    try:
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file.parent} is damaged: {file.name} cannot be read: {error}") from None
+        raise CheckpointError(f"a rank's own state cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError("a rank's own state cannot be read: it is not an object")
+    return found

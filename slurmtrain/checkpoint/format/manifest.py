@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format import blocks
@@ -20,9 +22,11 @@ from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFES
 from slurmtrain.system.files import write_synced
 from slurmtrain.system.patience import LATE_S
 
-FORMAT = 3
+FORMAT = 4
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 MANIFEST_BYTES = 1 << 30  # more than that of a million tensors
 
@@ -35,12 +39,12 @@ class Manifest:
         format: version of the format.
         run_id: the run that has saved it; empty without one.
         step: optimiser steps done.
-        incarnation, incarnation_label: the incarnation of the run that has saved it; see `store.fencing`.
+        incarnation, incarnation_label: the incarnation of the run that has saved it; see `store.commit`.
         world_size: number of ranks that have saved it.
         torch_version: of those ranks.
         files: record of the file of every rank.
         headers: SHA-256, in hex, of the header of every file, with its length in front.
-        tensors: global shape and dtype by name, of the tensors that ranks share.
+        tensors: global shape and dtype of all tensors by name; what a rank has for itself has its number there (`own_name`).
         state: everything that is not a tensor and the same on all ranks.
         config: config values of the run, so that later changes can be found.
         metrics: metrics of this step, as they were passed to `save`.
@@ -49,10 +53,10 @@ class Manifest:
 
     format: int
     run_id: str
-    step: int
-    incarnation: int
+    step: Natural
+    incarnation: Natural
     incarnation_label: str
-    world_size: int
+    world_size: Natural
     torch_version: str
     files: Mapping[str, FileRecord]
     headers: Mapping[str, str]
@@ -131,43 +135,15 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
                 f"{path} has format {values.get('format')}, expected {FORMAT}",
                 hint="read it with the version of slurmtrain that wrote it",
             )
-        files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
-        tensors = {name: TensorFacts.parse(name, value) for name, value in values.pop("tensors").items()}
-        manifest = Manifest(files=files, tensors=tensors, **values)
-        _check_types(manifest)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        manifest = msgspec.convert(values, Manifest)
+        for name, facts in manifest.tensors.items():
+            if facts.nbytes > manifest.size:
+                raise ValueError(f"{name[:100]} is larger than the checkpoint")
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: manifest.json cannot be read: {error}") from None
-    for name in files:
+    for name in manifest.files:
         if not FILE_NAME.fullmatch(name):
             raise CheckpointError(f"{path}: manifest.json names {name[:100]!r}, which is not a plain file name")
     if FINAL_NAME.fullmatch(path.name) and manifest.step != step_of(path):
         raise CheckpointError(f"{path}: manifest.json is of step {manifest.step}, so it belongs to another checkpoint")
     return manifest
-
-
-def _check_types(manifest: Manifest) -> None:
-    """Raise TypeError or ValueError if a field has a wrong type, or cannot be so.
-
-    Digests show that the file is as it was written, not that this program wrote it.
-    """
-    for name, kind in {
-        "run_id": str,
-        "step": int,
-        "incarnation": int,
-        "incarnation_label": str,
-        "world_size": int,
-        "torch_version": str,
-        "headers": dict,
-        "state": dict,
-        "config": dict,
-        "metrics": dict,
-    }.items():
-        value: Any = getattr(manifest, name)
-        if type(value) is not kind or (type(value) is int and value < 0):
-            raise TypeError(f"{name} is {str(value)[:50]!r}")
-    for name, record in manifest.files.items():
-        if type(record.size) is not int or record.size < 0 or type(record.digests) is not str:
-            raise TypeError(f"{name[:100]!r} has size {str(record.size)[:50]} and digest {str(record.digests)[:50]}")
-    for name, facts in manifest.tensors.items():
-        if facts.nbytes > manifest.size:
-            raise ValueError(f"{name[:100]} is larger than the checkpoint")

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointMismatchError
 from slurmtrain.checkpoint.format.boxes import TensorFacts
-from slurmtrain.checkpoint.format.dtypes import dtype_name
+from slurmtrain.checkpoint.tensors import dtype_name
 from slurmtrain.choices import DECODERS, Allow
 from slurmtrain.errors import UsageError, nearest
 

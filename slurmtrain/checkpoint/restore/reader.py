@@ -8,16 +8,17 @@ rank of the host has read are taken from the page cache. No rank ever holds more
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,16 +27,14 @@ from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchErro
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
 from slurmtrain.checkpoint.format.boxes import Box
-from slurmtrain.checkpoint.format.directory import file_name
-from slurmtrain.checkpoint.format.dtypes import dtype_of
-from slurmtrain.checkpoint.format.headers import BoxLocation, Contents, read_contents
+from slurmtrain.checkpoint.format.headers import BoxLocation, Contents, parse_own_state, read_contents
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
-from slurmtrain.checkpoint.local_tensors import box_of, local
-from slurmtrain.checkpoint.plain_values import parse
 from slurmtrain.checkpoint.ranks import RankGroup
+from slurmtrain.checkpoint.tensors import box_of, bytes_of, dtype_of, local
 from slurmtrain.choices import Verify
 
 SAMPLED_SHARE = 16  # one block in this many is compared
+SPAN_BYTES = 16 << 20  # the most that is read at once into memory of its own, unless a single row is longer
 STRAIGHT_BYTES = 4 << 10  # smaller parts are not worth a read of their own
 
 Blocks = dict[str, list[int]]  # numbers of blocks by file
@@ -62,13 +61,16 @@ class Span:
     into: tuple[slice, ...]
 
 
-@dataclass(frozen=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """The bytes `begin` to `end` of a file, and the memory that holds them."""
 
     begin: int
     end: int
     target: memoryview | None
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
 
     def between(self, begin: int, end: int) -> ByteRange | None:
         """Return the part of it that lies in these bytes of the file, if any."""
@@ -82,31 +84,33 @@ class ByteRange:
 def spans_of(name: str, wanted: Box, dtype: torch.dtype, sources: Sequence[BoxLocation]) -> list[Span]:
     """Return the bytes to read to fill the box `wanted` of tensor `name`, which was saved as `dtype`."""
     spans = []
-    itemsize = dtype.itemsize
     for source in sources:
-        box = source.box
+        box, offset = source.box, source.offset
         overlap = box.intersection(wanted)
         if overlap is None:
             continue
         if not box.start:
-            spans.append(Span(name, source.file, source.offset, source.offset + itemsize, dtype, (), (), ()))
+            spans.append(Span(name, source.file, offset, offset + dtype.itemsize, dtype, (), (), ()))
             continue
-        row = itemsize
-        for extent in box.size[1:]:
-            row *= extent
+        row = math.prod(box.size[1:]) * dtype.itemsize
         rows, *rest = overlap.within(box)
-        spans.append(
-            Span(
-                name,
-                source.file,
-                source.offset + rows.start * row,
-                source.offset + rows.stop * row,
-                dtype,
-                (overlap.size[0], *box.size[1:]),
-                (slice(0, overlap.size[0]), *rest),
-                overlap.within(wanted),
+        at, *others = overlap.within(wanted)
+        step = max(1, SPAN_BYTES // row)
+        for first in range(0, overlap.size[0], step):
+            count = min(step, overlap.size[0] - first)
+            begin, into = offset + (rows.start + first) * row, at.start + first
+            spans.append(
+                Span(
+                    name,
+                    source.file,
+                    begin,
+                    begin + count * row,
+                    dtype,
+                    (count, *box.size[1:]),
+                    (slice(0, count), *rest),
+                    (slice(into, into + count), *others),
+                )
             )
-        )
     return spans
 
 
@@ -150,125 +154,54 @@ def share_out(needs: Sequence[Need], rank: int) -> Blocks:
 
 
 class Files:
-    """The open files of a checkpoint, and the blocks of them that this rank has in memory.
+    """The open files of a checkpoint, and the blocks of them that this rank has in memory."""
 
-    Args:
-        straight: bytes that are read directly into their final memory, which may be written before everything is
-            verified.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        records: Mapping[str, FileRecord],
-        pool: ThreadPoolExecutor,
-        straight: Iterable[tuple[Span, memoryview]] = (),
-    ):
-        self._path, self._records, self._pool = path, records, pool
+    def __init__(self, path: Path, pool: ThreadPoolExecutor):
+        self._path, self._pool = path, pool
         self._descriptors: dict[str, int] = {}
         self._opening = threading.Lock()
-        self._straight: dict[str, list[ByteRange]] = {}
-        self._in_place: set[tuple[str, str, int]] = set()
-        for span, memory in sorted(straight, key=lambda entry: entry[0].begin):
-            parts = self._straight.setdefault(span.file, [])
-            parts.append(ByteRange(span.begin, span.end, memory))
-            self._in_place.add((span.name, span.file, span.begin))
         self._held: dict[tuple[str, int], list[ByteRange]] = {}
+        self._in_place: set[int] = set()  # ids of the spans whose held bytes are where they belong
 
     def close(self) -> None:
         """Close the files and keep the blocks that are in memory."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def descriptor(self, file: str) -> int:
-        with self._opening:
-            if file not in self._descriptors:
-                path = self._path / file
-                self._descriptors[file] = blocks.patiently(lambda: blocks.open_file(path), path)
-            return self._descriptors[file]
+    def verify(
+        self,
+        records: Mapping[str, FileRecord],
+        share: Blocks,
+        straight: Sequence[tuple[Span, memoryview]],
+        buffer: Callable[[int], memoryview],
+    ) -> list[str]:
+        """Read blocks into memory, digesting them in the same pass, and return what is damaged.
 
-    def buffer_bytes(self, share: Blocks) -> int:
-        """Return the bytes of these blocks that are not read directly into their final memory."""
-        return sum(
-            part.end - part.begin
+        Args:
+            straight: bytes that are read directly into their final memory, which may be written before everything is
+                verified.
+            buffer: returns memory of a size, for the others.
+        """
+        final: dict[str, list[ByteRange]] = {}
+        for span, memory in sorted(straight, key=lambda entry: entry[0].begin):
+            final.setdefault(span.file, []).append(ByteRange(span.begin, span.end, memory))
+        self._in_place = {id(span) for span, _ in straight}
+        held = {
+            (file, number): _parts(number, records[file].size, final.get(file, []))
             for file, numbers in share.items()
             for number in numbers
-            for part in self._parts(file, number)
-            if part.target is None
-        )
+        }
+        rest = buffer(sum(part.size for parts in held.values() for part in parts if part.target is None))
+        for block, parts in held.items():
+            self._held[block] = []
+            for part in parts:
+                if part.target is None:
+                    part, rest = part._replace(target=rest[: part.size]), rest[part.size :]
+                self._held[block].append(part)
+        return blocks.compare(self._path, records, share, self._pool, into=self._memory_of_block)
 
-    def _parts(self, file: str, number: int) -> list[ByteRange]:
-        """Return a block as consecutive parts, each with its final memory, or None."""
-        position, stop = number * BLOCK_BYTES, min(self._records[file].size, (number + 1) * BLOCK_BYTES)
-        straight = self._straight.get(file, [])
-        parts = []
-        for number in range(bisect_right(straight, position, key=lambda part: part.end), len(straight)):
-            part = straight[number].between(position, stop)
-            if part is None:
-                break
-            if position < part.begin:
-                parts.append(ByteRange(position, part.begin, None))
-            parts.append(part)
-            position = part.end
-        if position < stop or not parts:
-            parts.append(ByteRange(position, stop, None))
-        return parts
-
-    def verify(self, share: Blocks, into: memoryview | None) -> list[str]:
-        """Digest blocks, and if `into` is given, keep them: in their final memory if they have one, else there.
-
-        Returns:
-            A sentence for every file that is damaged.
-        """
-        damage: dict[str, str] = {}
-        position = 0
-        for files in _batches(list(share)):
-            position = self._verify(files, share, into, position, damage)
-            self.close()
-        return [damage[file] for file in sorted(damage)]
-
-    def _verify(
-        self,
-        files: Sequence[str],
-        share: Blocks,
-        into: memoryview | None,
-        position: int,
-        damage: dict[str, str],
-    ) -> int:
-        work = []
-        for file in files:
-            try:
-                descriptor = self.descriptor(file)
-            except OSError as error:
-                damage[file] = blocks.cannot_be_read(file, error)
-                continue
-            for number in share[file]:
-                parts = []
-                for part in self._parts(file, number) if into is not None else ():
-                    if part.target is None and into is not None:
-                        length = part.end - part.begin
-                        part = replace(part, target=into[position : position + length])
-                        position += length
-                    parts.append(part)
-                work.append((file, descriptor, number, parts))
-
-        def check(block: tuple[str, int, int, list[ByteRange]]) -> None:
-            file, descriptor, number, parts = block
-            record = self._records[file]
-            targets = [part.target for part in parts if part.target is not None] if into is not None else None
-            try:
-                found = blocks.digest_patiently(self._path / file, descriptor, number, record.size, targets)
-                if found != record.digest(number):
-                    damage[file] = f"{file} is not what was written: its digest differs"
-            except OSError as error:
-                damage[file] = blocks.cannot_be_read(file, error)
-            except EOFError as error:
-                damage[file] = f"{file} cannot be read: {error}"
-            if into is not None:
-                self._held[file, number] = parts
-
-        blocks.each(self._pool, check, work)
-        return position
+    def _memory_of_block(self, file: str, number: int) -> list[memoryview]:
+        return [part.target for part in self._held[file, number] if part.target is not None]
 
     def fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
         """Copy the bytes of the spans into the local parts of `tensors`, converting to their dtype."""
@@ -276,24 +209,22 @@ class Files:
         for span in spans:
             # Spans that begin in one block are one thread's work: a thousand small ones are not worth a switch each.
             by_file.setdefault(span.file, {}).setdefault(span.begin // BLOCK_BYTES, []).append(span)
-        for files in _batches(list(by_file)):
-            work = [some for file in files for some in by_file[file].values()]
+        files = list(by_file)
+        for begin in range(0, len(files), blocks.OPEN_FILES):
+            work = [some for file in files[begin : begin + blocks.OPEN_FILES] for some in by_file[file].values()]
             blocks.each(self._pool, lambda some: self._fill(some, tensors), work)
             self.close()
 
     def _fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
         for span in spans:
-            self._fill_one(span, local(tensors[span.name]).detach())
-
-    def _fill_one(self, span: Span, tensor: Tensor) -> None:
-        target = memory_of(span, tensor)
-        if target is not None:
-            in_place = (span.name, span.file, span.begin) in self._in_place
-            self.read(span.file, span.begin, span.end, target, in_place=in_place)
-            return
-        rows = torch.empty(span.rows, dtype=span.dtype, device="cpu")
-        self.read(span.file, span.begin, span.end, bytes_of(rows))
-        _copy(rows[span.out], tensor[span.into], span.name)
+            tensor = local(tensors[span.name]).detach()
+            target = memory_of(span, tensor)
+            if target is not None:
+                self.read(span.file, span.begin, span.end, target, in_place=id(span) in self._in_place)
+            else:
+                rows = torch.empty(span.rows, dtype=span.dtype, device="cpu")
+                self.read(span.file, span.begin, span.end, bytes_of(rows))
+                _copy(rows[span.out], tensor[span.into], span.name)
 
     def read(self, file: str, begin: int, end: int, target: memoryview, *, in_place: bool = False) -> None:
         """Read bytes of a file, from memory if this rank holds them.
@@ -307,7 +238,7 @@ class Files:
             stop = min(end, (number + 1) * BLOCK_BYTES)
             held = self._held.get((file, number))
             if held is None:
-                self._read_into(file, target[position - begin : stop - begin], position)
+                self._read_from_disk(file, target[position - begin : stop - begin], position)
             elif not in_place:
                 for whole in held:
                     part = whole.between(position, stop)
@@ -315,7 +246,7 @@ class Files:
                         target[part.begin - begin : part.end - begin] = part.target
             position = stop
 
-    def _read_into(self, file: str, target: memoryview, position: int) -> None:
+    def _read_from_disk(self, file: str, target: memoryview, position: int) -> None:
         path = self._path / file
 
         def read_anew() -> None:
@@ -325,15 +256,30 @@ class Files:
             finally:
                 os.close(descriptor)
 
+        with self._opening:
+            if file not in self._descriptors:
+                self._descriptors[file] = blocks.patiently(lambda: blocks.open_file(path), path)
         try:
-            blocks.read_into(self.descriptor(file), target, position)
+            blocks.read_into(self._descriptors[file], target, position)
         except OSError:
             blocks.patiently(read_anew, path)
 
 
-def _batches(files: Sequence[str]) -> Iterator[Sequence[str]]:
-    for begin in range(0, len(files), blocks.OPEN_FILES):
-        yield files[begin : begin + blocks.OPEN_FILES]
+def _parts(number: int, size: int, straight: Sequence[ByteRange]) -> list[ByteRange]:
+    """Return a block of a file of `size` bytes as consecutive parts, each with its final memory in `straight`, or None."""
+    position, stop = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
+    parts = []
+    for index in range(bisect_right(straight, position, key=lambda part: part.end), len(straight)):
+        part = straight[index].between(position, stop)
+        if part is None:
+            break
+        if position < part.begin:
+            parts.append(ByteRange(position, part.begin, None))
+        parts.append(part)
+        position = part.end
+    if position < stop or not parts:
+        parts.append(ByteRange(position, stop, None))
+    return parts
 
 
 def memory_of(span: Span, tensor: Tensor) -> memoryview | None:
@@ -367,11 +313,6 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
 def sampled(share: Blocks, records: Mapping[str, FileRecord]) -> Blocks:
     """Return a random part of the blocks, always with the first and the last of every file."""
     chosen = {}
@@ -401,7 +342,7 @@ def read_tensors(
     Args:
         targets: tensors to fill, by name.
         live: names of the targets that must not be touched before everything is known to be sound.
-        own_file: the file that holds this rank's own tensors and state, if there is one.
+        own_file: the file with the plain state that this rank has for itself, if there is one.
         mode: "full", "sampled" or "off": which of the needed blocks are compared with their digest.
         buffer: returns memory of a size, to hold this rank's share.
         fetch: brings the files that this rank needs, of which this host may not have all, and returns why it cannot; called
@@ -414,11 +355,10 @@ def read_tensors(
 
     def plan() -> list[Span]:
         wanted = {name: box_of(name, tensor) for name, tensor in targets.items()}
-        facts = {**contents.facts, **(contents.files[own_file].own_facts if own_file is not None else {})}
         return [
             span
-            for name, found in contents.find(wanted, own_file).items()
-            for span in spans_of(name, wanted[name], dtype_of(facts[name].dtype), found)
+            for name, found in contents.find(wanted).items()
+            for span in spans_of(name, wanted[name], dtype_of(contents.facts[name].dtype), found)
         ]
 
     spans = ranks.all_do(plan)
@@ -442,14 +382,12 @@ def read_tensors(
             memory = memory_of(span, local(targets[span.name]).detach())
             if memory is not None:
                 straight.append((span, memory))
-    with blocks.threads() as pool, closing(Files(path, records, pool, straight)) as files:
+    with blocks.threads() as pool, closing(Files(path, pool)) as files:
 
         def verify() -> list[str]:
             if mode == Verify.FULL:
-                found: list[str] = files.verify(share, buffer(files.buffer_bytes(share)))
-            else:
-                found = files.verify(sampled(share, records), None)
-            return found
+                return files.verify(records, share, straight, buffer)
+            return blocks.compare(path, records, sampled(share, records), pool)
 
         damage = sorted({sentence for found in ranks.gather(verify) for sentence in found})
         if damage:
@@ -460,7 +398,7 @@ def read_tensors(
                 return {}
             own = bytearray(own_end - own_begin)
             files.read(own_file, own_begin, own_end, memoryview(own))
-            return parse(bytes(own))
+            return parse_own_state(bytes(own))
 
         # The first thing that can still fail comes before the first tensor is touched.
         own_state = ranks.all_do(read_own)
@@ -468,26 +406,21 @@ def read_tensors(
     return [], own_state
 
 
-def read_whole(
-    path: Path, contents: Contents, manifest: Manifest, names: Iterable[str], own_file: str | None = None
-) -> dict[str, Tensor]:
+def read_whole(path: Path, contents: Contents, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:
     """Return tensors of a checkpoint, whole, in the memory of one process.
-
-    Args:
-        own_file: the file of a rank whose own tensors to return instead of those that all ranks share.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    facts = contents.facts if own_file is None else contents.files[own_file].own_facts
-    tensors = {name: torch.empty(facts[name].shape, dtype=dtype_of(facts[name].dtype), device="cpu") for name in names}
+    facts = {name: contents.facts[name] for name in names}
+    tensors = {name: torch.empty(fact.shape, dtype=dtype_of(fact.dtype), device="cpu") for name, fact in facts.items()}
     alone = RankGroup(None)
     damage, _ = read_tensors(
         path,
         contents,
         manifest.files,
         tensors,
-        own_file,
+        None,
         live=(),
         ranks=alone,
         on_this_host=alone,
@@ -499,17 +432,12 @@ def read_whole(
     return tensors
 
 
-def load(path: Path, *, own_of: int | None = None) -> dict[str, Tensor]:
+def load(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name, whole, in the memory of one process: to look at, or to compute with.
-
-    Args:
-        own_of: a rank whose own tensors to return instead of those that all ranks share.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
     manifest = read_manifest(path)
     contents = read_contents(path, manifest)
-    own_file = file_name(own_of) if own_of is not None else None
-    names = contents.facts if own_file is None else contents.files[own_file].own
-    return read_whole(path, contents, manifest, names, own_file)
+    return read_whole(path, contents, manifest, contents.facts)

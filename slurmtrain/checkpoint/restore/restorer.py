@@ -26,6 +26,8 @@ from slurmtrain.checkpoint.format.directory import (
     damaged,
     file_name,
     newer_without_complete,
+    own_name,
+    own_names,
     set_aside,
     step_of,
 )
@@ -144,9 +146,7 @@ class Restorer:
             return None
         manifest = self._ranks.all_do(lambda: read_manifest(path))
         try:
-            damage = self._load(
-                path, manifest, request, headers=lambda: copies.held(path, manifest), fetch=partial(copies.fetch, path)
-            )
+            damage = self._load(path, manifest, request, copies)
         finally:
             copies.end_restoring()
         if damage:
@@ -215,7 +215,7 @@ class Restorer:
         texts, damage = (b"", ""), []
         try:
             texts = read_manifest_bytes(path)
-            damage = blocks.find_damage(path, parse_manifest(path, *texts).files.items(), contents=False)
+            damage = blocks.find_damage(path, parse_manifest(path, *texts).files, contents=False)
         except (CheckpointMismatchError, UnreadableError):
             raise
         except CheckpointError as error:
@@ -251,20 +251,17 @@ class Restorer:
         path: Path,
         manifest: Manifest,
         request: RestoreRequest,
-        *,
-        headers: Callable[[], list[str]] | None = None,
-        fetch: Callable[[Collection[str]], list[str]] | None = None,
+        copies: NodeCopies | None = None,
     ) -> list[str]:
         """Fill the objects, unless the checkpoint is damaged: then return what is wrong, and touch nothing.
 
         Args:
-            headers: returns the files whose headers this rank is to read; None: all ranks share them out.
-            fetch: see `read_tensors`.
+            copies: `path` is this node's part of a copy on the nodes; None: it is a checkpoint that all ranks see.
         """
         if request.path is None:
             hint = f"move it away, or start from it on purpose: checkpoint.restore_from={path}"
             self._identity.check_run(path, manifest, hint=hint)
-        found = self._ranks.gather(lambda: self._read_headers(path, manifest, headers))
+        found = self._ranks.gather(lambda: self._read_headers(path, manifest, copies))
         if damage := sorted({each["damage"] for each in found if "damage" in each}):
             return damage
         files = {name: held for each in found for name, held in each["files"].items()}
@@ -275,26 +272,27 @@ class Restorer:
             return [damage_of(path, error)]
         own_file: str | None = file_name(self._ranks.rank)
         if own_file not in contents.files or request.as_start:
-            own_file = None
+            own_file = None  # a rank that did not exist, or another training
         wanted = self._ranks.all_do(lambda: compatibility.names_of(request.objects))
         on_any_rank = wanted
         if self._ranks.maximum(int(bool(compatibility.of_modules(request.objects, contents.facts) - wanted))):
             on_any_rank = set().union(*self._ranks.gather(lambda: sorted(wanted)))
-        targets = self._ranks.all_do(
-            lambda: self._find_targets(path, manifest, contents, own_file, request, wanted, on_any_rank)
+        targets, own_targets = self._ranks.all_do(
+            lambda: self._find_targets(path, manifest, request, wanted, on_any_rank, own=own_file is not None)
         )
+        in_file = partial(own_name, self._ranks.rank)
         damage, own_plain = read_tensors(
             path,
             contents,
             manifest.files,
-            targets,
+            targets | {in_file(name): tensor for name, tensor in own_targets.items()},
             own_file,
-            live=wanted | compatibility.names_of(request.own_objects),
+            live=wanted | {in_file(name) for name in compatibility.names_of(request.own_objects)},
             ranks=self._ranks,
             on_this_host=self._ranks_on_host,
             mode=self._verify,
             buffer=self._borrow_buffer,
-            fetch=fetch,
+            fetch=None if copies is None else partial(copies.fetch, path, manifest),
         )
         if damage:
             return damage
@@ -302,14 +300,16 @@ class Restorer:
         def load() -> None:
             lenient, convert = "keys" in request.allow, "dtypes" in request.allow
             state.load_objects(request.objects, targets, manifest.state, lenient=lenient, convert=convert)
-            state.load_objects(request.own_objects, targets, own_plain, lenient=True)
+            state.load_objects(request.own_objects, own_targets, own_plain, lenient=True)
 
         self._ranks.all_do(load)
         return []
 
-    def _read_headers(self, path: Path, manifest: Manifest, headers: Callable[[], list[str]] | None) -> dict[str, Any]:
+    def _read_headers(self, path: Path, manifest: Manifest, copies: NodeCopies | None) -> dict[str, Any]:
         """Return what is in this rank's share of the files, or what is wrong with one of them, as values to send."""
-        names = sorted(manifest.files)[self._ranks.rank :: self._ranks.size] if headers is None else headers()
+        names = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
+        if copies is not None:
+            names = copies.held(path, manifest)
         try:
             files = HeaderReader(path, manifest).read(names)
         except UnreadableError:
@@ -322,17 +322,18 @@ class Restorer:
         self,
         path: Path,
         manifest: Manifest,
-        contents: Contents,
-        own_file: str | None,
         request: RestoreRequest,
         wanted: Collection[str],
         on_any_rank: Collection[str],
-    ) -> dict[str, Tensor]:
+        *,
+        own: bool,
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the tensors to fill on this rank, by name, after everything that differs was found to be allowed.
 
         Args:
             wanted: names of the tensors of this rank's modules.
             on_any_rank: names of the tensors of all ranks' modules.
+            own: the checkpoint has what this rank has for itself; its tensors are the second ones that are returned.
         """
         objects, own_objects, allow = request.objects, request.own_objects, request.allow
         saved_config, config = manifest.config, self._identity.config
@@ -342,17 +343,17 @@ class Restorer:
             )
         asked_for = request.path is not None
         compatibility.check_config(path, saved_config, config, allow, changed=self._changed, asked_for=asked_for)
-        facts = contents.facts
+        facts = manifest.tensors
         alone = compatibility.check_names(path, objects, wanted, on_any_rank, facts, manifest.state, allow)
         useful = {name: fact for name, fact in facts.items() if name not in alone}
         targets = compatibility.check_tensors(path, objects, state.templates(objects, useful), facts, allow)
-        if own_file is not None:
-            own_facts = contents.files[own_file].own_facts
-            names = compatibility.names_of(own_objects)
-            compatibility.check_names(path, own_objects, names, names, own_facts, None, allow)
-            own_templates = state.templates(own_objects, own_facts)
-            targets.update(compatibility.check_tensors(path, own_objects, own_templates, own_facts, allow))
-        return targets
+        if not own:
+            return targets, {}
+        own_facts = {name: facts[called] for name, called in own_names(facts, self._ranks.rank).items()}
+        names = compatibility.names_of(own_objects)
+        compatibility.check_names(path, own_objects, names, names, own_facts, None, allow)
+        own_templates = state.templates(own_objects, own_facts)
+        return targets, compatibility.check_tensors(path, own_objects, own_templates, own_facts, allow)
 
 
 def _restored(

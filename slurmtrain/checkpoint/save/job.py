@@ -1,4 +1,4 @@
-"""One save, as the writing threads of all ranks carry it out together: from the copies in memory to the commit.
+"""One save: what `Checkpointer.save` returns, and the work of the writing threads, from the copies to the commit.
 
 Every step can fail on any rank, and then fails on all: nothing is committed, and what was written is removed.
 """
@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,130 @@ from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import file_name, set_aside
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save.destination import Destination
 from slurmtrain.checkpoint.save.fingerprints import PLAIN, TENSORS, Differing, digests_of, find_differing, group_key
-from slurmtrain.checkpoint.save.finite import bytes_are_finite
 from slurmtrain.checkpoint.save.plan import SavePlan, TensorPiece
 from slurmtrain.checkpoint.save.staging import Image
-from slurmtrain.checkpoint.store.fencing import check_fence, wait_until_visible
+from slurmtrain.checkpoint.store import commit
+from slurmtrain.checkpoint.store.commit import check_fence, wait_until_visible
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
+from slurmtrain.checkpoint.tensors import bytes_are_finite
+from slurmtrain.system.activity import SAVE, doing
 from slurmtrain.system.files import fsync_directory
 
 GROUPS_NAMED = 8  # of those that differ; it is no use to name more
+
+
+DRAIN_S = 30.0  # how long whoever has failed waits for a save in flight
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """One committed checkpoint.
+
+    Attributes:
+        seconds: from the call of `save` until the commit.
+        stall_s: seconds for which `save` held up this rank.
+        size: bytes of all ranks' files.
+    """
+
+    path: Path
+    step: int
+    seconds: float
+    stall_s: float = 0.0
+    size: int = 0
+
+
+class PendingSave:
+    """A save that has begun. `result()` waits for the commit.
+
+    Attributes:
+        step: optimiser steps done.
+        stall_s: seconds for which `save` held up this rank.
+        begun: time.monotonic() at the call of `save`.
+        on_nodes_only: it is a copy on the nodes, and no checkpoint of the directory.
+    """
+
+    def __init__(self, step: int, begun: float, *, on_nodes_only: bool = False):
+        self.step, self.begun, self.on_nodes_only = step, begun, on_nodes_only
+        self.stall_s = 0.0
+        self._decided = threading.Event()
+        self._saved: SaveResult | None = None
+        self._error: CheckpointError | None = None
+
+    def done(self) -> bool:
+        """Return whether it is committed or has failed."""
+        return self._decided.is_set()
+
+    @doing(SAVE)
+    def result(self, timeout_s: float | None = None) -> SaveResult:
+        """Wait for the commit.
+
+        Raises:
+            CheckpointError: the save failed, on every rank, and the older checkpoints are as they were; or it takes
+                longer than `timeout_s` seconds.
+        """
+        if not self._decided.wait(timeout_s):
+            raise CheckpointError(f"the save of step {self.step} is not committed after {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        assert self._saved is not None
+        return self._saved
+
+    @doing(SAVE)
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is committed or has failed; return False if it is neither after `timeout_s` seconds."""
+        return self._decided.wait(timeout_s)
+
+    def decide(self, ending: SaveResult | CheckpointError) -> None:
+        """Record how the save ended. Called by the writer."""
+        if isinstance(ending, SaveResult):
+            self._saved = ending
+        else:
+            self._error = ending
+        self._decided.set()
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """The error with which it failed; None: it has not failed, or is not decided yet."""
+        return self._error
+
+
+class Destination:
+    """Where a save is written to: the directory that all ranks share, whose commit is rank 0's rename (`store.commit`).
+
+    The methods are the steps of a commit that depend on it, in this order. All ranks call them together.
+
+    Attributes:
+        cleans_up: whether this rank removes what was written if it is not committed.
+    """
+
+    def __init__(self, ranks: RankGroup, identity: CheckpointIdentity):
+        self._ranks, self._identity = ranks, identity
+        self.cleans_up = ranks.rank == 0
+
+    def begin(self, step: int, size: int) -> Path:
+        """Make the folder that this rank writes its file into, and return it.
+
+        Args:
+            size: bytes of the whole checkpoint, as far as known.
+
+        Raises:
+            CheckpointError: on every rank: there is no room, or a newer incarnation has started.
+        """
+        begin = partial(commit.begin, self._identity.directory, step, self._identity.incarnation, size=size)
+        return Path(self._ranks.on_rank_0(lambda: str(begin())))
+
+    def commit_on_rank_0(self, temporary: Path, manifest: Manifest) -> Any:
+        """Commit what all ranks have handed in, or prepare it for all ranks to commit; called by rank 0 alone.
+
+        Returns:
+            What the other ranks are told, and `finish` gets: values that ranks can send.
+        """
+        return str(commit.commit(temporary, manifest, self._identity.incarnation))
+
+    def finish(self, answer: Any) -> Path:
+        """Do what is left for all ranks, after `commit_on_rank_0` has given this `answer`, and return the final path."""
+        return Path(answer)
 
 
 class _NoTimeError(Exception):
@@ -73,17 +188,12 @@ class SaveJob:
     drift: str | None = None
 
     def __post_init__(self) -> None:
-        self._written: list[tuple[str, FileRecord]] = []  # files that this rank has written
+        self._written: dict[str, FileRecord] = {}  # the file that this rank has written
 
     @property
     def waited_s(self) -> float:
         """The seconds for which optimisers have waited for the copy of this rank's state."""
         return self.image.waited_s if isinstance(self.image, Image) else 0.0
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the files that this rank has written."""
-        return [name for name, _ in self._written]
 
     def write(self, destination: Destination, last_size: int) -> tuple[Path, int]:
         """Write, digest, check and commit.
@@ -103,12 +213,12 @@ class SaveJob:
         except Exception as error:  # told with all ranks: one that stayed away would hold up the others
             self.image = self.ranks.explain(error)
         self._check_replicas()
-        temporary = destination.begin(self.ranks, self.step, max(last_size, self.plan.total_bytes))
-        with destination.removed_on_failure(self.ranks, temporary):
+        temporary = destination.begin(self.step, max(last_size, self.plan.total_bytes))
+        with commit.removed_on_failure(temporary, on_this_rank=destination.cleans_up):
             answer = self.ranks.gather_on_rank_0(
                 lambda: self._write_own_file(temporary), lambda parts: self._commit(destination, temporary, parts)
             )
-            path = destination.finish(self.ranks, temporary, answer["committed"])
+            path = destination.finish(answer["committed"])
         return path, answer["size"]
 
     def read_back(self, path: Path, *, contents: bool, in_a_hurry: Callable[[], bool]) -> list[str] | None:
@@ -218,12 +328,12 @@ class SaveJob:
             # A newer incarnation removes what older ones were writing.
             check_fence(self.identity.directory, self.identity.incarnation)
             raise
-        self._written = [(name, record)]
+        self._written = {name: record}
         fsync_directory(temporary)
         return {
             "name": name,
             "record": [record.size, record.digests],
-            "header": hashlib.sha256(self.image.data[: self.plan.data_start]).hexdigest(),
+            "header": hashlib.sha256(self.image.header).hexdigest(),
             "plain": dict(self.plain) if self.ranks.rank in self.plan.group_leaders else None,
         }
 
@@ -231,7 +341,7 @@ class SaveJob:
         """Check the copy that is written, while training goes on."""
 
         def find(piece: TensorPiece) -> bool:
-            return bytes_are_finite(image.data[piece.begin : piece.end], piece.dtype)
+            return bytes_are_finite(image.bytes_of(piece), piece.dtype)
 
         pieces = [piece for piece in self.plan.pieces if piece.name in self.finite]
         wrong = [piece.name for piece, fine in zip(pieces, blocks.each(pool, find, pieces), strict=True) if not fine]

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,10 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.boxes import DTYPE_BYTES, Box, TensorFacts, piece_name, share
-from slurmtrain.checkpoint.format.directory import OWN, OWN_STATE
-from slurmtrain.checkpoint.format.dtypes import SAFETENSORS_NAMES, dtype_name
-from slurmtrain.checkpoint.format.headers import OWN_TENSORS
-from slurmtrain.checkpoint.local_tensors import box_of, is_dtensor
+from slurmtrain.checkpoint.format.directory import OWN, OWN_STATE, own_name
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save.fingerprints import BUFFERS, TENSORS, group_key
+from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, box_of, dtype_name, is_dtensor
 
 PAGE_BYTES = 4096
 
@@ -61,7 +60,7 @@ class TensorPiece:
     Attributes:
         box: the part of the global tensor.
         within: index that takes it out of this rank's local tensor.
-        begin, end: bytes of the file.
+        begin, end: bytes of the data, which follows the header.
     """
 
     name: str
@@ -78,12 +77,9 @@ class SavePlan:
 
     Attributes:
         signature: identifies this rank's tensors; the plan is valid as long as no rank's signature changes.
-        facts: all tensors that ranks share, in the same order on all.
-        own_facts: the tensors that this rank has for itself.
+        facts: all tensors of all ranks, in the same order on all.
         number: number of this rank's description among the distinct ones; ranks that hold the same tensors share one.
         pieces: in the order of the file, larger element types first, so that each is aligned.
-        data_start: first byte after the header: whole pages.
-        data_end: last byte of the tensors; the rank's own JSON follows.
         total_bytes: bytes of all ranks' tensors.
         group_leaders: the lowest rank of each group of ranks that have the same description; it alone hands in their
             state that is no tensor.
@@ -92,43 +88,41 @@ class SavePlan:
 
     signature: tuple[Any, ...]
     facts: Mapping[str, TensorFacts]
-    own_facts: Mapping[str, TensorFacts]
     number: int
     pieces: Sequence[TensorPiece]
-    data_start: int
-    data_end: int
     total_bytes: int
     group_leaders: frozenset[int]
-    compared: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    compared: Mapping[str, tuple[str, int]]
 
-    def header(self, own_bytes: int) -> bytes:
-        """Return the beginning of the file: that of the safetensors format, so that other programs can read it, too."""
-        text = self._entries(own_bytes)
-        length = self.data_start - 8
-        return length.to_bytes(8, "little") + text.ljust(length)
-
-    def room_for_header(self) -> int:
-        """Return the bytes before the data: whole pages, with room for the longest header of these pieces."""
+    @cached_property
+    def data_start(self) -> int:
+        """The first byte after the header: whole pages, with room for the longest header of these pieces."""
         longest = len(self._entries(own_bytes=10**15))
         return -(-(8 + longest) // PAGE_BYTES) * PAGE_BYTES
 
+    @property
+    def data_end(self) -> int:
+        """The last byte of the tensors; the rank's own JSON follows."""
+        return self.data_start + (self.pieces[-1].end if self.pieces else 0)
+
+    def header(self, own_bytes: int) -> bytes:
+        """Return the beginning of the file: that of the safetensors format, so that other programs can read it, too."""
+        length = self.data_start - 8
+        return length.to_bytes(8, "little") + self._entries(own_bytes).ljust(length)
+
     def _entries(self, own_bytes: int) -> bytes:
-        own = {name: asdict(facts) for name, facts in self.own_facts.items()}
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt", OWN_TENSORS: json.dumps(own)}}
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
         for piece in self.pieces:
             known = SAFETENSORS_NAMES.get(piece.dtype)
-            facts = self.own_facts[piece.name] if piece.name in self.own_facts else self.facts[piece.name]
-            entries[piece_name(piece.name, piece.box, facts.shape)] = {
+            end = piece.end
+            entries[piece_name(piece.name, piece.box, self.facts[piece.name].shape)] = {
                 "dtype": known or "U8",
-                "shape": list(piece.box.size) if known else [piece.end - piece.begin],
-                "data_offsets": [piece.begin - self.data_start, piece.end - self.data_start],
+                "shape": list(piece.box.size) if known else [end - piece.begin],
+                "data_offsets": [piece.begin, end],
             }
-        end = self.data_end - self.data_start
         entries[OWN_STATE] = {"dtype": "U8", "shape": [own_bytes], "data_offsets": [end, end + own_bytes]}
         return json.dumps(entries, separators=(",", ":")).encode()
-
-
-SAME, CHANGED, FAILED = 0, 1, 2
 
 
 def make_plan(
@@ -152,27 +146,24 @@ def make_plan(
     Raises:
         CheckpointError: on every rank: a tensor cannot be saved, or differs in shape or type on another rank.
     """
-    news = FAILED
-    if not isinstance(tensors, CheckpointError):
-        signature = _signature(tensors)
-        news = SAME if known is not None and known.signature == signature else CHANGED
-    news = ranks.maximum(news)
-    if news == SAME:
+    signature = None if isinstance(tensors, CheckpointError) else _signature(tensors)
+    changed = signature is None or known is None or known.signature != signature
+    if not ranks.maximum(int(changed)):
         assert known is not None
         return known
-    if news == FAILED:
-        ranks.all_do(lambda: _raise(tensors))
-    assert not isinstance(tensors, CheckpointError)
     text = ""
 
     def describe() -> str:
         nonlocal text
-        text = _describe(tensors)
+        if isinstance(tensors, CheckpointError):
+            raise tensors
+        text = _describe(tensors, ranks.rank)
         return hashlib.sha256(text.encode()).hexdigest()
 
     members: dict[str, list[int]] = {}
     for rank, digest in enumerate(ranks.gather(describe)):
         members.setdefault(digest, []).append(rank)
+    assert signature is not None and not isinstance(tensors, CheckpointError)
     # Mostly there is one description, at most a few (pipeline stages): its lowest rank broadcasts each.
     texts = [ranks.broadcast(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
@@ -182,8 +173,7 @@ def make_plan(
     )
     written = dict.fromkeys(plan.facts, 0)
     for piece in plan.pieces:
-        if piece.name in written:
-            written[piece.name] += piece.box.numel
+        written[piece.name] += piece.box.numel
     check_coverage(plan.facts, ranks.sums([*written.values()]))
     return plan
 
@@ -202,11 +192,6 @@ def check_coverage(facts: Mapping[str, TensorFacts], written: Sequence[int]) -> 
         raise CheckpointError(f"{found} of {expected} elements of {name} would be written{more}")
 
 
-def _raise(found: object) -> None:
-    if isinstance(found, CheckpointError):
-        raise found
-
-
 def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
     return tuple(
         (name, tensor.shape, tensor.dtype, (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else None)
@@ -214,8 +199,11 @@ def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
     )
 
 
-def _describe(tensors: Mapping[str, Tensor]) -> str:
-    """Return this rank's tensors and their layouts, as text that is the same on ranks that hold the same."""
+def _describe(tensors: Mapping[str, Tensor], rank: int) -> str:
+    """Return this rank's tensors and their layouts, as text that is the same on ranks that hold the same.
+
+    What they have for themselves has no number of a rank there.
+    """
     layouts: list[Layout] = []
     # Of layouts, by mesh and placements: comparing meshes of thousands of ranks for every tensor takes long.
     numbers: dict[tuple[int, Any], int] = {}
@@ -234,7 +222,8 @@ def _describe(tensors: Mapping[str, Tensor]) -> str:
                     layouts.append(layout)
                 numbers[known] = layouts.index(layout)
             number = numbers[known]
-        entries.append([name, list(tensor.shape), dtype_name(tensor.dtype), number])
+        called = name.replace(own_name(rank, OWN), OWN, 1) if name.startswith(OWN) else name
+        entries.append([called, list(tensor.shape), dtype_name(tensor.dtype), number])
     return json.dumps([layouts, entries], separators=(",", ":"))
 
 
@@ -254,7 +243,6 @@ def _make(
         texts: every different description, and the ranks that gave it.
     """
     facts: dict[str, TensorFacts] = {}
-    own_bytes = 0  # of all ranks
     holders: dict[str, list[int]] = {}
     different: list[Layout] = []
     layouts: dict[str, list[int]] = {}  # places among the `different` ones
@@ -265,7 +253,7 @@ def _make(
         for name, shape, dtype, layout in entries:
             fact = TensorFacts(tuple(shape), dtype)
             if name.startswith(OWN):
-                own_bytes += fact.nbytes * len(members)
+                facts.update({own_name(member, name): fact for member in members})
             elif facts.setdefault(name, fact) != fact:
                 raise CheckpointError(
                     f"{name} is {fact.dtype} {list(fact.shape)} on one rank and "
@@ -309,23 +297,12 @@ def _make(
     # An element type's size divides the next larger one's: nothing has to be skipped for alignment.
     written.sort(key=lambda entry: -tensors[entry[0]].itemsize)
 
+    pieces, position = [], 0
+    for name, box, part in written:
+        dtype = tensors[name].dtype
+        end = position + part.numel * dtype.itemsize
+        pieces.append(TensorPiece(name, part, part.within(box), dtype, position, end))
+        position = end
+    total_bytes = sum(fact.nbytes for fact in facts.values())
     group_leaders = frozenset(members[0] for _, members in texts)
-
-    def placed(data_start: int) -> SavePlan:
-        pieces, position = [], data_start
-        for name, box, part in written:
-            dtype = tensors[name].dtype
-            end = position + part.numel * dtype.itemsize
-            pieces.append(TensorPiece(name, part, part.within(box), dtype, position, end))
-            position = end
-        return SavePlan(
-            signature, facts, own_facts, number, pieces, data_start, position, total, group_leaders, compared
-        )
-
-    own_facts = {
-        name: TensorFacts(tuple(tensor.shape), dtype_name(tensor.dtype))
-        for name, tensor in tensors.items()
-        if name.startswith(OWN)
-    }
-    total = own_bytes + sum(fact.nbytes for fact in facts.values())
-    return placed(placed(0).room_for_header())
+    return SavePlan(signature, facts, number, pieces, total_bytes, group_leaders, compared)

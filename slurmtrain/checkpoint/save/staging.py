@@ -23,9 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.host_memory import allocate_pages, available_memory, give_back
-from slurmtrain.checkpoint.local_tensors import local
 from slurmtrain.checkpoint.save.fingerprints import Fingerprints, compared_part, fingerprint
-from slurmtrain.checkpoint.save.plan import SavePlan
+from slurmtrain.checkpoint.save.plan import SavePlan, TensorPiece
+from slurmtrain.checkpoint.tensors import local
 
 RESERVE_BYTES = 1 << 20  # the rank's own plain state may grow
 
@@ -45,28 +45,22 @@ class Image:
         self.fingerprints: Fingerprints = {key: {} for key, _ in plan.compared.values()}
         self.waited_s = 0.0
         self._plan, self._own = plan, own
-        self._copies: list[tuple[str, Tensor]] = []
-        self._names: list[str] = []
-        self._expected = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._event: torch.cuda.Event | None = None
+        # What a GPU has not finished yet: name and copy of tensors, whose fingerprints are the first of `expected` (int64, in
+        # host memory), the names of the tensors whose fingerprints follow, and the event recorded at the end of all of it.
+        self.copies: list[tuple[str, Tensor]] = []
+        self.names: list[str] = []
+        self.expected = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.event: torch.cuda.Event | None = None
         self._finished = False
 
-    def later(
-        self,
-        copies: list[tuple[str, Tensor]],
-        names: list[str],
-        expected: Tensor,
-        event: torch.cuda.Event | None,
-    ) -> None:
-        """Set which copies are not finished yet.
+    @property
+    def header(self) -> memoryview:
+        return self.data[: self._plan.data_start]
 
-        Args:
-            copies: name and copy in the buffer of each tensor, whose fingerprints are the first of `expected`.
-            names: names of the tensors whose fingerprints follow.
-            expected: int64 [copies + names] in host memory.
-            event: recorded when the GPU is done with all of it.
-        """
-        self._copies, self._names, self._expected, self._event = copies, names, expected, event
+    def bytes_of(self, piece: TensorPiece) -> memoryview:
+        """Return the bytes of one of the plan's pieces."""
+        start = self._plan.data_start
+        return self.data[start + piece.begin : start + piece.end]
 
     def finish(self) -> None:
         """Wait for the copies and complete the file, once. Called by the writer's thread.
@@ -76,18 +70,18 @@ class Image:
         """
         if self._finished:
             return
-        if self._event is not None:
+        if self.event is not None:
             # Otherwise this thread would make a context on GPU 0, and keep it.
-            torch.cuda.set_device(self._event.device)
-            self._event.synchronize()
-        values = self._expected.tolist()
-        for (name, copy), value in zip(self._copies, values, strict=False):
+            torch.cuda.set_device(self.event.device)
+            self.event.synchronize()
+        values = self.expected.tolist()
+        for (name, copy), value in zip(self.copies, values, strict=False):
             if int(fingerprint(copy)) != value:
                 raise CheckpointError(
                     f"{name} was changed while it was copied",
                     hint="call checkpointer.wait_staged() before changing parameters by hand",
                 )
-        for name, value in zip(self._names, values[len(self._copies) :], strict=True):
+        for name, value in zip(self.names, values[len(self.copies) :], strict=True):
             self.fingerprints[self._plan.compared[name][0]][name] = value
         header = self._plan.header(self.own_bytes)
         self.data[: len(header)] = header
@@ -97,15 +91,15 @@ class Image:
     def is_copied(self) -> bool:
         """Return whether the GPU is done with all copies, as far as it can be asked."""
         try:
-            return self._event is None or self._event.query()
+            return self.event is None or self.event.query()
         except RuntimeError:  # a GPU that has failed
             return False
 
     def wait(self) -> None:
         """Make a GPU's current stream wait until everything is copied."""
         begun = time.monotonic()
-        if self._event is not None:
-            self._event.wait()
+        if self.event is not None:
+            self.event.wait()
         self.waited_s += time.monotonic() - begun
 
 
@@ -171,10 +165,10 @@ class Staging:
         self._touched()
         image = Image(self._buffer.numpy().data[:size], plan, own)
         on_gpu: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}  # copies, by whether they are guarded
-        copies: list[tuple[str, Tensor]] = []
+        start = plan.data_start
         for piece in plan.pieces:
             source = local(tensors[piece.name]).detach()[piece.within]
-            target = self._buffer[piece.begin : piece.end].view(piece.dtype).view(piece.box.size)
+            target = self._buffer[start + piece.begin : start + piece.end].view(piece.dtype).view(piece.box.size)
             if not source.is_cuda:
                 target.copy_(source)
                 continue
@@ -185,19 +179,18 @@ class Staging:
                 )
             on_gpu[piece.name in guarded].append((target, source))
             if piece.name in guarded:
-                copies.append((piece.name, target))
-        names: list[str] = []
+                image.copies.append((piece.name, target))
         compared: list[Tensor] = []
         for name, (key, holders) in plan.compared.items():
             part = compared_part(local(tensors[name]).detach(), number, holders)
             if part.is_cuda:
-                names.append(name)
+                image.names.append(name)
                 compared.append(part)
             else:
                 image.fingerprints[key][name] = int(fingerprint(part))
         if on_gpu[False] or on_gpu[True] or compared:
             looked_at = [source for _, source in on_gpu[True]] + compared
-            image.later(copies, names, *self._copy_from_gpu(on_gpu[False], on_gpu[True], looked_at))
+            image.expected, image.event = self._copy_from_gpu(on_gpu[False], on_gpu[True], looked_at)
         for optimizer in optimizers:
             if optimizer not in self._hooked:
                 self._hooks.append(optimizer.register_step_pre_hook(self._before_step))

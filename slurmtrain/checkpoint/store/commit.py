@@ -11,7 +11,7 @@ The steps, and why each is needed:
  3. Rank 0 collects name, size and digest of all ranks' files: a file that no rank handed in is not part of the checkpoint.
     That the pieces of all ranks are all of every tensor was checked when they agreed on them (`save.plan`); where they lie,
     the header of every file says.
- 4. It looks for a newer incarnation (`fencing`). Old ranks can live on after the job was restarted elsewhere; they must
+ 4. It looks for a newer incarnation (`check_fence`). Old ranks can live on after the job was restarted elsewhere; they must
     not commit.
  5. manifest.json (JSON: nothing is executed by reading it), then COMPLETE with the manifest's digest, each fsynced, then
     the directory: after a power loss, names and contents are there together.
@@ -30,19 +30,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import checkpoint_name
+from slurmtrain.checkpoint.errors import CheckpointError, SupersededError
+from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME, checkpoint_name, remove
 from slurmtrain.checkpoint.format.manifest import Manifest, write_manifest
-from slurmtrain.checkpoint.store.fencing import Incarnation, check_fence
-from slurmtrain.system.files import fsync_directory
+from slurmtrain.system.files import fsync_directory, write_new
 from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.patience import refresh
 
 SPARE_SPACE = 1.2
+CLAIMS = ".incarnations"
+VISIBILITY_S = 60.0  # attribute caches of NFS clients are at most a minute old (acdirmax)
 
 
 def begin(directory: Path, step: int, incarnation: Incarnation, *, size: int = 0) -> Path:
@@ -103,7 +107,7 @@ def commit(temporary: Path, manifest: Manifest, incarnation: Incarnation) -> Pat
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """Return the contents of manifest.json."""
-    return json.dumps(asdict(manifest), indent=1).encode()
+    return json.dumps(vars(manifest), default=vars).encode()
 
 
 def publish(temporary: Path, manifest: bytes, step: int, incarnation: Incarnation) -> Path:
@@ -140,3 +144,122 @@ def publish(temporary: Path, manifest: bytes, step: int, incarnation: Incarnatio
         revision += 1
     fsync_directory(directory)
     return final
+
+
+# Fencing. An incarnation is one start of the run's job; each requeue or resumption is the next, with a higher number. Processes
+# of an older one may live on, on a node that was cut off. They do no harm, since an incarnation claims the directory by a file
+# with its number in `.incarnations` (a fencing token), and older ones look there before they commit.
+
+
+@dataclass(frozen=True, order=True)
+class Incarnation:
+    """One incarnation of a job: each requeue or resumption is a new one with a higher `order`.
+
+    Attributes:
+        order: strictly increasing over the incarnations of one run.
+        label: job id and restart count, for people, and to distinguish incarnations of the same order.
+    """
+
+    order: int
+    label: str = ""
+
+    def to_json(self) -> list[Any]:
+        """Return it as ranks tell it to each other."""
+        return [self.order, self.label]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Incarnation:
+        """Return the incarnation that another rank has told by `to_json`."""
+        order, label = values
+        return cls(int(order), str(label))
+
+
+def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") -> Incarnation:
+    """Announce an incarnation: from now on no older one commits into `directory`, and what older ones left is removed.
+
+    Args:
+        incarnation: None: the next free one, with `label`, so that a second job in the same directory fences off the
+            first.
+
+    Raises:
+        SupersededError: a newer incarnation has claimed the directory.
+        CheckpointError: another process claims to be the same incarnation.
+    """
+    claims = directory / CLAIMS
+    directory.mkdir(parents=True, exist_ok=True)
+    claims.mkdir(mode=folder_mode(directory), exist_ok=True)
+    with suppress(OSError):
+        refresh(claims)
+    while True:
+        claimed = incarnation or Incarnation(newest_claim(directory) + 1, label)
+        path, holder = claim_file(directory, claimed), claimed.label
+        try:
+            write_new(path, claimed.label.encode())
+        except FileExistsError:
+            if incarnation is None:
+                continue
+            holder = path.read_text()
+        fsync_directory(claims)
+        _check_not_superseded(directory, claimed)  # now that a newer one would see this claim
+        if holder != claimed.label:
+            raise CheckpointError(
+                f"{directory} is in use by {holder or 'another process'}, which has the same number "
+                f"({claimed.order}) as this one, {claimed.label}",
+                hint="give each job its own checkpoint directory",
+            )
+        break
+    for path in directory.iterdir():
+        match = TEMPORARY_NAME.fullmatch(path.name)
+        if match and int(match.group(1)) < claimed.order:
+            remove(path, claimed.order)
+    return claimed
+
+
+def claim_file(directory: Path, incarnation: Incarnation) -> Path:
+    """Return the file by which an incarnation claims `directory`."""
+    return directory / CLAIMS / f"{incarnation.order:08d}"
+
+
+def check_fence(directory: Path, incarnation: Incarnation) -> None:
+    """Raise SupersededError if a newer incarnation has claimed `directory`."""
+    refresh(directory / CLAIMS)
+    _check_not_superseded(directory, incarnation)
+
+
+def _check_not_superseded(directory: Path, incarnation: Incarnation) -> None:
+    newest = newest_claim(directory)
+    if newest > incarnation.order:
+        raise SupersededError(
+            f"incarnation {incarnation.order} ({incarnation.label}) may not commit in {directory}: "
+            f"incarnation {newest} of the same run has started",
+            hint="this process is left over from before a restart; kill it",
+        )
+
+
+def newest_claim(directory: Path) -> int:
+    """Return the order of the newest incarnation that has claimed `directory`; 0: none has."""
+    return max(_claims(directory), default=0)
+
+
+def previous_claim(directory: Path, order: int) -> int:
+    """Return the order of the newest incarnation before `order` that has claimed `directory`; 0: none has."""
+    return max((claimed for claimed in _claims(directory) if claimed < order), default=0)
+
+
+def _claims(directory: Path) -> list[int]:
+    claims = directory / CLAIMS
+    names = [path.name for path in claims.iterdir()] if claims.is_dir() else []
+    return [int(name) for name in names if name.isdecimal() and name.isascii()]
+
+
+def wait_until_visible(path: Path) -> None:
+    """Wait for a file that another node has written, at most VISIBILITY_S seconds.
+
+    There is no event to wait for: the client learns of the file when it asks again.
+    """
+    deadline, pause = time.monotonic() + VISIBILITY_S, 0.05
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
+        if path.parent.is_dir():
+            os.listdir(path.parent)

@@ -36,12 +36,12 @@ from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
-from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.checkpoint.errors import CheckpointError, UnreadableError
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, checkpoint_name, step_of
+from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, checkpoint_name, file_name, step_of
 from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes
 from slurmtrain.checkpoint.store import commit, retention
-from slurmtrain.checkpoint.store.fencing import wait_until_visible
+from slurmtrain.checkpoint.store.commit import wait_until_visible
 from slurmtrain.checkpoint.store.retention import UNKNOWN_SOUNDNESS, Keep, Kept, Soundness, surplus
 from slurmtrain.checkpoint.store.transfers import note_block
 from slurmtrain.system.files import fsync_directory
@@ -145,18 +145,15 @@ class Mirror:
         """Return the names of the complete copies, oldest first: by step, then by incarnation."""
         return [name for name in self._names() if _is_complete(self._sizes(name))]
 
-    def manifest_bytes(self, name: str) -> tuple[bytes, str]:
-        """Return the bytes of manifest.json of a copy and the digest in its COMPLETE, unchecked."""
-        with self._told(name):
-            files = [self._fs.cat_file(f"{self._root}/{name}/{file}") for file in (MANIFEST, COMPLETE)]
-        return files[0], files[1].decode(errors="replace").strip()
-
-    def parse_manifest(self, name: str, text: bytes, expected: str) -> Manifest:
-        """Check what `manifest_bytes` has read, on any rank.
+    def manifest(self, name: str) -> tuple[bytes, Manifest]:
+        """Return manifest.json of a copy: its bytes, and what it says.
 
         Raises:
-            CheckpointError: manifest.json is damaged, of another format, or of another checkpoint.
+            CheckpointError: it is damaged, of another format, or of another checkpoint. UnreadableError: the store fails.
         """
+        with self._told(name):
+            text, complete = (self._fs.cat_file(f"{self._root}/{name}/{file}") for file in (MANIFEST, COMPLETE))
+        expected = complete.decode(errors="replace").strip()
         try:
             manifest = parse_manifest(Path(name), text, expected)
         except CheckpointError as error:
@@ -168,7 +165,7 @@ class Mirror:
             )
         if {MANIFEST, COMPLETE} & manifest.files.keys():  # a rank that downloads COMPLETE would commit
             raise CheckpointError(f"{self.url}/{name}: manifest.json names itself or {COMPLETE} as a file of a rank")
-        return manifest
+        return text, manifest
 
     def download(self, name: str, directory: Path, sizes: Mapping[str, int]) -> None:
         """Fetch files of a copy into `directory`, which has none of them yet, and wait until they are on the disk.
@@ -255,9 +252,10 @@ class Mirror:
         A copy that merely cannot be read at the moment is an error: it may be the best, and must not be removed.
         """
         if name not in self._metrics:
-            texts = self.manifest_bytes(name)
             try:
-                self._metrics[name] = self.parse_manifest(name, *texts).metrics
+                self._metrics[name] = self.manifest(name)[1].metrics
+            except UnreadableError:
+                raise
             except CheckpointError:
                 return {}
         return self._metrics[name]
@@ -298,7 +296,7 @@ class Mirror:
             raise
         except Exception as error:
             reason = str(error).strip().partition("\n")[0][:300]
-            raise CheckpointError(
+            raise UnreadableError(
                 f"{self.url}/{what}".rstrip("/") + f": {type(error).__name__}: {reason}",
                 hint="check that the folder is there, and what the credentials allow",
             ) from error
@@ -353,27 +351,24 @@ class MirrorUploader:
         self._ranks, self._identity, self._keep = ranks.own_group(SLOWEST_S), identity, keep
         self._thread = threading.Thread()  # of the last copy; this one has ended
         self.soundness = UNKNOWN_SOUNDNESS
-        self._skipped: tuple[Path, list[str]] | None = None  # the last one, if it came too soon after the one before
+        self._skipped: Path | None = None  # the last one, if it came too soon after the one before
 
-    def offer(self, ranks: RankGroup, path: Path, names: list[str]) -> None:
+    def offer(self, ranks: RankGroup, path: Path) -> None:
         """Copy a committed checkpoint in the background, unless the one before is still being copied.
 
         Args:
             ranks: the ranks of the calling threads.
             path: the committed checkpoint.
-            names: names of the files that this rank has written.
         """
         if ranks.on_rank_0(self._thread.is_alive):  # rank 0 decides; the others are done within moments
-            self._skipped = path, names
+            self._skipped = path
             return
         self._skipped = None
         held = ExitStack()
         if ranks.rank == 0:
             held.enter_context(retention.reading(path))  # so that it is not removed meanwhile
         self._wait()
-        self._thread = threading.Thread(
-            target=self._copy, args=(path, names, held), name="checkpoint-uploader", daemon=True
-        )
+        self._thread = threading.Thread(target=self._copy, args=(path, held), name="checkpoint-uploader", daemon=True)
         self._thread.start()
 
     def _wait(self, timeout_s: float | None = None) -> bool:
@@ -382,7 +377,7 @@ class MirrorUploader:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _copy(self, path: Path, names: list[str], held: ExitStack) -> None:
+    def _copy(self, path: Path, held: ExitStack) -> None:
         order = self._identity.incarnation.order
 
         def finish(_: list[None]) -> None:
@@ -391,7 +386,9 @@ class MirrorUploader:
 
         try:
             with held:
-                self._ranks.gather_on_rank_0(lambda: self.mirror.upload(path, names, order), finish)
+                self._ranks.gather_on_rank_0(
+                    lambda: self.mirror.upload(path, [file_name(self._ranks.rank)], order), finish
+                )
         except CheckpointError as error:
             if self._ranks.rank == 0 and not self.mirror.leaving.is_set():
                 log.warning("%s was not copied to %s: %s", path.name, self.mirror.url, error.message)
@@ -404,7 +401,7 @@ class MirrorUploader:
         if grace_s is None:
             self._wait()
             if self._skipped is not None:
-                self.offer(ranks, *self._skipped)
+                self.offer(ranks, self._skipped)
         else:
             self.mirror.leaving.set()
         if self._wait(grace_s):
@@ -413,7 +410,7 @@ class MirrorUploader:
     def remove_newer(self, ranks: RankGroup, step: int) -> None:
         """Remove the copies of later steps than `step`, once a copy that is being made is done."""
         self._wait()
-        if self._skipped is not None and step_of(self._skipped[0]) > step:
+        if self._skipped is not None and step_of(self._skipped) > step:
             self._skipped = None
         ranks.on_rank_0(lambda: self.mirror.remove_newer(step))
 
@@ -427,28 +424,31 @@ class MirrorUploader:
             CheckpointError: the store does not answer, which is not the same as a fresh start.
         """
         directory, incarnation, mirror = self._identity.directory, self._identity.incarnation, self.mirror
+        text = b""  # of manifest.json, on rank 0
 
         def choose() -> list[Any] | None:
-            """Return name, manifest, its digest, and where to write."""
+            """Return name, bytes of the files, and where to write."""
+            nonlocal text
             for name in reversed(mirror.committed()):
                 if at_most is not None and _step(name) > at_most:
                     continue
-                texts = mirror.manifest_bytes(name)
                 try:
-                    manifest = mirror.parse_manifest(name, *texts)
+                    text, manifest = mirror.manifest(name)
+                except UnreadableError:
+                    raise
                 except CheckpointError as error:
                     log.warning(error.message)
                     mirror.set_aside(name, error.message)
                     continue
                 self._identity.check_run(f"{mirror.url}/{name}", manifest, hint="give each run a mirror of its own")
-                return [name, *texts, str(commit.begin(directory, manifest.step, incarnation, size=manifest.size))]
+                temporary = commit.begin(directory, manifest.step, incarnation, size=manifest.size)
+                return [name, manifest.sizes, str(temporary)]
             return None
 
         chosen = ranks.on_rank_0(choose)
         if chosen is None:
             return None
-        name, text, digest, temporary = *chosen[:3], Path(chosen[3])
-        sizes = mirror.parse_manifest(name, text, digest).sizes
+        name, sizes, temporary = chosen[0], chosen[1], Path(chosen[2])
 
         def download() -> None:
             wait_until_visible(temporary)

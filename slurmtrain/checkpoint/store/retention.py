@@ -13,12 +13,9 @@ an argument.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 import secrets
-import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,20 +27,15 @@ from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import FINAL_NAME, TEMPORARY_NAME, committed, remove, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.choices import BestMode
-from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.system.modes import file_mode, folder_mode
+from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.patience import refresh
-from slurmtrain.system.process import ProcessMark
-from slurmtrain.system.records import parse, read_bytes
 from slurmtrain.system.trust import is_mine
 
 READERS = ".readers"
 HOLDS = ".held"
-MARKER_NAME = re.compile(rf"(?P<checkpoint>{FINAL_NAME.pattern})\.[^.]+\.\d+\.[0-9a-f]+")
-
-# A reader on another host, or in another container, cannot be asked whether it lives. 2.3 TB (the state of a 176 billion
-# parameter model) take 40 minutes at 1 GB/s, and a checkpoint that a dead reader holds back for an hour costs only its space.
-UNSEEN_READER_S = 3600.0
+# A reader on another host cannot be asked whether it lives. 2.3 TB (the state of a 176 billion parameter model) take 40 minutes
+# at 1 GB/s, and a checkpoint that a dead reader holds back for some hours costs only its space.
+READER_S = 3 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -153,35 +145,22 @@ def _best(checkpoints: Sequence[Kept], keep: Keep) -> list[int]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Mark the checkpoint `path` as being read, so that it is not removed meanwhile.
+    """Mark the checkpoint `path` as being read, so that it is not removed meanwhile, for at most READER_S seconds.
 
     If no marker can be made (a read-only directory, a path that is no checkpoint), it is read without one.
     """
-    marker = _make_marker(Path(os.path.realpath(path)))
+    path = Path(os.path.realpath(path))
+    marker = path.parent / READERS / f"{path.name}.{secrets.token_hex(8)}"
+    # Nothing else is ever pruned; and nothing is written among somebody else's checkpoints.
+    if FINAL_NAME.fullmatch(path.name) and is_mine(path.parent):
+        with suppress(OSError):
+            marker.parent.mkdir(mode=folder_mode(path.parent), exist_ok=True)
+            marker.touch()
     try:
         yield
     finally:
-        if marker is not None:
-            with suppress(OSError):
-                marker.unlink()
-
-
-def _make_marker(path: Path) -> Path | None:
-    # Nothing else is ever pruned; and nothing is written among somebody else's checkpoints.
-    if not FINAL_NAME.fullmatch(path.name) or not is_mine(path.parent):
-        return None
-    readers = path.parent / READERS
-    host = socket.gethostname().replace(".", "_")  # a dot separates the parts of the name, which are for people
-    # The name ends randomly, since one process may read the same checkpoint twice at a time.
-    marker = readers / f"{path.name}.{host}.{os.getpid()}.{secrets.token_hex(4)}"
-    try:
-        readers.mkdir(mode=folder_mode(path.parent), exist_ok=True)
-        descriptor = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(readers))
-        with os.fdopen(descriptor, "w") as file:
-            file.write(json.dumps(ProcessMark.own().to_json()))
-    except OSError:
-        return None
-    return marker
+        with suppress(OSError):
+            marker.unlink()
 
 
 def hold(directory: Path, step: int, by: str) -> None:
@@ -222,36 +201,13 @@ def in_use(directory: Path, now: float) -> set[str]:
     with suppress(OSError):  # read-only: then as far as can be seen from here
         if own:
             refresh(directory / READERS)
-    try:
-        markers = list((directory / READERS).iterdir())
-    except OSError:  # no checkpoint has been read yet
-        return names
-    for marker in markers:
-        match = MARKER_NAME.fullmatch(marker.name)
-        if match is None:
-            continue
-        try:
-            lives = _reader_lives(marker, now)
-        except FileNotFoundError:  # its reader has just finished
-            continue
-        except OSError:  # not known
-            lives = True
-        if lives:
-            names.add(match["checkpoint"])
-        elif own:
-            with suppress(OSError):
+    for marker in (directory / READERS).glob("checkpoint_*.*"):
+        with suppress(OSError):  # its reader has just finished
+            if now - marker.stat().st_mtime < READER_S:  # below zero when the clock was set back: young
+                names.add(marker.stem)
+            elif own:
                 marker.unlink()
     return names
-
-
-def _reader_lives(marker: Path, now: float) -> bool:
-    age = now - marker.stat().st_mtime  # below zero when the clock was set back: young
-    try:
-        mark = ProcessMark.from_json(parse(read_bytes(marker)))
-    except UnreadableRecordError:  # root's
-        mark = None
-    lives = mark.lives() if mark is not None else None
-    return age < UNSEEN_READER_S if lives is None else lives
 
 
 def leftovers(directory: Path, *, now: float, older_than_s: float = 3600.0) -> list[Path]:
@@ -267,23 +223,11 @@ def leftovers(directory: Path, *, now: float, older_than_s: float = 3600.0) -> l
     found = []
     for path in directory.glob("checkpoint_*"):
         if TEMPORARY_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            newest = _newest_change(path)
-            if newest is not None and now - newest > older_than_s:
-                found.append(path)
+            with suppress(OSError):  # it vanishes just now, or cannot be listed
+                newest = max(entry.lstat().st_mtime for entry in (path, *path.iterdir()))
+                if now - newest > older_than_s:
+                    found.append(path)
     return sorted(found)
-
-
-def _newest_change(path: Path) -> float | None:
-    """Return the newest time of the directory and its direct entries; None: it vanished or cannot be listed."""
-    try:
-        newest = path.stat().st_mtime
-        with os.scandir(path) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):
-                    newest = max(newest, entry.stat(follow_symlinks=False).st_mtime)
-    except OSError:
-        return None
-    return newest
 
 
 def prune(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format.manifest import Manifest
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.store.fencing import Incarnation, claim, claim_file, wait_until_visible
+from slurmtrain.checkpoint.store.commit import Incarnation, claim, claim_file, wait_until_visible
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def agree_on_directory(ranks: RankGroup, directory: Path, host: str | None = Non
 
 
 def claim_together(ranks: RankGroup, directory: Path, incarnation: Incarnation | None) -> Incarnation:
-    """Claim the directory on rank 0, and return the incarnation; see `fencing.claim`."""
+    """Claim the directory on rank 0, and return the incarnation; see `commit.claim`."""
     label = f"pid {os.getpid()} on {socket.gethostname()}"
     return Incarnation.from_json(ranks.on_rank_0(lambda: claim(directory, incarnation, label=label).to_json()))
 

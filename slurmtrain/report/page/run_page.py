@@ -1,20 +1,21 @@
-"""The page of one run: what is said at its top, and its sections."""
+"""The page of one run: what is said at its top, and a function for each of its sections."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from slurmtrain.report.compare import MISSING
-from slurmtrain.report.goodput.causes import Cause, Goodput
-from slurmtrain.report.page import sentences, units
-from slurmtrain.report.page.contents import Grid, Page, Section
-from slurmtrain.report.page.curves import curve_sections
-from slurmtrain.report.page.run_facts import RunFacts
-from slurmtrain.report.page.timeline import timeline_of
-from slurmtrain.report.status.state import RunStatus
-from slurmtrain.report.trouble import slow_ranks
-from slurmtrain.runs.attempts import Attempt
+from slurmtrain.config.frozen import to_values
+from slurmtrain.config.schema import Config
+from slurmtrain.report.compare import MISSING, config_differences
+from slurmtrain.report.facts import RunFacts
+from slurmtrain.report.gpu_hours.goodput import Goodput
+from slurmtrain.report.page import charts, sentences, units
+from slurmtrain.report.page.charts import Curve, Series, Steps
+from slurmtrain.report.page.render import Chart, Grid, Page, Section
+from slurmtrain.report.status.state import ATTEMPT_HEADER, RunStatus
+from slurmtrain.report.step_times import step_times
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.software import words_for_changes
 
@@ -23,107 +24,188 @@ MOODS = {
     **dict.fromkeys((RunStatus.FAILED, RunStatus.LOST, RunStatus.UNREADABLE), "bad"),
     **dict.fromkeys((RunStatus.RUNNING, RunStatus.STARTING, RunStatus.STOPPING), "busy"),
 }
-MOST_SLOW, MOST_SETTINGS = 50, 2000  # sentences, and rows
+# Metrics that share a chart, which has the key of the first.
+LOSS = (("loss", "valid_loss"),)
+SPEED = (("tokens_per_s",), ("samples_per_s",), ("step_time_s",), ("slowest_rank_ratio",))
+SPEED_OF_GPUS = (("tokens_per_s_per_gpu",), ("tflops_per_gpu",), ("mfu", "mfu_attended"))  # not of a run on CPUs
+TRAINING = (("lr",), ("grad_norm",), ("param_norm",), ("memory_allocated_gb", "memory_reserved_gb"))
+PHASES = tuple(
+    f"time_{name}_s"
+    for name in ("data", "forward_backward", "communication", "optimizer", "checkpoint", "evaluation", "other")
+)
+TITLES = {"loss": "Loss", "memory_allocated_gb": "Peak memory"}
+LAYERS = {"grad_norm/": "Gradient norm per layer", "param_norm/": "Parameter norm per layer"}  # before a layer's name
+NOT_DRAWN = ("data_wait_s", "time_total_s", "communication_share", "slowest_rank", "valid_tokens")  # others say it
+KNOWN = {name for shared in (*LOSS, *SPEED, *SPEED_OF_GPUS, *TRAINING, PHASES, NOT_DRAWN) for name in shared}
+OF_EVALUATIONS = ("valid_", "eval_", "test_", "eval/", "valid/", "perplexity", "bits_per_byte", "accuracy")
+MOST_EVALUATIONS, MOST_OTHERS = 12, 24  # charts of metrics that nobody here knows
+MOST_LAYERS = 64  # curves of one chart
+MOST_ROWS, MOST_SETTINGS = 60, 2000  # of the timeline, and of the table
+VISIBLE = 1 / 2000  # of the length of the timeline
 
 
 def run_page(facts: RunFacts) -> Page:
     """Return the page of a run."""
-    took = (sentences.attempts_sentence(facts.attempts), sentences.what_was_lost(facts.goodput))
-    losses, speed, phases, others = curve_sections(facts)
-    sections = [losses, speed, phases, _attempts(facts), _goodput(facts.goodput), _nodes(facts), others, _system(facts)]
+    series, steps = charts.series_of(facts.records), step_times(facts.records)
+    what_it_took = (sentences.attempts_sentence(facts.attempts), sentences.what_was_lost(facts.goodput))
     return Page(
-        f"{units.clean(facts.name, 80)} · {units.clean(facts.run_dir.id, 80)}",
+        f"{units.clean(facts.info.get('name'), 80)} · {units.clean(facts.run_dir.id, 80)}",
         facts.run_dir.id,
         str(facts.state.status),
         MOODS.get(facts.state.status, "still"),
-        [sentences.what_it_is(facts), sentences.how_far(facts), " ".join(filter(None, took))],
-        sentences.what_to_do(facts),
-        [each for each in sections if each is not None],
+        [sentences.what_it_is(facts), sentences.how_far(facts, series, steps), " ".join(filter(None, what_it_took))],
+        sentences.what_to_do(facts, steps),
+        [*_curves(facts, series), _attempts(facts), _goodput(facts.goodput), _config(facts)],
         sentences.made(facts.now),
         facts.state.alive,
-        [units.clean(each) for each in facts.troubles],
+        [units.clean(each) for each in dict.fromkeys(facts.troubles)],
         facts.run_dir.path.parent.name if is_sweep(facts.run_dir.path.parent) else "",
+    )
+
+
+def _curves(facts: RunFacts, series: Mapping[str, Series]) -> list[Section]:
+    """Return the sections of the losses, of the speed, of the phases of a step, and of all other metrics."""
+    steps, places = Steps.of([*series.values()]), {name: place for place, name in enumerate(series)}
+
+    def drawn(groups: Iterable[Iterable[str]]) -> list[Chart]:
+        found = []
+        for first, *others in filter(None, ([name for name in names if name in series] for names in groups)):
+            words = units.name_of(first)
+            curves = [
+                *charts.with_means(series[first], words),
+                *(Curve(series[name], units.name_of(name), 1) for name in others),
+            ]
+            key, title = first if first in KNOWN else f"metric-{places[first]}", TITLES.get(first)
+            made = charts.line_chart(key, title or units.capital(words), curves, steps, unit=units.unit_of(first))
+            found += [made] if made is not None else []
+        return found
+
+    layers = []
+    for number, (prefix, title) in enumerate(LAYERS.items()):  # the first layers in the first colour
+        names = [name for name in series if name.startswith(prefix)][:MOST_LAYERS]
+        curves = [
+            Curve(series[name], units.clean(name.removeprefix(prefix), 60), place * charts.COLORS // len(names))
+            for place, name in enumerate(names)
+        ]
+        layers.append(charts.line_chart(f"layers-{number}", title, curves, steps))
+    unknown = [name for name in series if name not in KNOWN and not name.startswith(tuple(LAYERS))]
+    evaluations = [name for name in unknown if name.startswith(OF_EVALUATIONS)][:MOST_EVALUATIONS]
+    others = [name for name in unknown if name not in evaluations]
+    loss = drawn([*LOSS, *zip(evaluations, strict=True)])
+    speed = drawn([*SPEED, *(SPEED_OF_GPUS if facts.has_gpus else ())])
+    further = [*drawn(TRAINING), *filter(None, layers), *drawn(zip(others[:MOST_OTHERS], strict=True))]
+    cut = len(others) > MOST_OTHERS or len(series) == charts.MOST_METRICS
+    return [
+        Section("curves", "Loss and evaluation", [] if loss else ["Nothing has been logged yet."], loss),
+        Section("throughput", "Throughput", [] if speed else ["No speed has been logged."], speed),
+        _phases({units.name_of(name): series[name] for name in PHASES if name in series}, steps),
+        Section(
+            "others",
+            "Learning rate, norms, memory and others",
+            ["Further metrics are not drawn; metrics.jsonl contains all of them."] if cut else [],
+            further,
+        ),
+    ]
+
+
+def _phases(logged: Mapping[str, Series], steps: Steps) -> Section:
+    """Return the section of what the time of a step is spent on."""
+    title, parts = "Where the step time goes", {}
+    for name, each in logged.items():
+        if (each.finite.values > 0).any():
+            parts[name] = each
+    if not parts:
+        return Section("phases", title, ["The phases of the steps have not been logged."])
+    means = {name: max(0.0, float(each.finite.values.mean())) for name, each in parts.items()}
+    listed = units.listed((f"{name} {units.brief(mean)} s" for name, mean in means.items()), len(means))
+    said = f"A step took {units.brief(sum(means.values()))} s on average, over all logged steps: {listed}."
+    return Section(
+        "phases", title, [said], [charts.stacked_chart("phases", "Step time by phase", parts, steps, unit="s")]
     )
 
 
 def _attempts(facts: RunFacts) -> Section:
     """Return the section of the attempts, with their timeline."""
-    timeline = timeline_of(facts)
-    charts = [timeline] if timeline is not None else []
+    drawn = [_timeline(facts.goodput, facts)] if facts.goodput is not None and facts.goodput.segments else []
     if not facts.attempts:
-        return Section("attempts", "Attempts", charts=charts, missing="The run has not started yet.")
-    header = ("attempt", "job", "nodes", "started", "took", "steps", "reason", "details, and what came next")
-    table = Grid("Attempts", header, [_attempt_cells(each, facts) for each in facts.attempts])
-    saved = sentences.checkpoints_sentence(facts.events)
-    about = sentences.attempts_sentence(facts.attempts)
-    return Section("attempts", "Attempts", about, charts, [table], [saved] if saved else [])
+        return Section("attempts", "Attempts", ["The run has not started yet."], drawn)
+    rows = [[units.clean(cell) for cell in facts.state.attempt_cells(each, facts.now)] for each in facts.attempts]
+    said = [sentences.attempts_sentence(facts.attempts), sentences.checkpoints_sentence(facts)]
+    return Section("attempts", "Attempts", [*filter(None, said)], drawn, [Grid("Attempts", ATTEMPT_HEADER, rows)])
 
 
-def _attempt_cells(attempt: Attempt, facts: RunFacts) -> list[str]:
-    newest = attempt is facts.attempts[-1]
-    end = attempt.ended or (facts.now if newest and facts.state.status == RunStatus.RUNNING else None)
-    first, last = attempt.first_step, attempt.last_step
-    if last is None and newest:
-        last = facts.state.step
-    steps = " to ".join("?" if step is None else f"{step:,}" for step in (first, last))
-    return [
-        str(attempt.number),
-        units.clean(attempt.job_id or "-", 40),
-        units.listed((units.clean(node, 64) for node in attempt.nodes), 4) or "-",
-        units.moment(attempt.started),
-        units.duration(end - attempt.started) if end and attempt.started else "-",
-        steps if (first, last) != (None, None) else "-",
-        units.clean(attempt.reason or ("not ended" if attempt.ended is None else "not known"), 40),
-        units.clean(attempt.sentence or ""),
-    ]
+def _timeline(goodput: Goodput, facts: RunFacts) -> Chart:
+    """Return the timeline: each attempt a row along the clock, what its time went into, and the wait that followed it."""
+    ends = {each.number: each.reason or ("not ended" if each.ended is None else "not known") for each in facts.attempts}
+    numbers = sorted({each.attempt for each in goodput.segments})
+    rows = {
+        number: f"{number}: {charts.plain(units.clean(ends[number], 24))}" if number in ends else "submitted"
+        for number in numbers[-MOST_ROWS:]
+    }
+    data = []
+    least = (goodput.end - goodput.begin) * VISIBLE
+    shown = [each for each in goodput.segments if each.attempt in rows and each.seconds >= least]
+    for cause, words in sentences.CAUSES.items():
+        if found := [each for each in shown if each.cause is cause]:
+            said = [f"{words}, {units.duration(each.seconds)}, from {units.moment(each.start)}" for each in found]
+            data.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "name": words,
+                    "y": [rows[each.attempt] for each in found],
+                    "base": [units.moment(each.start) for each in found],
+                    "x": [round(1000 * each.seconds, 1) for each in found],
+                    "marker": {"color": f"--{cause}", "line": {"color": "--strong-edge", "width": 0.5}},
+                    "hovertext": said,
+                    "hoverinfo": "text",
+                }
+            )
+    layout = {
+        "height": 70 + 34 * len(rows),
+        "xaxis": {"type": "date"},
+        "yaxis": {"autorange": "reversed", "fixedrange": True, "categoryarray": [*rows.values()]},
+        "barmode": "overlay",
+        "bargap": 0.5,
+    }
+    left = len(numbers) - len(rows)
+    note = f"{units.plural(left, 'earlier attempt')} not drawn; the table shows all." if left else ""
+    title, summary = "Timeline of the attempts, and why each ended", f"Attempts: {', '.join([*rows.values()][-20:])}"
+    return Chart("timeline", title, {"data": data, "layout": layout}, note=note, summary=summary, wide=True)
 
 
 def _goodput(goodput: Goodput | None) -> Section:
     """Return the section of where the time of the run went, as far as it is known, and what interruptions cost."""
     title = "Goodput: where the time went"
     if goodput is None or not goodput.wall_s > 0:
-        return Section("goodput", title, missing="It is not known yet where the time went.")
-
+        return Section("goodput", title, ["It is not known yet where the time went."])
     gpus = goodput.gpu_hours > 0
 
     def amounts(seconds: float, gpu_seconds: float) -> list[str]:
         return [units.duration(seconds), *([units.hours(gpu_seconds)] if gpus else [])]
 
     spent = [
-        [
-            sentences.CAUSES[cause],
-            units.percent(goodput.shares[cause]) if cause in goodput.shares else "-",
-            *amounts(goodput.seconds[cause], goodput.gpu_seconds.get(cause, 0.0)),
-        ]
-        for cause in Cause
-        if goodput.seconds.get(cause, 0.0) > 0
+        [words, units.percent(goodput.shares.get(cause, 0.0)), *amounts(seconds, goodput.gpu_seconds.get(cause, 0.0))]
+        for cause, words in sentences.CAUSES.items()
+        if (seconds := goodput.seconds.get(cause, 0.0)) > 0
     ]
     costs = [
         [
-            sentences.reason_words(reason),
+            units.clean(reason, 40),
             str(goodput.interruptions.get(reason, 0)),
             *amounts(seconds, goodput.lost_gpu_seconds.get(reason, 0.0)),
         ]
         for reason, seconds in goodput.lost_s.items()
     ]
-    stages = [(units.clean(stage, 60), units.duration(seconds)) for stage, seconds in goodput.startup_s.items()]
     hours = ["GPU hours"] if gpus else []
     grids = [
-        Grid("Time by cause", ("cause", "share", "time", *hours), spent),
+        Grid("Time by cause", ("cause", "share of the held time", "time", *hours), spent),
         Grid("What interruptions cost", ("reason", "attempts", "time lost", *hours), costs),
-        Grid("Start-up by stage, over all attempts", ("stage", "time"), stages, folded=True),
     ]
-    return Section("goodput", title, sentences.what_was_lost(goodput), grids=[each for each in grids if each.rows])
+    return Section("goodput", title, [], grids=[each for each in grids if each.rows])
 
 
-def _nodes(facts: RunFacts) -> Section | None:
-    """Return the section of slow ranks, and of nodes that the job excludes; None: there are none."""
-    said = [units.capital(str(each)) for each in slow_ranks(facts.events)[-MOST_SLOW:]]
-    said += [f"The job excludes {each.sentence(facts.now)}" for each in facts.left_out]
-    return Section("nodes", "Conspicuous nodes", notes=[f"{units.clean(each)}." for each in said]) if said else None
-
-
-def _system(facts: RunFacts) -> Section:
+def _config(facts: RunFacts) -> Section:
     """Return the section of what it runs and where: its config as far as it differs from the defaults, and code."""
     info, code = facts.info, facts.info.get("code")
     revision = code.get("revision") if isinstance(code, Mapping) else None
@@ -137,18 +219,20 @@ def _system(facts: RunFacts) -> Section:
         "submitted from": info.get("submit_dir"),
     }
     changed = [
-        (units.clean(key, 120), _setting(value), _setting(default)) for key, default, value in facts.changed_settings
+        (units.clean(key, 120), _setting(value), _setting(default))
+        for key, default, value in config_differences(to_values(Config()), facts.config or {})
+        if value is not MISSING
     ]
     grids = [
         Grid("Config fields that differ from the defaults", ("field", "value", "default"), changed[:MOST_SETTINGS]),
         Grid("The run", ("item", "value"), [(key, units.clean(value)) for key, value in known.items() if value]),
     ]
-    missing = "" if facts.config is not None else "The config cannot be read."
-    return Section("config", "Config and code", grids=[each for each in grids if each.rows], missing=missing)
+    said = ["The config cannot be read."] if facts.config is None else []
+    return Section("config", "Config and code", said, grids=[each for each in grids if each.rows])
 
 
 def _setting(value: Any) -> str:
     """Return a value of a config as it is written in YAML's flow style, without secrets."""
     if value is MISSING:
         return "(no such field)"
-    return units.clean(value) or '""' if isinstance(value, str) else units.clean(units.json_words(value))
+    return units.clean(value) or '""' if isinstance(value, str) else units.clean(json.dumps(value, default=str))

@@ -21,8 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slurmtrain.errors import SlurmtrainError, UsageError
-from slurmtrain.report.page.contents import Page
-from slurmtrain.report.page.render import plotly_js, policy, render
+from slurmtrain.report.page.render import Page, plotly_js, policy, render
 
 ADDRESS = "127.0.0.1"
 # A tunnel (ssh -L) may end at another port of the reader's machine.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import time
 from collections.abc import Iterable
 
@@ -71,19 +69,6 @@ def clean(text: object, longest: int = LONGEST_TEXT) -> str:
     # A page is UTF-8, which has no lone surrogates.
     shown = shown.encode(errors="replace").decode()
     return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
-
-
-def json_words(value: object) -> str:
-    """Return a value of a record as JSON."""
-    try:
-        return json.dumps(value, default=str)
-    except (RecursionError, ValueError, TypeError):
-        return TOO_DEEP
-
-
-def slug(text: str) -> str:
-    """Return a name for any text, of letters, digits and dashes; two texts may have the same."""
-    return re.sub(r"[^a-z0-9_]+", "-", text.lower()).strip("-")[:60] or "unnamed"
 
 
 def capital(words: str) -> str:

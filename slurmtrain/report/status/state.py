@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.progress import Progress
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.system.durations import roughly
 
 
 class RunStatus(StrEnum):
@@ -32,6 +34,7 @@ class RunStatus(StrEnum):
 
 
 WAITING = (RunStatus.WAITING, RunStatus.REQUEUED, RunStatus.HELD)  # words for a run whose job is pending
+ATTEMPT_HEADER = ("attempt", "job", "started", "took", "nodes", "steps", "reason", "then")
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,24 @@ class RunState:
     def readable(self) -> bool:
         """Whether its files can be used."""
         return self.status != RunStatus.UNREADABLE
+
+    def attempt_cells(self, attempt: Attempt, now: float) -> list[str]:
+        """Return the cells below ATTEMPT_HEADER for one of its attempts, at this time in unix seconds."""
+        current = attempt is self.attempts[-1] and self.alive and not self.waits and attempt.ended is None
+        # Before it has begun, the run's step is that of an earlier one.
+        last = self.step if current and attempt.started else attempt.last_step
+        end = attempt.ended or (now if current else None)
+        more = f" +{len(attempt.nodes) - 4}" if len(attempt.nodes) > 4 else ""
+        return [
+            str(attempt.number),
+            attempt.job_id or "-",
+            time.strftime("%m-%d %H:%M:%S", time.localtime(attempt.started)) if attempt.started else "-",
+            roughly(end - attempt.started) if end and attempt.started else "-",
+            ",".join(attempt.nodes[:4]) + more or "-",
+            "-".join("?" if step is None else str(step) for step in (attempt.first_step, last)),
+            attempt.reason or (self.status if current else "?"),
+            attempt.sentence or "",
+        ]
 
 
 def unreadable(error: UnreadableRecordError) -> RunState:

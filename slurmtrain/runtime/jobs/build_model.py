@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint.local_tensors import local
 from slurmtrain.checkpoint.restore.restorer import Restored
+from slurmtrain.checkpoint.tensors import local
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, SlurmtrainError, why_not_built
 from slurmtrain.models.flops import flops_of
-from slurmtrain.models.pretrained import check_config, load_pretrained, weights_path
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.node_copies import with_copies
 from slurmtrain.training.seeds import seed_everything
+from slurmtrain.weights.pretrained import check_config, load_pretrained, weights_path
 
 
 def distribute_model(

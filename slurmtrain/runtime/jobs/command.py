@@ -11,7 +11,6 @@ import contextlib
 import logging
 import random
 import shlex
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from slurmtrain.choices import Device
 from slurmtrain.config.launched_program import script_and_module
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError
+from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, signal_name
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import Failure, record_failure
@@ -249,4 +248,4 @@ def is_crash(code: int, *, told: bool, rule: FinishedWhen | None) -> bool:
 
 def described(code: int) -> str:
     """Return the end of a program in words: "exit code 1", "signal 9 (SIGKILL)"."""
-    return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
+    return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal_name(-code)})"

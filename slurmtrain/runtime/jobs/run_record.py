@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.save.pending_save import SaveResult
+from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt

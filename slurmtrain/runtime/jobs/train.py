@@ -14,7 +14,7 @@ import torch
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.restore.compatibility import FINGERPRINT
 from slurmtrain.checkpoint.save.schedule import mean_time_between_failures
-from slurmtrain.checkpoint.store.fencing import Incarnation
+from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import EvalMode
 from slurmtrain.config.fields import profiled_steps

@@ -15,7 +15,7 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.restorer import Restored
-from slurmtrain.checkpoint.save.pending_save import DRAIN_S, PendingSave, SaveResult
+from slurmtrain.checkpoint.save.job import DRAIN_S, PendingSave, SaveResult
 from slurmtrain.checkpoint.save.schedule import Interval, SaveSchedule, is_better_discarded
 from slurmtrain.choices import RestoreOnly
 from slurmtrain.config.schema import CheckpointConfig

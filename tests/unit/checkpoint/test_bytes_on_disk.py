@@ -25,7 +25,8 @@ from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore import reader
-from slurmtrain.checkpoint.restore.reader import Files, Need, share_out
+from slurmtrain.checkpoint.restore.reader import Need, share_out
+from slurmtrain.checkpoint.save.staging import Staging
 from tests.support.descriptors import open_below
 
 BLOCK, PIECE = 4096, 1000  # a piece does not divide the block
@@ -177,14 +178,14 @@ def test_moments_are_read_straight_into_their_tensors(tmp_path: Path, monkeypatc
     with closing(Checkpointer(tmp_path)) as checkpointer:
         checkpointer.save(1, model=model, optimizer=optimizer).result()
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    asked = []
-    buffer_bytes = Files.buffer_bytes
+    asked: list[int] = []
+    borrow = Staging.borrow
 
-    def noted(files: Files, share: dict[str, list[int]]) -> int:
-        asked.append(buffer_bytes(files, share))
-        return asked[-1]
+    def noted(staging: Staging, size: int) -> memoryview:
+        asked.append(size)
+        return borrow(staging, size)
 
-    monkeypatch.setattr(Files, "buffer_bytes", noted)
+    monkeypatch.setattr(Staging, "borrow", noted)
     restore(tmp_path, fresh, optimizer=fresh_optimizer)
     assert parameters < asked[0] < 1.5 * parameters
     for before, after in zip(optimizer.state.values(), fresh_optimizer.state.values(), strict=True):

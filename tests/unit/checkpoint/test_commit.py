@@ -16,7 +16,7 @@ from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import committed, set_aside, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.store import commit
-from slurmtrain.checkpoint.store.fencing import Incarnation, check_fence, claim
+from slurmtrain.checkpoint.store.commit import Incarnation, check_fence, claim
 from tests.support.checkpoint_files import manifest_of
 
 FIRST, SECOND = Incarnation(1, "job 7, restart 0"), Incarnation(2, "job 7, restart 1")
@@ -130,7 +130,7 @@ def test_every_kind_of_damage_is_named(directory: Path) -> None:
     manifest = read_manifest(path)
 
     def damage(*, verify: bool = True) -> list[str]:
-        return blocks.find_damage(path, [("shard", manifest.files["shard"])], contents=verify, late_s=0.0)
+        return blocks.find_damage(path, {"shard": manifest.files["shard"]}, contents=verify, late_s=0.0)
 
     (path / "shard").write_text("weightz")
     assert damage() == ["shard is not what was written: its digest differs"]

@@ -16,7 +16,7 @@ from slurmtrain.checkpoint.difference import differences, differing_tensors, siz
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.boxes import Box
 from tests.support.pickles import Evil
-from tests.unit.checkpoint.test_export import Mixed, by_ranks, cut, save
+from tests.unit.weights.test_export import Mixed, by_ranks, cut, save
 
 
 def test_a_checkpoint_of_the_same_bits_does_not_differ_and_another_one_does_where_it_does(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ class Forged:
         length = int.from_bytes(content[:8], "little")
         self.header: Any = json.loads(content[8 : 8 + length])
         self.body = content[8 + length :]
-        self.own: Any = json.loads(self.header["__metadata__"].pop("own"))
         self.beginning: bytes | None = None  # of the file, in place of the header
         self.text: bytes | None = None
         self.more_files: dict[str, Any] = {}
@@ -68,8 +67,6 @@ class Forged:
     def write(self) -> None:
         beginning = self.beginning
         if beginning is None:
-            if isinstance(self.header, dict) and isinstance(self.header.get("__metadata__"), dict):
-                self.header["__metadata__"].setdefault("own", json.dumps(self.own))
             text = json.dumps(self.header).encode()
             beginning = len(text).to_bytes(8, "little") + text
         (self.path / RANK).write_bytes(beginning + self.body)
@@ -126,9 +123,8 @@ def header(forged: Forged) -> Any:
     return forged.header
 
 
-def described(name: str) -> Callable[[Forged], Any]:
-    """Where a tensor is described."""
-    return lambda forged: forged.own if name in forged.own else forged.manifest["tensors"]
+def tensors(forged: Forged) -> Any:
+    return forged.manifest["tensors"]
 
 
 # Code where data belongs.
@@ -192,18 +188,7 @@ HEADERS: dict[str, Callable[[bytes], bytes]] = {
     "four bytes": lambda text: b"abcd",
     "numbers without end": lambda text: (9_002).to_bytes(8, "little") + b"[" + b"9" * 9_000 + b"]",
 }
-METADATA: list[Any] = [
-    [],
-    None,
-    5,
-    "x",
-    {},
-    {"own": 5},
-    {"own": "x"},
-    {"own": "[]"},
-    {"own": DEEP},
-    {"own": '{"own/x": 5}'},
-]
+METADATA: list[Any] = [[], None, 5, "x", {}, {"format": DEEP}]
 PLACES = {"first": WEIGHT, "in the midst": MOMENT, "last": "own/"}
 RANGES: list[Any] = [[-1, 5], [0, -1], [0, HUGE], [HUGE, HUGE], [0, 0], [0.5, 1], ["0", "1"], [0], [[0], 1]]
 RANGES += [None, 1, {}, [1, 2, 3]]
@@ -235,10 +220,10 @@ SHAPES: list[Any] = [[1 << 40], [HUGE, HUGE], [-1], [-8, -8], [0], [8.0, 8.0], "
 DTYPES: list[Any] = ["load", "__class__", "complex32", "quint8", "float64", "", 5, None, []]
 
 
-for key in (WEIGHT, MOMENT, "own/random.torch"):
-    each(f"{key} of shape {{:.40}}", {str(shape): shape for shape in SHAPES}, put(described(key), key, "shape"))
-    each(f"{key} of dtype {{}}", {repr(dtype): dtype for dtype in DTYPES}, put(described(key), key, "dtype"))
-    each(f"{key} is {{}}", OTHERS, put(described(key), key))
+for key in (WEIGHT, MOMENT, "own/00000/random.torch"):
+    each(f"{key} of shape {{:.40}}", {str(shape): shape for shape in SHAPES}, put(tensors, key, "shape"))
+    each(f"{key} of dtype {{}}", {repr(dtype): dtype for dtype in DTYPES}, put(tensors, key, "dtype"))
+    each(f"{key} is {{}}", OTHERS, put(tensors, key))
 
 # Absurd values in manifest.json.
 
@@ -261,7 +246,7 @@ VALUES: dict[str, list[Any]] = {
 }
 TEXTS = {
     "deep": DEEP.encode(),
-    "deep state": b'{"format": 3, "state": ' + DEEP.encode(),
+    "deep state": b'{"format": 4, "state": ' + DEEP.encode(),
     "a list": b"[]",
     "not text": b"\xff\xfe\x00",
     "nothing": b"",

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.save.schedule import (
     Interval,
     SaveSchedule,
@@ -198,21 +197,6 @@ def test_however_the_clock_jumps_it_has_to_go_forward_by_an_interval_for_each_sa
             forward = 0.0
         assert not cadence.due(step, now)
     assert cadence.due(len(changes) + 1, now + cadence.seconds + 1)  # the clock behaves again
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"steps": -5}, "every -5 steps is not possible\n  hint: give a number of steps, or 0"),
-        ({"minutes": -0.5}, "every -0.5 minutes is not possible\n  hint: give a number of minutes, or 0"),
-        ({"minutes": math.nan}, "every nan minutes is not possible"),
-        ({"minutes": math.inf}, "every inf minutes is not possible"),
-    ],
-)
-def test_an_interval_that_cannot_be_is_refused_with_its_value_and_a_hint(wrong: dict[str, float], message: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        Interval(**wrong)  # type: ignore[arg-type]
-    assert message in str(caught.value)
 
 
 # --------------------------------------------------------------------------------------------------------- the last one

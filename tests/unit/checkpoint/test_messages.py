@@ -23,8 +23,8 @@ PICKLE = {
     "data/loading/workers.py",
     "control/mapping.py",
     "runtime/jobs/map_task.py",
-    "checkpoint/dcp.py",
-    "models/import_weights.py",
+    "weights/dcp.py",
+    "weights/import_weights.py",
     "checkpoint/difference.py",
 }
 

@@ -17,7 +17,7 @@ from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.manifest import read_manifest_bytes
 from slurmtrain.checkpoint.store import commit
-from slurmtrain.checkpoint.store.fencing import Incarnation, claim
+from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.checkpoint.store.mirror import Mirror, copy_name
 from slurmtrain.checkpoint.store.retention import Keep
 from tests.support.checkpoint_files import manifest_of
@@ -128,6 +128,12 @@ def change(store: Mirror, what: str, by: Callable[[bytes], bytes]) -> None:
     files.pipe_file(at(store, what), by(before))
 
 
+def put_manifest(store: Mirror, name: str, texts: tuple[bytes, str]) -> None:
+    """Make a copy of nothing but manifest.json and COMPLETE."""
+    change(store, f"{name}/manifest.json", lambda _: texts[0])
+    change(store, f"{name}/COMPLETE", lambda _: f"{texts[1]}\n".encode())
+
+
 def flipped(data: bytes) -> bytes:
     return bytes([data[0] ^ 1]) + data[1:]
 
@@ -188,7 +194,7 @@ def test_a_damaged_copy_is_none_or_is_told(
     assert store.committed() == [name] * listed
     if listed:
         with pytest.raises(CheckpointError, match=rf"{store.url}.*{name}.*(damaged|another)"):
-            store.parse_manifest(name, *store.manifest_bytes(name))
+            store.manifest(name)
 
 
 def test_what_was_committed_is_never_written_again(faulty: Mirror, directory: Path) -> None:
@@ -211,9 +217,7 @@ def test_two_incarnations_copy_the_same_step_side_by_side(store: Mirror, directo
     # A run that has moved counts from the beginning: its copy of the step overwrites nothing either.
     moved = copy(store, checkpoint(directory.parent / "there", 10, Incarnation(1, "there")), 1)
     assert sorted(store.committed()) == sorted([older, newer, moved])
-    labels = [
-        store.parse_manifest(name, *store.manifest_bytes(name)).incarnation_label for name in (older, newer, moved)
-    ]
+    labels = [store.manifest(name)[1].incarnation_label for name in (older, newer, moved)]
     assert labels == ["first", "second", "there"]
 
 
@@ -231,10 +235,11 @@ def test_what_else_lies_there_is_neither_read_nor_removed(store: Mirror, directo
 
 
 def test_a_copy_under_anothers_name_is_refused(store: Mirror, directory: Path) -> None:
-    name = copy(store, checkpoint(directory, 1))
-    for other in (f"checkpoint_0000002.1-{name[-8:]}", f"checkpoint_0000001.1-{'0' * 8}"):
+    texts = read_manifest_bytes(checkpoint(directory, 1))
+    for other in (f"checkpoint_0000002.1-{texts[1][:8]}", f"checkpoint_0000001.1-{'0' * 8}"):
+        put_manifest(store, other, texts)
         with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
-            store.parse_manifest(other, *store.manifest_bytes(name))
+            store.manifest(other)
 
 
 @pytest.mark.parametrize(
@@ -244,9 +249,9 @@ def test_a_manifest_that_names_what_would_commit_or_lies_elsewhere_is_refused(
     store: Mirror, directory: Path, file: str, words: str
 ) -> None:
     path = checkpoint(directory, 1, names=(file,))
-    name, texts = copy_name(path, 1), read_manifest_bytes(path)
+    put_manifest(store, copy_name(path, 1), read_manifest_bytes(path))
     with pytest.raises(CheckpointError, match=words):
-        store.parse_manifest(name, *texts)
+        store.manifest(copy_name(path, 1))
 
 
 def test_a_file_of_another_size_is_refused(store: Mirror, directory: Path, tmp_path: Path) -> None:

@@ -30,12 +30,12 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save.fingerprints import fingerprint
-from slurmtrain.checkpoint.save.finite import bytes_are_finite
-from slurmtrain.checkpoint.save.pending_save import PendingSave, SaveResult
+from slurmtrain.checkpoint.save.job import PendingSave, SaveResult
 from slurmtrain.checkpoint.save.plan import make_plan
 from slurmtrain.checkpoint.save.staging import Staging
-from slurmtrain.checkpoint.store.fencing import Incarnation
+from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
+from slurmtrain.checkpoint.tensors import bytes_are_finite
 from slurmtrain.errors import EXIT_CONFIG
 from tests.support.local_runs import assert_same_tensors
 
@@ -369,8 +369,8 @@ def test_a_copy_that_is_not_what_was_to_be_saved_fails_the_save() -> None:
         staging = Staging()
         image = staging.stage(plan, tensors, b"{}", guarded=(), optimizers=())
         (piece,) = plan.pieces
-        copy = staging._buffer[piece.begin : piece.end].view(piece.dtype)
-        image.later([(piece.name, copy)], [], torch.stack([fingerprint(tensors["model.weight"])]), None)
+        copy = torch.frombuffer(image.bytes_of(piece), dtype=piece.dtype)
+        image.copies, image.expected = [(piece.name, copy)], torch.stack([fingerprint(tensors["model.weight"])])
         if not changed:
             image.finish()
             continue
@@ -418,7 +418,7 @@ MIB = 1 << 20
 def test_memory_to_which_a_gpu_may_still_copy_is_never_given_to_others(driver: Driver) -> None:
     first, second = Staging(), Staging()
     image = first.stage(make_plan({}, RankGroup(None), None), {}, b"{}", guarded=(), optimizers=())
-    image.later([], [], torch.empty(0, dtype=torch.int64), SimpleNamespace(query=lambda: False))  # type: ignore[arg-type]
+    image.event = SimpleNamespace(query=lambda: False)  # type: ignore[assignment]
     first.release()
     second.prepare(1)
     assert len(driver.locked) == 2
@@ -504,7 +504,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(traini
     text = json.dumps({**values, "format": 99})
     (path / "manifest.json").write_text(text)
     (path / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
-    with pytest.raises(CheckpointError, match="has format 99, expected 3"):
+    with pytest.raises(CheckpointError, match="has format 99, expected 4"):
         run.restored()
     assert path.is_dir()
 

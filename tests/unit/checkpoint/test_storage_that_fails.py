@@ -17,7 +17,6 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import UnreadableError
-from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.store.retention import Keep, prune
@@ -147,7 +146,6 @@ def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
 def test_verify_asks_again_as_a_restore_does(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], function: str
 ) -> None:
-    monkeypatch.setattr(blocks, "digest_mapped", blocks.digest_block)
     outage = Outage(monkeypatch, function, errno.EIO, calls=2)
     assert main(["checkpoints", str(directory), "verify"]) == 0
     said = capsys.readouterr().out
@@ -158,7 +156,6 @@ def test_verify_calls_nothing_damaged_that_it_could_not_read(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(patience, "RESTORE", Patience((0.1,), within_s=0.2))
-    monkeypatch.setattr(blocks, "digest_mapped", blocks.digest_block)
     Outage(monkeypatch, "preadv", errno.EIO, calls=float("inf"))
     assert main(["checkpoints", str(directory), "verify"]) == 1
     said = capsys.readouterr().out

@@ -16,6 +16,8 @@ SLURM = ["+cluster=a100x4", "submit"]
 LOCAL = ["+cluster=local", "submit"]
 PIPELINE = ["parallel.pp=2", "model.tie_embeddings=false", "train.micro_batch_size=1"]
 COMMAND = ["+cluster=a100x4", "job=command", "submit"]
+APPTAINER = ["cluster.container.kind=apptainer", "cluster.container.image=/a.sif"]
+SPARE = "cluster.spare_nodes=1"
 
 # Words on the command line -> a part of the sentence, a part of the hint.
 BAD_CONFIGS = [
@@ -119,6 +121,7 @@ BAD_CONFIGS = [
     ),
     ([*SLURM, "parallel.reshard_after_forward=1"], "reshard_after_forward=1 does not cut 1 shards", "true or false"),
     ([*SLURM, "parallel.pp_schedule=2f2b"], "parallel.pp_schedule=2f2b is not known", "1f1b"),
+    ([*SLURM, "parallel.param_dtype=float32"], "parallel.param_dtype=float32 is not known", "null, bfloat16"),
     ([*SLURM, "optim.lr=0"], "optim.lr=0.0 must be above 0", "3e-4"),
     ([*SLURM, "optim.lr=-1"], "optim.lr=-1.0 must be above 0", ""),
     ([*SLURM, "optim.lr=nan"], "optim.lr=nan is not a number", ""),
@@ -201,6 +204,70 @@ BAD_CONFIGS = [
     ([*SLURM, "cluster.srun_args=[a,glob(*)]"], "cluster.srun_args[1]=Glob(", "quote"),
     ([*SLURM, "eval.sets=${oc.env:HOME}"], "is not a mapping of keys to values", "+eval.sets.NAME=VALUE"),
     ([*SLURM, 'cluster.setup=["echo \udcff"]'], "is not text in UTF-8", "locale"),
+    # Sizes of a model.
+    ([*SLURM, "model=tiny", "model.n_heads=5"], "model.dim=32 cannot be divided among model.n_heads=5", "model.dim=40"),
+    ([*SLURM, "model=tiny", "model.n_kv_heads=3"], "model.n_heads=4 cannot share model.n_kv_heads=3 evenly", "1, 2, 4"),
+    ([*SLURM, "model=tiny", "model.head_dim=7"], "model.head_dim=7 is odd", "model.head_dim=8"),
+    (
+        [*SLURM, "model=tiny", "model.n_layers=0"],
+        "model.n_layers=0 is not a whole number of at least 1",
+        "model.n_layers",
+    ),
+    ([*SLURM, "model=tiny", "model.dropout=1"], "model.dropout=1 is not a probability", "[0, 1)"),
+    # Adapters that could not be exported or laid out.
+    ([*SLURM, "lora.r=4", "lora.target_modules=[query,output]"], "'output', which has the same weights as", "leave"),
+    ([*SLURM, "lora.r=4", "lora.target_modules=[q_proj]"], "no linear layer of that name", "known are"),
+    ([*SLURM, "lora.r=4", "lora.target_modules=[quary]"], "no linear layer of that name", "did you mean query"),
+    ([*SLURM, "lora.r=4", "lora.target_modules=[embedding]"], "'embedding', and the built-in", "known are"),
+    ([*SLURM, "lora.r=4", "parallel.tp=2"], "LoRA adapters cannot be combined with tensor", "parallel=fsdp"),
+    ([*SLURM, "lora.r=4", "parallel.pp=2"], "LoRA adapters cannot be combined with tensor", "parallel=fsdp"),
+    # Spare nodes, and copies on the nodes.
+    ([*SLURM, SPARE, "requeue.in_place=false"], "cluster.spare_nodes=1 needs requeue.in_place=true", "leave"),
+    ([*SLURM, SPARE, "requeue=off"], "cluster.spare_nodes=1 needs requeue.in_place=true", "leave"),
+    ([*SLURM, SPARE, "sweep.pack=2"], "needs sweep.pack=1", "leave"),
+    ([*SLURM, "cluster.spare_nodes=-1"], "must be at least 0", ""),
+    ([*LOCAL, SPARE], "needs a SLURM cluster", "leave"),
+    ([*SLURM, "checkpoint.local=copies"], "checkpoint.local='copies' is not an absolute path", "/dev/shm"),
+    ([*SLURM, "checkpoint.local_every_steps=5"], "local_every_steps=5 needs checkpoint.local", "leave"),
+    ([*SLURM, "cluster.stage.dir=scratch"], "is not a folder on a node", "$SLURM_TMPDIR"),
+    ([*SLURM, "cluster.stage.dir='/tmp/$(id)'"], "is not a folder on a node", "$SLURM_TMPDIR"),
+    ([*SLURM, "cluster.stage.data=[/a/x,/b/x]"], "needs paths whose last parts differ", "leave"),
+    ([*LOCAL, "cluster.stage.code=true"], "cluster.stage needs a SLURM cluster", "leave"),
+    ([*SLURM, *APPTAINER, "cluster.stage.code=true"], "cluster.stage needs ranks without a container", "leave"),
+    ([*SLURM, "sweep.pack=2", "cluster.stage.environment=true"], "cluster.stage needs sweep.pack=1", "leave"),
+    ([*SLURM, "job.snapshot=none", "cluster.stage.code=true"], "stage.code=true needs job.snapshot=auto", "leave"),
+    ([*SLURM, "cluster.stage.limit_min=0"], "cluster.stage.limit_min=0 must be at least 1", ""),
+    # Evaluations.
+    ([*LOCAL, "eval=job"], "eval.mode=job needs a SLURM cluster", "leave eval.mode out"),
+    ([*SLURM, "eval=job", "checkpoint.keep_best=2"], "checkpoint.keep_best=2 needs eval.mode=inline", "leave"),
+    ([*SLURM, "eval=job", "eval.cluster.nodez=2"], "cluster has no field 'nodez'", "eval.cluster"),
+    (
+        [*SLURM, "eval=job", "eval.cluster.time_limit_min=1"],
+        "is invalid: cluster.time_limit_min=1 and cluster.sig",
+        "eval.cluster",
+    ),
+    ([*SLURM, "eval=job", "eval.parallel.tp=3"], "parallel.tp=3", "eval.cluster"),
+    ([*SLURM, "eval=job", "eval.parallel.tp=many"], "parallel.tp=many is not a whole number", "eval.cluster"),
+    ([*SLURM, "eval.mode=later"], "eval.mode=later is not known", "inline"),
+    ([*SLURM, "+eval.metrics.acuracy=true"], "eval.metrics.acuracy: there is no such metric", "accuracy"),
+    ([*SLURM, "+eval.metrics.top5=5"], "eval.metrics.top5=5 has no _target_", "_target_"),
+    ([*SLURM, "+eval.sets.wiki=/data/wiki"], "eval.sets.wiki='/data/wiki' has no _target_", "_target_"),
+    ([*SLURM, "+eval.sets.valid={_target_: a.B}"], "'valid', which is not a valid name of a set", "letters"),
+    # What is observed.
+    ([*SLURM, "+observe.loggers.mine={a: 1}"], "has no _target_", "_target_"),
+    ([*SLURM, "+observe.loggers.wandb={_target_: x.Y}"], "not a valid name of a logger", "letters"),
+    ([*SLURM, "observe.wandb.project=me/lm"], "observe.wandb.project", "observe.wandb.entity"),
+    ([*SLURM, "observe.textfile_dir=prom"], "not an absolute path", "/dev/shm"),
+    ([*SLURM, "observe.mlflow.experiment=''"], "observe.mlflow.experiment='' is not filled in", "null leaves"),
+    (
+        [*COMMAND, "job.command=true", "+observe.loggers.mine={_target_: my.Logger}"],
+        "needs the built-in trainer",
+        "leave",
+    ),
+    ([*SLURM, "train.steps=20", "observe.profile_steps=21-22"], "needs as many train.steps", "leave"),
+    ([*SLURM, "observe.profile_ranks=[4]"], "needs ranks that the job has", "leave"),
+    ([*COMMAND, "job.command=true", "observe.profile_steps=3"], "needs the built-in trainer", "leave"),
+    ([*SLURM, "job.stop_signal=SIGUSR1"], "job.stop_signal=SIGUSR1 needs job=command", "leave"),
 ]
 # What is no config at all: exit code 2.
 BAD_WORDS = [
@@ -219,6 +286,9 @@ BAD_WORDS = [
     ([*SLURM, "logger=wandb"], "there is no config key 'logger'", "TensorBoard"),
     ([*SLURM, "~xyzzy"], "there is no config key 'xyzzy'", "known are"),
     ([*SLURM, 'cluster.setup=["echo ${USER}"]'], "there is no key called 'USER'", "for bash write $USER"),
+    ([*LOCAL, "--after", "last"], "has no queue", "submit when it has finished"),
+    (["progress", "10"], "works only inside a run: SLURMTRAIN_RUN_DIR is not set", "submit -- bash"),
+    (["progress", "ten"], "STEP: 'ten' is not a whole number", "progress --help"),
 ]
 
 

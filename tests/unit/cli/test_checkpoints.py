@@ -16,7 +16,7 @@ import yaml
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.format.directory import committed, set_aside
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.checkpoint.store.fencing import Incarnation, claim
+from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir

@@ -100,7 +100,7 @@ def test_each_point_of_a_sweep_has_its_own_arguments_in_one_array(
     capsys.readouterr()
     assert main(["status", runs[1].parent.name]) == 0
     shown = capsys.readouterr().out
-    assert "  program: python x.py --lr 3e-3\n" in shown and "  overrides: cluster=a100x4 +lr=1e-3,3e-3\n" in shown
+    assert "  program: python x.py --lr '3e-3'\n" in shown and "  overrides: cluster=a100x4 +lr=1e-3,3e-3\n" in shown
 
 
 @settings(max_examples=15)

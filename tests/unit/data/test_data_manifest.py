@@ -62,22 +62,14 @@ def test_a_manifest_that_cannot_be_right_is_refused(tmp_path: Path, written: str
     assert said in refused.value.message and str(file) in refused.value.message
 
 
-def test_a_data_set_that_is_not_complete_is_told_from_one_that_is(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no manifest\.json, so it is not a prepared data set, or an incomplete"):
-        read_manifest(tmp_path)
-
-
 PREPARED = {"_target_": "slurmtrain.data.PreparedText"}
 
 
-def test_what_was_relative_to_the_shell_that_submits_stays_what_it_was() -> None:
+def test_what_was_relative_to_the_shell_that_submits_stays_what_it_was_also_within_a_mixture() -> None:
     own = {**PREPARED, "path": "tokens", "seq_len": 8, "evals": {"short": "few", "wiki": "../wiki/test"}}
     found = with_absolute_paths(own, Path("/home/me/project"))
     assert found["path"] == "/home/me/project/tokens" and found["seq_len"] == 8
     assert found["evals"] == {"short": "few", "wiki": "/home/me/wiki/test"}
-
-
-def test_also_within_a_mixture_and_nothing_else_is_touched() -> None:
     sources = {"web": {**PREPARED, "path": "/data/web"}, "mine": {"_target_": "my.Data", "path": "here"}}
     found = with_absolute_paths({"_target_": "slurmtrain.data.Mixture", "sources": sources}, Path("/cwd"))
     assert found["sources"] == {"web": {**sources["web"], "evals": {}}, "mine": sources["mine"]}

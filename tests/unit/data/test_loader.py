@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -517,8 +518,12 @@ def test_what_a_sample_of_a_mixture_draws_is_new_each_epoch_and_another_with_ano
 
 
 class Dying(Drawn):
+    def __init__(self, of: int):
+        super().__init__(4)
+        self.of = of
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        signal.raise_signal(signal.SIGKILL)
+        signal.raise_signal(self.of)
         return {}
 
 
@@ -540,11 +545,12 @@ def test_workers_announce_to_the_data_set_themselves(tmp_path: Path) -> None:
     assert together[:26] == list(range(26))  # each once, and three steps of two before it is fetched
 
 
-def test_a_worker_that_is_killed_is_named_with_what_may_help() -> None:
-    loader = BatchLoader(Dying(4), seed=0, global_batch_size=2, micro_batch_size=2, num_workers=1)
-    with pytest.raises(SlurmtrainError, match="was killed by SIGKILL") as error:
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 3, "SIGRTMIN+3")])
+def test_a_worker_that_is_killed_is_named_with_what_may_help(number: int, name: str) -> None:
+    loader = BatchLoader(Dying(number), seed=0, global_batch_size=2, micro_batch_size=2, num_workers=1)
+    with pytest.raises(SlurmtrainError, match=f"was killed by {re.escape(name)}") as error:
         next(loader)
-    assert "out of memory" in (error.value.hint or "") and error.value.exit_code == 1
+    assert (error.value.hint is not None) == (name == "SIGKILL") and error.value.exit_code == 1
 
 
 def test_a_worker_that_is_killed_in_the_middle_of_a_message_is_named_too() -> None:

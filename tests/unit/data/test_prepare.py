@@ -96,6 +96,12 @@ def do_units(plan: PreparePlan, part: int = 0, parts: int = 1) -> None:
         prepare_unit(Task.of(plan), unit, tokenizer, lambda progress: None)
 
 
+def records_of(path: Path) -> list[tuple[int, Any]]:
+    """The records of a file, read as one piece, each with its number."""
+    (source,) = find_sources([str(path)], "auto", path.parent / "out")
+    return list(Reading(InputPiece(source, 0, source.size), "text").records())
+
+
 def as_bytes(documents: Sequence[str]) -> list[tuple[list[int], int]]:
     """What documents_of gives for these, prepared as bytes."""
     return [([*text.encode(), 0], len(text.encode())) for text in documents]
@@ -156,10 +162,9 @@ def test_a_line_that_would_not_fit_into_memory_is_a_bad_record(tmp_path: Path, m
     texts = ["a", "b" * 500, "c" * (100 - len(json_lines([""]))), "d", "e" * 500]
     (tmp_path / "a.jsonl").write_bytes(json_lines(texts)[:-1])
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(texts)))
-    for source in find_sources([str(tmp_path)], "auto", tmp_path.parent / "out"):
-        records = list(Reading(InputPiece(source, 0, source.size), "text").records())
-        long = BadRecord("longer than 100 bytes; a JSON array is no JSON lines")
-        assert records == list(enumerate([texts[0], long, *texts[2:4], long], start=1))
+    long = BadRecord("longer than 100 bytes; a JSON array is no JSON lines")
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        assert records_of(tmp_path / name) == list(enumerate([texts[0], long, *texts[2:4], long], start=1))
 
 
 def test_held_out_are_a_share_of_the_documents_and_duplicates_together(tmp_path: Path) -> None:
@@ -432,8 +437,7 @@ def test_a_zstd_file_may_have_the_longest_window_there_is(tmp_path: Path) -> Non
     data[5] = (31 - 10) << 3  # the frame's window, as `zstd --long=31` declares it
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(data)
-    [source] = find_sources([str(path)], "auto", tmp_path / "out")
-    assert list(Reading(InputPiece(source, 0, source.size), "text").records()) == [(1, "one"), (2, "two")]
+    assert records_of(path) == [(1, "one"), (2, "two")]
 
 
 @pytest.mark.parametrize("packing", ["gz", "zst"])
@@ -450,8 +454,7 @@ def test_a_packed_file_that_is_torn_or_damaged_is_a_bad_record_where_it_ends(
         data[-5] ^= 0xFF  # of the checksum
     path = tmp_path / f"a.jsonl.{packing}"
     path.write_bytes(data)
-    [source] = find_sources([str(path)], "auto", path.parent / "out")
-    *good, (number, last) = list(Reading(InputPiece(source, 0, source.size), "text").records())
+    *good, (number, last) = records_of(path)
     assert isinstance(last, BadRecord) and ("is truncated" if damage == "torn" else "is damaged") in last.reason
     assert number == len(good) + 1 > 100
     assert [record for _, record in good] == texts(200, seed=3)[: len(good)]
@@ -464,8 +467,7 @@ def test_zeros_behind_a_gzip_frame_are_padding_and_in_front_of_it_damage(zeros: 
 
     def records(data: bytes) -> list[Any]:
         path.write_bytes(data)
-        [source] = find_sources([str(path)], "auto", path.parent / "out")
-        return [record for _, record in Reading(InputPiece(source, 0, source.size), "text").records()]
+        return [record for _, record in records_of(path)]
 
     assert records(first + bytes(zeros) + second + bytes(zeros)) == texts(200, seed=3)
     assert "is damaged" in records(bytes(zeros) + first)[-1].reason

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slurmtrain.checkpoint.random_state import RANDOM_STATE
+from slurmtrain.checkpoint.state import RANDOM_STATE
 from slurmtrain.integrations import commit as commit_room
 from slurmtrain.integrations.commit import commit, damage_of, keep_newest, note_files, set_aside
 from slurmtrain.integrations.trainer_folders import newest_complete, torn

@@ -30,7 +30,7 @@ from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import submitted_run
+from tests.support.runs import printed, refused, submitted_run
 
 OURS = compose(["cluster=a100x4", "cluster.nodes=4", "job.runs_dir=/runs"])
 THEIRS = dataclasses.replace(OURS, model={"_target_": "mine.Model", "width": 8})
@@ -159,7 +159,7 @@ def ended(waiting: RunDir, slurm: FakeSlurm) -> RunDir:
     ],
 )
 def test_a_change_that_cannot_be_leaves_the_run_as_it_was(
-    words: list[str], code: int, said: str, ended: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    words: list[str], code: int, said: str, ended: RunDir, slurm: FakeSlurm
 ) -> None:
     checkpoint = ended.checkpoints / "checkpoint_0000010"
     checkpoint.mkdir(parents=True)
@@ -167,18 +167,14 @@ def test_a_change_that_cannot_be_leaves_the_run_as_it_was(
     (checkpoint / "manifest.json").write_text("{}")
     before = ended.config_file.read_text(), ended.script.read_text()
     slurm.fail("sbatch --test-only", "sbatch: error: invalid partition specified: nowhere")
-    assert main(["resume", ended.id, *words]) == code
-    assert said in capsys.readouterr().err
+    assert said in refused("resume", ended.id, *words, code=code)
     assert (ended.config_file.read_text(), ended.script.read_text()) == before
     assert len(slurm.jobs) == 1 and "changes" not in ended.info() and not (ended.path / ".change").exists()
 
 
-def test_resume_with_other_nodes_and_more_steps(
-    ended: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_with_other_nodes_and_more_steps(ended: RunDir, slurm: FakeSlurm) -> None:
     steps = load_frozen(ended.config_file).train.steps
-    assert main(["resume", ended.id, "cluster.nodes=2", "train.steps=+100"]) == 0
-    out = capsys.readouterr().out
+    out = printed("resume", ended.id, "cluster.nodes=2", "train.steps=+100")
     assert "cluster.nodes: 4 -> 2\n" in out and f"train.steps: {steps} -> {steps + 100}\n" in out
     config = load_frozen(ended.config_file)
     assert (config.cluster.nodes, config.train.steps, ended.info()["steps"]) == (2, steps + 100, steps + 100)
@@ -244,9 +240,8 @@ def test_of_a_run_in_a_sweep_nothing_is_set_that_the_sweep_decides(override: str
 
 
 @pytest.mark.parametrize("words", [["last", "optim.lr"], ["last", "--code", "lr"]])
-def test_a_word_that_is_no_value_is_told_how_to_write_one(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["resume", *words]) == 2
-    assert "optim.lr=1e-4" in capsys.readouterr().err
+def test_a_word_that_is_no_value_is_told_how_to_write_one(words: list[str]) -> None:
+    assert "optim.lr=1e-4" in refused("resume", *words)
 
 
 def test_a_fixed_bug_and_another_value_go_on_from_where_the_run_was(cli: Cli, project: Path) -> None:

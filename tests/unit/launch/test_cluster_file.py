@@ -100,15 +100,15 @@ def test_limits_of_a_partition_a_qos_and_an_account_bound_what_is_asked_for() ->
     assert (high.values["time_limit_min"], high.values["qos"]) == (240, "high")
     cpu = described("alpha_22_05", partition="cpu", account="physics")
     assert (cpu.values["nodes"], cpu.values["exclusive"], cpu.values["tasks_per_node"]) == (2, True, 1)
+    mig = described("alpha_24_11", partition="mig").values  # parts of a GPU are used one by one, since NCCL joins none
+    assert (mig["tasks_per_node"], mig["gpus_per_node"], mig["gpu_memory_gb"]) == (1, 1, 5)
 
 
-def test_parts_of_a_gpu_are_used_one_by_one_since_nccl_joins_none() -> None:
-    values = described("alpha_24_11", partition="mig").values
-    assert (values["tasks_per_node"], values["gpus_per_node"], values["gpu_memory_gb"]) == (1, 1, 5)
-
-
-def test_a_partition_of_some_accounts_gets_one_of_those() -> None:
+def test_a_partition_of_some_accounts_gets_one_of_those_whatever_its_case() -> None:
     assert described("alpha_22_05", partition="urgent").values["account"] == "physics"
+    facts = facts_of("alpha_22_05")
+    closed = tuple(replace(each, allowed_accounts=("PHYSICS",)) for each in facts.partitions)
+    assert describe(replace(facts, partitions=closed)).values["account"] == "physics"
 
 
 def test_a_qos_that_the_partition_denies_is_not_left_to_be_the_default() -> None:
@@ -117,12 +117,6 @@ def test_a_qos_that_the_partition_denies_is_not_left_to_be_the_default() -> None
     file = describe(replace(facts, partitions=denying), account="physics")
     assert file.values["qos"] == "debug"
     assert "of yours, the partition takes debug, high (AllowQos, DenyQos)" in file.text()
-
-
-def test_accounts_of_a_partition_are_compared_without_case() -> None:
-    facts = facts_of("alpha_22_05")
-    closed = tuple(replace(each, allowed_accounts=("PHYSICS",)) for each in facts.partitions)
-    assert describe(replace(facts, partitions=closed)).values["account"] == "physics"
 
 
 def test_a_time_limit_of_a_minute_leaves_no_time_for_a_warning() -> None:

@@ -15,7 +15,7 @@ from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.software import read_code_record
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import submitted_run
+from tests.support.runs import printed, refused, submitted_run
 
 
 def git(*arguments: str, cwd: Path) -> None:
@@ -88,8 +88,7 @@ def test_another_cluster_replaces_all_that_was_of_the_first_one(
 ) -> None:
     capsys.readouterr()
     words = ["+cluster=h100x8", "cluster.nodes=2", "submit", "--from", str(run.path)]
-    assert main([*words, "--dry-run"]) == 0
-    script = capsys.readouterr().out
+    script = printed(*words, "--dry-run")
     assert "#SBATCH --nodes=2" in script and "--partition=gpu" not in script and not list(elsewhere.iterdir())
     assert main(words) == 0
     (made,) = all_runs(elsewhere / "runs")
@@ -107,10 +106,9 @@ def test_another_cluster_replaces_all_that_was_of_the_first_one(
     ],
 )
 def test_what_a_run_decides_is_not_typed_beside_it(
-    before: list[str], behind: list[str], said: str, run: RunDir, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+    before: list[str], behind: list[str], said: str, run: RunDir, elsewhere: Path
 ) -> None:
-    assert main([*before, "submit", "--from", str(run.path), *behind]) == 2
-    assert said in capsys.readouterr().err
+    assert said in refused(*before, "submit", "--from", str(run.path), *behind)
 
 
 def test_a_run_that_ran_in_place_takes_the_code_of_the_folder_and_which_one_is_last_is_said(
@@ -118,8 +116,9 @@ def test_a_run_that_ran_in_place_takes_the_code_of_the_folder_and_which_one_is_l
 ) -> None:
     run = submitted_run(project, "cluster=a100x4", "experiment=smoke")
     capsys.readouterr()
-    assert main(["job.runs_dir=other", "submit", "--from", "last"]) == 0
-    assert f"last is run {run.id} ({run.path.parent.name}), submitted " in capsys.readouterr().err
+    assert f"last is run {run.id} ({run.path.parent.name}), submitted " in refused(
+        "job.runs_dir=other", "submit", "--from", "last", code=0
+    )
     (made,) = all_runs(project / "other")
     assert made.info()["workdir"] == str(project)
 
@@ -132,13 +131,12 @@ def test_a_run_that_ran_in_place_takes_the_code_of_the_folder_and_which_one_is_l
     ],
 )
 def test_what_would_leave_the_new_run_and_calls_of_a_map_are_refused(
-    name: str, code: int, said: str, run: RunDir, elsewhere: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    name: str, code: int, said: str, run: RunDir, elsewhere: Path, slurm: FakeSlurm
 ) -> None:
     record = json.loads(run.code_record_file.read_text())
     run.code_record_file.write_text(json.dumps({**record, "files": {name or "train.py": "0" * 64}}))
     if not name:
         text = run.config_file.read_text()
         run.config_file.write_text(text.replace("python train.py", "python -m slurmtrain.runtime.jobs.map_task"))
-    assert main(["submit", "--from", str(run.path)]) == code
-    assert said in capsys.readouterr().err
+    assert said in refused("submit", "--from", str(run.path), code=code)
     assert not list(elsewhere.rglob("escape.py")) and all_runs(elsewhere / "runs") == []

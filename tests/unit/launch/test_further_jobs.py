@@ -22,7 +22,7 @@ from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.platforms.slurm import SlurmJob
 from tests.support.fake_slurm import UNREACHABLE, FakeSlurm
-from tests.support.runs import add_attempt, judged, no_waiting, started, submitted_run
+from tests.support.runs import add_attempt, judged, no_waiting, printed, refused, started, submitted_run
 
 Make = Callable[..., RunDir]
 Out = pytest.CaptureFixture[str]
@@ -61,16 +61,6 @@ def continues(monkeypatch: pytest.MonkeyPatch, *runs: RunDir) -> None:
 
 
 # requeue.mode=resubmit.
-
-
-def test_a_resume_takes_the_job_that_was_never_noted(make: Make, slurm: FakeSlurm, capsys: Out) -> None:
-    """A full disk, or a killed shell, kept the job that had taken it from noting it."""
-    run = make("requeue=resubmit", job_ids=("100",))
-    stopped(run, "resubmit")
-    slurm.add("101", comment=f"slurmtrain:{run.id}:1")
-    assert main(["resume", run.id]) == 0
-    assert "as job 101" in capsys.readouterr().out
-    assert not slurm.calls("sbatch") and run.info()["job_ids"] == ["100", "101"]
 
 
 def test_a_resume_does_not_take_the_job_that_is_just_leaving(make: Make, slurm: FakeSlurm) -> None:
@@ -154,11 +144,10 @@ def test_where_slurm_refuses_to_requeue_a_pack_each_run_gets_a_job_or_says_why_i
 # requeue.mode=chain.
 
 
-def test_a_chain_is_submitted_at_once_and_each_job_waits_for_all_before_it(
-    project: Path, slurm: FakeSlurm, capsys: Out
-) -> None:
-    assert main(["+cluster=a100x4", "requeue=chain", "requeue.chain_length=3", "job.singleton=true", "submit"]) == 0
-    assert "as job 101, followed by 102, 103" in capsys.readouterr().out
+def test_a_chain_is_submitted_at_once_and_each_job_waits_for_all_before_it(project: Path, slurm: FakeSlurm) -> None:
+    assert "as job 101, followed by 102, 103" in printed(
+        "+cluster=a100x4", "requeue=chain", "requeue.chain_length=3", "job.singleton=true", "submit"
+    )
     (run,) = [RunDir(path) for path in project.glob("runs/train/*")]
     assert [(job["comment"], job["dependency"]) for job in slurm.jobs] == [
         (f"slurmtrain:{run.id}:s0", "singleton"),
@@ -173,12 +162,6 @@ def test_a_chain_that_cannot_be_completed_is_taken_back(project: Path, slurm: Fa
     slurm.fail("sbatch", "Batch job submission failed: Invalid account", after=2)
     assert main(["+cluster=a100x4", "requeue=chain", "submit"]) == 1
     assert slurm.calls("scancel") == ["scancel 102 101"] and not (project / "runs").exists()
-
-
-def test_runs_of_an_array_cannot_be_chains(project: Path, slurm: FakeSlurm, capsys: Out) -> None:
-    assert main(["-m", "+cluster=a100x4", "requeue=chain", "train.seed=1,2", "submit"]) == 78
-    assert "chain" in capsys.readouterr().err
-    assert slurm.jobs == []
 
 
 @pytest.mark.parametrize(
@@ -220,12 +203,11 @@ def test_a_chain_between_two_jobs_says_which_one_goes_on(make: Make, slurm: Fake
     [(("PENDING",), "the next job of its chain, 102, resumes it"), ((), "save and end; `resume")],
 )
 def test_a_drill_promises_what_the_chain_will_do(
-    make: Make, slurm: FakeSlurm, capsys: Out, left: tuple[str, ...], promise: str
+    make: Make, slurm: FakeSlurm, left: tuple[str, ...], promise: str
 ) -> None:
     run = chained(make, slurm, "RUNNING", *left)
     add_attempt(run, job_id="101")
-    assert main(["preempt", run.id]) == 0
-    assert promise in capsys.readouterr().out
+    assert promise in printed("preempt", run.id)
 
 
 def test_only_what_ended_in_this_chain_or_finished_ends_a_link_at_its_start(
@@ -253,7 +235,7 @@ def test_only_what_ended_in_this_chain_or_finished_ends_a_link_at_its_start(
 
 
 def test_begin_asks_again_while_the_storage_fails(
-    make: Make, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The script takes no answer for "go on", and a run that has finished would be trained once more."""
     run = make(job_ids=("101",))
@@ -302,28 +284,25 @@ def test_who_waits_for_a_run_is_freed_when_it_has_finished_in_a_job_that_slurm_w
 
 
 def test_submit_waits_for_runs_that_are_in_the_queue_and_not_for_one_that_has_finished(
-    make: Make, slurm: FakeSlurm, capsys: Out
+    make: Make, slurm: FakeSlurm
 ) -> None:
     running, finished, task = make(job_ids=("7",)), make(job_ids=("8",)), make(job_ids=("9_1",))
     stopped(finished, "done", job_id="8")
     slurm.add("7", state="RUNNING")
     slurm.add("9", array="0-1", tasks={"1": {"state": "PENDING"}})
     words = ["+cluster=a100x4", "job.singleton=true", "submit", "--after", f"{running.id},{finished.id},{task.id}"]
-    assert main([*words, "--dry-run"]) == 0
-    assert "#SBATCH --dependency=afterok:7,afterok:9_1,singleton\n" in capsys.readouterr().out
+    assert "#SBATCH --dependency=afterok:7,afterok:9_1,singleton\n" in printed(*words, "--dry-run")
     assert main(words) == 0
     assert slurm.jobs[-1]["dependency"] == "afterok:7,afterok:9_1,singleton"
     assert main(["+cluster=a100x4", "submit", "--after", finished.id]) == 0
     assert slurm.jobs[-1]["dependency"] == ""
 
 
-def test_of_a_chain_the_job_that_finishes_the_run_is_waited_for(make: Make, slurm: FakeSlurm, capsys: Out) -> None:
+def test_of_a_chain_the_job_that_finishes_the_run_is_waited_for(make: Make, slurm: FakeSlurm) -> None:
     run = chained(make, slurm, "PENDING", "PENDING", "PENDING")
     words = ["+cluster=a100x4", "submit", "--after", run.id]
-    assert main([*words, "--dry-run"]) == 0
-    assert "#SBATCH --dependency='afterok:101?afterok:102?afterok:103'\n" in capsys.readouterr().out
-    assert main(["+cluster.sbatch.dependency='afterok:7'", *words]) == 2
-    assert "cannot wait for one of several" in capsys.readouterr().err
+    assert "#SBATCH --dependency='afterok:101?afterok:102?afterok:103'\n" in printed(*words, "--dry-run")
+    assert "cannot wait for one of several" in refused("+cluster.sbatch.dependency='afterok:7'", *words)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +314,7 @@ def test_of_a_chain_the_job_that_finishes_the_run_is_waited_for(make: Make, slur
     ],
 )
 def test_what_cannot_be_waited_for_is_refused_and_nothing_is_left(
-    make: Make, slurm: FakeSlurm, capsys: Out, case: str, words: str, project: Path
+    make: Make, slurm: FakeSlurm, case: str, words: str, project: Path
 ) -> None:
     run = make(job_ids=() if case == "prepared" else ("7",))
     if case == "failed":
@@ -345,13 +324,6 @@ def test_what_cannot_be_waited_for_is_refused_and_nothing_is_left(
         run.update_info(slurm_conf=str(project / "slurm.conf"))
         slurm.add("7", state="RUNNING")
     before = len(slurm.jobs)
-    assert main(["+cluster=a100x4", "submit", "--after", run.id]) == 2
-    error = capsys.readouterr().err
+    error = refused("+cluster=a100x4", "submit", "--after", run.id)
     assert words in error and "hint: " in error
     assert len(slurm.jobs) == before and len(list(project.glob("runs/train/*"))) == 1
-
-
-def test_local_runs_take_no_part(project: Path, capsys: Out) -> None:
-    assert main(["+cluster=local", "submit", "--after", "last"]) == 2
-    assert "has no queue" in capsys.readouterr().err
-    assert os.listdir(project) == []

@@ -12,7 +12,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import main
+from slurmtrain.system.process import wait_until
 from tests.support import fake_nvml
 from tests.support.fake_slurm import NO_REPLY, UNREACHABLE, FakeSlurm
 
@@ -373,10 +373,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
         python.chmod(0o700)
         job.submit(folder)
     for name in ("signalled", "lingers"):
-        await_file(jobs[name].folder / "began")
+        assert wait_until((jobs[name].folder / "began").exists, timeout_s=120), name
         for _ in range(2):
             os.killpg(jobs[name].process.pid, signal.SIGTERM)
-    await_file(jobs["lingers"].folder / "told")
+    assert wait_until((jobs["lingers"].folder / "told").exists, timeout_s=120)
     assert jobs["lingers"].process.poll() is None and jobs["lingers"].slurm.calls("scontrol requeue") == []
     (jobs["lingers"].folder / "go").touch()
     for job in jobs.values():
@@ -388,13 +388,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     for job in again:
         job.finish()
     return jobs
-
-
-def await_file(path: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("name", ENDINGS)

@@ -457,17 +457,14 @@ def test_a_trainjob_that_is_gone_is_gone_although_its_runtime_is_there(project: 
     assert shown("status", run.id)["state"] == "lost"
 
 
-def test_resume_without_an_answer_says_whom_to_wait_for(project: Path, kubectl: FakeKubectl) -> None:
-    run = submitted(project)
-    kubectl.fail("The connection to the server localhost:8080 was refused")
-    assert "try again when kubectl answers" in refused("resume", run.id, code=1)
-
-
-def test_status_without_an_answer_says_what_the_files_know(project: Path, kubectl: FakeKubectl) -> None:
+def test_without_an_answer_status_says_what_the_files_know_and_resume_whom_to_wait_for(
+    project: Path, kubectl: FakeKubectl
+) -> None:
     run = submitted(project)
     kubectl.fail("The connection to the server localhost:8080 was refused")
     found = shown("status", run.id)
     assert found["state"] == "unknown" and "was refused; attempt 1 is next" in found["sentence"]
+    assert "try again when kubectl answers" in refused("resume", run.id, code=1)
 
 
 def test_cancel_deletes_the_object_and_the_run_does_not_come_back(project: Path, kubectl: FakeKubectl) -> None:

@@ -29,7 +29,7 @@ from slurmtrain.supervise.platforms import local
 from slurmtrain.system import file_claims
 from slurmtrain.system.file_claims import claimed, is_claimed
 from slurmtrain.system.files import write_json
-from slurmtrain.system.process import ProcessMark
+from slurmtrain.system.process import ProcessMark, wait_until
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
@@ -339,10 +339,7 @@ def test_whoever_has_a_claim_gives_signs_of_life(tmp_path: Path, quick: None) ->
     with claimed(tmp_path, lambda owner: None):
         (claim,) = file_claims.claims(tmp_path)
         os.utime(claim, (0, 0))
-        deadline = time.monotonic() + 60
-        while claim.stat().st_mtime < time.time() - 60:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert wait_until(lambda: claim.stat().st_mtime >= time.time() - 60, timeout_s=60)
         assert is_claimed(tmp_path)
     assert not is_claimed(tmp_path)
 

@@ -9,7 +9,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
-from slurmtrain.config.launched_program import paths_in, script_and_module
+from slurmtrain.config.launched_program import paths_in, repeated_launcher, script_and_module
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.errors import EXIT_CONFIG, ConfigError, exit_code_of
 from slurmtrain.launch.checks import host_memory
@@ -17,6 +17,7 @@ from slurmtrain.planner.fit import check_host_memory
 from slurmtrain.planner.memory import GIB
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import refused
 from tests.unit.launch.test_snapshot import git
 
 
@@ -94,10 +95,8 @@ def test_a_program_that_would_not_be_there_is_said_before_the_queue(
     sweep: tuple[str, ...],
     ignoring: Path,
     slurm: FakeSlurm,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main([*sweep, "+cluster=a100x4", "submit", "--", *command.split()]) == EXIT_CONFIG
-    assert told in capsys.readouterr().err
+    assert told in refused(*sweep, "+cluster=a100x4", "submit", "--", *command.split(), code=EXIT_CONFIG)
     assert not slurm.submitted and not list(ignoring.glob("runs/*/*"))
 
 
@@ -123,8 +122,9 @@ def test_a_file_outside_of_the_work_tree_is_told_apart_from_an_ignored_one(
     (ignoring / "link.bin").symlink_to("../large.bin")
     assert main(["+cluster=a100x4", "submit", "--", "python", "seen.py", "../large.bin", "link.bin"]) == 0
     assert capsys.readouterr().err.count(f"because it lies outside of {ignoring}, so") == 2
-    assert main(["+cluster=a100x4", "job.snapshot=none", "submit", "--", "python", "mine.py", "link.bin"]) == 0
-    assert "snapshot" not in capsys.readouterr().err
+    assert "snapshot" not in refused(
+        "+cluster=a100x4", "job.snapshot=none", "submit", "--", "python", "mine.py", "link.bin", code=0
+    )
 
 
 def test_a_package_that_is_missing_in_the_job_is_no_reason_to_try_again(cli: Cli, project: Path) -> None:
@@ -171,3 +171,24 @@ def test_the_memory_of_a_container_is_what_it_may_have(tmp_path: Path) -> None:
     assert host_memory(info, limit) == 1 << 20
     limit.write_text("4096\n")
     assert host_memory(info, limit) == 4096 and host_memory(tmp_path / "a", tmp_path / "b") is None
+
+
+# A program of one's own before the queue: a launcher that every rank would start, and settings of programs alone.
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "several"),
+    [
+        (["cluster.tasks_per_node=4"], "torchrun --nproc-per-node 4 train.py", "each of the 4 ranks starts torchrun"),
+        (["cluster.nodes=2"], "python -m torch.distributed.run --nproc-per-node 4 train.py", "each of the 2 ranks"),
+        (["cluster.tasks_per_node=4"], "/v/bin/accelerate launch train.py", "ranks starts accelerate"),
+        (["cluster.tasks_per_node=4"], "deepspeed train.py", "ranks starts deepspeed"),
+        ([], "torchrun --nproc-per-node 4 train.py", None),
+        (["cluster.nodes=2"], "torchrun --nnodes=2 --rdzv-endpoint=$MASTER_ADDR:29500 train.py", None),
+        (["cluster.tasks_per_node=4"], "accelerate env", None),
+    ],
+)
+def test_a_launcher_that_every_rank_would_start_is_named(words: list[str], command: str, several: str | None) -> None:
+    one = ["cluster.nodes=1", "cluster.tasks_per_node=1", *words]
+    sentence = repeated_launcher(compose(["cluster=a100x4", "job=command", f"job.command='{command}'", *one]))
+    assert sentence is None if several is None else several in (sentence or "")

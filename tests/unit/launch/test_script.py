@@ -19,6 +19,7 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.config.folders import shipped
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import printed, refused
 
 GOLDENS = shipped("jobs") / "golden"
 EVERYTHING = r"""
@@ -266,8 +267,7 @@ def test_render_explains_below_each_line_for_people(project: Path, slurm: FakeSl
     words = ["+cluster=a100x4", "cluster.nodes=2", "render"]
     assert main(words) == 0
     script = capsys.readouterr().out.splitlines()
-    assert main([*words, "--explain"]) == 0
-    shown = capsys.readouterr().out
+    shown = printed(*words, "--explain")
     assert re.search(r"^#SBATCH --nodes=2\n +\| cluster.nodes", shown, re.MULTILINE)
     assert all(line.strip() in shown for line in script)
     assert main([*words, "--explain", "-o", "job.sbatch"]) == 2
@@ -290,8 +290,7 @@ def test_dry_run_render_and_submit_give_the_same_text(
         folder.mkdir()
         monkeypatch.chdir(folder)
     words = ["+cluster=a100x4", "+cluster.env.A='it is'", "cluster.nodes=2"]
-    assert main([*words, "submit", "--dry-run"]) == 0
-    shown = capsys.readouterr().out
+    shown = printed(*words, "submit", "--dry-run")
     assert not (folder / "runs").exists() and slurm.jobs == []
     assert rendered(capsys, *words) == shown
     assert main([*words, "submit"]) == 0
@@ -311,7 +310,7 @@ def test_dry_run_render_and_submit_give_the_same_text(
 
 
 def test_submitting_inside_a_job_hides_that_job_but_keeps_slurm_conf(
-    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: Out
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inherited = {
         "SLURM_JOB_ID": "1",
@@ -335,8 +334,7 @@ def test_submitting_inside_a_job_hides_that_job_but_keeps_slurm_conf(
     (run,) = project.glob("runs/train/*")
     assert json.loads((run / "run.json").read_text())["slurm_conf"] is None
     monkeypatch.delenv("SLURM_CONF")  # on the login node
-    assert main(["status", run.name]) == 0
-    assert "waiting" in capsys.readouterr().out
+    assert "waiting" in printed("status", run.name)
 
 
 SET_BY_THE_SHELL = {
@@ -371,8 +369,7 @@ def test_variables_of_sbatch_do_not_beat_the_config_and_give_what_it_leaves_open
     said = capsys.readouterr().err
     assert all(name in said for name in SET_BY_THE_SHELL) and not any(name in said for name in LEFT_TO_THE_SHELL)
     monkeypatch.setenv("SBATCH_PARTITION", "long")  # says the same
-    assert main([*words, "cluster.partition=long", "cluster.account=theirs", "submit"]) == 0
-    said = capsys.readouterr().err
+    said = refused(*words, "cluster.partition=long", "cluster.account=theirs", "submit", code=0)
     assert "SBATCH_PARTITION" not in said and "SBATCH_ACCOUNT=mine" in said
 
 

@@ -13,13 +13,13 @@ from slurmtrain.cli import main
 from slurmtrain.config import secrets
 from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import freeze, load_frozen
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.submit_once import export_option
 from slurmtrain.system import redaction
 from slurmtrain.system.files import read_json, write_json
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import refused
 
 VALUE = "hf_0123456789"
 
@@ -114,16 +114,13 @@ def test_where_sbatch_exports_less_they_go_along(
     assert export_option(config) == options
 
 
-def test_a_resumed_run_wants_them_again(
-    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_wants_them_again(project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_LOGIN", "from-env")
     slurm.command("squeue", "exit 0")
     assert main(["+cluster=a100x4", "+secrets.MY_LOGIN=env", "submit"]) == 0
     assert not files_with("from-env", project)
     monkeypatch.delenv("MY_LOGIN")
-    assert main(["resume", "last"]) == 78
-    assert "the environment variable MY_LOGIN is not set" in capsys.readouterr().err
+    assert "the environment variable MY_LOGIN is not set" in refused("resume", "last", code=78)
     assert len(slurm.submitted) == 1
 
 
@@ -166,19 +163,12 @@ def test_a_value_that_is_written_out_is_refused_and_nothing_is_left(
 
 @pytest.mark.parametrize("words", [(), ("-m", "train.seed=1,2")])
 def test_a_secret_that_is_a_part_of_a_path_is_refused_and_nothing_is_left(
-    words: tuple[str, ...], project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOGIN", project.name)
-    assert main([*words, "cluster=local", "job=command", "job.command=true", "+secrets.LOGIN=env", "submit"]) == 78
-    said = capsys.readouterr().err
+    said = refused(*words, "cluster=local", "job=command", "job.command=true", "+secrets.LOGIN=env", "submit", code=78)
     assert "a part of this run's" in said and "***LOGIN***" in said
     assert not [path for path in project.rglob("*") if path.is_file()]
-
-
-def test_a_hook_with_a_secret_in_its_command_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_TOKEN", VALUE)
-    with pytest.raises(ConfigError, match=r"hooks\.on_finish holds the secret"):
-        validate(compose(["hooks.on_finish='curl ${oc.env:MY_TOKEN}'"]))
 
 
 # Redaction.

@@ -16,6 +16,7 @@ from slurmtrain.launch.submit_once import (
     error_of,
 )
 from tests.support.fake_slurm import NO_REPLY, UNREACHABLE, FakeSlurm
+from tests.support.runs import refused
 
 FAILED = "sbatch: error: Batch job submission failed: "
 LIMIT = "AssocMaxSubmitJobLimit; Batch job submission failed: Job violates accounting/QOS policy (job submit limit)"
@@ -50,13 +51,10 @@ def test_one_empty_answer_proves_nothing_and_one_that_does_not_come_is_none(proj
     assert asked(slurm) == ["sbatch", *["squeue"] * 5, "sbatch"] and len(slurm.jobs) == 1
 
 
-def test_what_nobody_can_find_out_is_said_and_nothing_is_submitted_twice(
-    project: Path, slurm: FakeSlurm, capsys: Out
-) -> None:
+def test_what_nobody_can_find_out_is_said_and_nothing_is_submitted_twice(project: Path, slurm: FakeSlurm) -> None:
     slurm.fail("sbatch", NO_REPLY)
     slurm.fail("squeue")
-    assert main(SUBMIT) == 1
-    error = capsys.readouterr().err
+    error = refused(*SUBMIT, code=1)
     assert "it is not known whether the job was submitted: sbatch said: " in error and "imed out" in error
     assert asked(slurm).count("sbatch") == 1
 
@@ -85,11 +83,10 @@ def test_a_controller_that_was_never_reached_has_no_job_and_is_tried_again(
     ],
 )
 def test_a_refusal_is_said_in_slurms_words_and_leaves_nothing(
-    words: str, hint: str, project: Path, slurm: FakeSlurm, capsys: Out
+    words: str, hint: str, project: Path, slurm: FakeSlurm
 ) -> None:
     slurm.fail("sbatch", words)
-    assert main(SUBMIT) == 1
-    error = capsys.readouterr().err
+    error = refused(*SUBMIT, code=1)
     assert "sbatch refused the job: " in error and hint in error
     assert asked(slurm).count("sbatch") == 1 and not (project / "runs").exists()
 

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 
 from slurmtrain.choices import WandbMode
-from slurmtrain.config.compose import compose
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe import Ending, Held, LoggedRun, Logger, MetricsLog, logger_thread
 from slurmtrain.observe.logger_thread import LoggerThread, numbers_of, read_records
@@ -264,23 +262,6 @@ def test_only_rank_0_goes_on_in_the_run_of_a_program() -> None:
     for rank in (0, 3):  # what cluster.env sets stays
         assert "WANDB_NAME" not in of_rank(found, rank, {"WANDB_NAME": "mine"})
     assert of_rank({"MLFLOW_RUN_ID": "m"}, 3, {}) == {"MLFLOW_RUN_ID": "m"}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ("+observe.loggers.mine={a:1}", "has no _target_"),
-        ("+observe.loggers.wandb={_target_:x.Y}", "not a valid name of a logger"),
-        ("observe.wandb.project=me/lm", "observe.wandb.entity"),
-        ("observe.textfile_dir=prom", "not an absolute path"),
-        ("observe.mlflow.experiment=''", "observe.mlflow.experiment='' is not filled in"),
-        ("job=command job.command=true +observe.loggers.mine={_target_:my.Logger}", "needs the built-in trainer"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_the_queue(overrides: str, said: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        validate(compose(overrides.split(" ")))
-    assert said in f"{raised.value.message} {raised.value.hint}"
 
 
 def test_the_text_for_prometheus_has_one_labelled_gauge_for_each_number() -> None:

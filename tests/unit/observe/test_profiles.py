@@ -10,9 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from slurmtrain.config.compose import compose
 from slurmtrain.config.fields import profiled_steps
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch, parse_request
 from slurmtrain.observe.profiler import StepProfiler
@@ -67,15 +65,6 @@ def test_the_steps_of_the_config_are_a_range() -> None:
     for wrong in ("", "0", "5-3", "1-101", "a", "1-", "-3"):
         with pytest.raises(ConfigError, match=r"not a range of 1 to 100 steps|3 is less than 5"):
             profiled_steps(wrong)
-    words = ["experiment=smoke", "cluster.tasks_per_node=2", "train.steps=20"]
-    validate(compose([*words, "observe.profile_steps=19-25", "observe.profile_ranks=[0,1]"]))
-    for more, said in (
-        (["observe.profile_steps=21-22"], "needs as many train.steps"),
-        (["observe.profile_ranks=[2]"], "needs ranks that the job has"),
-        (["observe.profile_steps=3", "job=command", "job.command=true"], "needs the built-in trainer"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            validate(compose([*words, *more]))
 
 
 @pytest.mark.parametrize("make", ["unknown", "link", "folder", "large"])

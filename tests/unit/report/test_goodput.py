@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmtrain.cli import main
-from slurmtrain.report.goodput.causes import Cause, Goodput, over_all
-from slurmtrain.report.goodput.history import AttemptTimes, History
-from slurmtrain.report.goodput.run import goodput_of, of_history
+from slurmtrain.report.gpu_hours.causes import goodput_of, of_history
+from slurmtrain.report.gpu_hours.goodput import Cause, Goodput, over_all
+from slurmtrain.report.gpu_hours.history import AttemptTimes, History
 from slurmtrain.runs.attempts import Attempt
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import GPUS, T0, RunFiles, interrupted_run
@@ -252,15 +252,13 @@ def test_launching_a_run_on_this_machine_is_start_up_of_the_attempt_that_it_lead
     assert row["who"] == "laptop" and row["held_s"] == pytest.approx(found["held_s"]) == 100
 
 
-def test_the_gpus_of_an_attempt_that_does_not_say_them_are_those_of_the_script(
+def test_an_attempt_that_ended_before_it_could_say_its_gpus_had_those_of_the_others(
     files: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files.run.script.write_text("#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=a100:4\n")
-    files.attempt(1, 10, started=12, stepping=20, ended=120, **FINISHED, gpus=None)
-    assert goodput(monkeypatch)["gpu_count"] == 8
-    (files.run.path.parent / "sweep.json").write_text('{"pack": 4}')
-    files.run.update_info(packed=True)
-    assert goodput(monkeypatch)["gpu_count"] == 2
+    files.attempt(1, 10, started=0, ended=20, reason="bad node", verdict="requeue", gpus=None)
+    files.attempt(2, 40, restart=1, started=42, stepping=50, ended=120, **FINISHED, gpus=8.0)
+    found = goodput(monkeypatch)
+    assert found["gpu_seconds"]["startup"] == 8 * (10 + 10) and found["gpu_count"] == 8
 
 
 def test_a_program_is_productive_between_its_reports_and_unknown_without_any(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.errors import UnreadableRecordError, UsageError
-from slurmtrain.report.page.contents import Page
+from slurmtrain.report.page.render import Page
 from slurmtrain.report.page.serve import Latest, Server, is_own_host, serve
 
 SENTENCES = (("It goes on.",), ("Nothing needs to be done.",))

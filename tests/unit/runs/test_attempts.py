@@ -15,9 +15,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_CONFIG
 from slurmtrain.runs.attempts import Attempt, stalled_numbers
-from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.supervise.abandoned import close_abandoned
 from slurmtrain.system import files, records
 from tests.support.fake_slurm import FakeSlurm
@@ -234,12 +232,6 @@ def test_the_evidence_of_an_attempt_is_read_once(job: Job) -> None:
     job.ends(number, 137)
     assert [opened.count(name) for name in ("failed-0.json", "failed-1.json", "srun.log")] == [1, 1, 1]
     assert job.slurm.calls() == ["scontrol show job -o 7"]
-
-
-def test_the_job_is_known_by_its_own_array_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("SLURM_JOB_ID", "70"), ("SLURM_ARRAY_JOB_ID", "70"), ("SLURM_ARRAY_TASK_ID", "3")):
-        monkeypatch.setenv(name, value)
-    assert own_job_id() == "70_3"
 
 
 # What a person asks.
@@ -829,24 +821,3 @@ def test_what_a_rank_says_that_torch_aborts_is_evidence_against_its_node(
     found = job.ends(job.attempt(left, started=time.time() - 1000), 134)
     assert found["reason"] == "crash" and found["sentence"] == f"crashed: {said}; it is requeued"
     assert left_out() == blamed
-
-
-# The config of it.
-
-SANDBOX, CONTAINER = "cluster=sandbox", ("cluster.container.kind=apptainer", "cluster.container.image=a.sif")
-NO_SPARE_NODES = "cluster.spare_nodes=1 needs requeue.in_place=true"
-REFUSED = [
-    ([SANDBOX, "cluster.spare_nodes=1", "requeue.in_place=false"], NO_SPARE_NODES),
-    ([SANDBOX, "cluster.spare_nodes=1", "requeue=off"], NO_SPARE_NODES),  # what has stopped stays stopped
-    ([SANDBOX, "cluster.spare_nodes=1", "sweep.pack=2"], "needs sweep.pack=1"),
-    ([SANDBOX, "cluster.spare_nodes=-1"], "must be at least 0"),
-    (["cluster=local", "cluster.spare_nodes=1"], "needs a SLURM cluster"),
-]
-
-
-def test_spare_nodes_that_nothing_could_use_are_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, why in REFUSED:
-        assert main(["render", *words]) == EXIT_CONFIG, words
-        assert why in capsys.readouterr().err, words
-    for words in (["requeue=off", "requeue.in_place=true"], ["requeue.mode=chain"]):
-        assert main(["render", "cluster=a100x4", "cluster.spare_nodes=1", *words]) == 0

@@ -11,7 +11,7 @@ from slurmtrain.cli import main
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.software import read_environment, record_environment, write_environment
 from slurmtrain.system.process_facts import ProcessFacts, gather_facts
-from tests.support.runs import add_attempt, submitted_run
+from tests.support.runs import add_attempt, printed, refused, submitted_run
 
 
 def ran_with(run: RunDir, **groups: dict[str, str]) -> None:
@@ -44,16 +44,13 @@ def test_runs_compare_shows_what_two_runs_ran_with_as_far_as_it_differs(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = (submitted_run(project, "cluster=local") for _ in range(2))
-    assert main(["runs", "compare", a.id, b.id]) == 0
-    assert "what a and b used is not known: no attempt recorded it" in capsys.readouterr().out
+    assert "what a and b used is not known: no attempt recorded it" in printed("runs", "compare", a.id, b.id)
     many = {f"package-{number}": "1" for number in range(40)}
     ran_with(a, packages={"torch": "2.11.0", **many}, gpu={"driver": "535"}, system={"host": "n1"})
     ran_with(b, packages={"torch": "2.11.0", **many}, gpu={"driver": "535"}, system={"host": "n2"})
-    assert main(["runs", "compare", a.id, b.id]) == 0
-    assert "they ran with the same packages, driver, image and variables" in capsys.readouterr().out
+    assert "they ran with the same packages, driver, image and variables" in printed("runs", "compare", a.id, b.id)
     ran_with(b, packages={"torch": "2.13.0\x1b[2J"}, gpu={"driver": "550"}, variables={"NCCL_ALGO": "Ring"})
-    assert main(["runs", "compare", a.id, b.id]) == 0
-    shown = capsys.readouterr().out
+    shown = printed("runs", "compare", a.id, b.id)
     assert "\x1b" not in shown and "packages: 29 more (--json has all)" in shown
     rows = {line.split("  ")[0].strip(): line.split() for line in shown.splitlines()}
     assert rows["gpu driver"][2:] == ["535", "550"] and rows["variables NCCL_ALGO"][2:] == ["-", "Ring"]
@@ -64,14 +61,12 @@ def test_runs_compare_shows_what_two_runs_ran_with_as_far_as_it_differs(
     assert {"group": "gpu", "name": "driver", "a": "535", "b": "550"} in found["differences"]
 
 
-def test_a_record_that_is_none_is_one_sentence(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_that_is_none_is_one_sentence(project: Path) -> None:
     a, b = (submitted_run(project, "cluster=local") for _ in range(2))
     ran_with(a, packages={"torch": "2"})
     record = b.attempt(b.new_attempt()).environment_file
     record.symlink_to("/etc/passwd")
-    assert main(["runs", "compare", a.id, b.id]) == 2
-    assert "is a link" in capsys.readouterr().err
+    assert "is a link" in refused("runs", "compare", a.id, b.id)
     record.unlink()
     record.write_text('{"packages": [[[')  # torn
-    assert main(["runs", "compare", a.id, b.id]) == 0
-    assert "what b used is not known" in capsys.readouterr().out
+    assert "what b used is not known" in printed("runs", "compare", a.id, b.id)

@@ -20,7 +20,7 @@ import pytest
 
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.store import commit
-from slurmtrain.checkpoint.store.fencing import claim
+from slurmtrain.checkpoint.store.commit import claim
 from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_CONFIG, ClusterError, EnvironmentMismatchError, UsageError
 from slurmtrain.runs import lookup, reached_step
@@ -36,7 +36,7 @@ from slurmtrain.system.modes import inherit_group
 from slurmtrain.system.trust import own_user, user_in_words
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.run_info import run_info
-from tests.support.runs import no_waiting, refused, shown
+from tests.support.runs import no_waiting, printed, refused, shown
 from tests.support.stranger import Stranger
 
 Out = pytest.CaptureFixture[str]
@@ -112,14 +112,13 @@ def test_a_slurm_conf_that_somebody_else_names_is_not_used(
 
 
 def test_a_slurm_conf_of_ones_own_run_is_not_used_when_somebody_else_has_put_it_there(
-    mine: RunDir, stranger: Stranger, shared: Path, asked: Asked, capsys: Out
+    mine: RunDir, stranger: Stranger, shared: Path, asked: Asked
 ) -> None:
     """A sandbox in /tmp is gone after a reboot, and its place is anybody's."""
     conf = shared / "slurm.conf"
     stranger.does(lambda: conf.write_text("PluginDir=/tmp/evil\n"))
     mine.update_info(slurm_conf=str(conf))
-    assert main(["status"]) == 0
-    assert "not used, because it may be somebody else's work" in capsys.readouterr().out
+    assert "not used, because it may be somebody else's work" in printed("status")
     assert main(["cancel", "last"]) != 0
     assert asked() == []
 
@@ -280,7 +279,7 @@ def test_last_is_ones_own_last_run_and_an_id_that_somebody_has_copied_means_ones
 
 @pytest.mark.parametrize("part", ["attempts", "checkpoints", "evaluations"])
 def test_a_part_that_somebody_has_linked_is_not_followed(
-    part: str, plant: Plant, stranger: Stranger, tmp_path: Path, asked: Asked, capsys: Out
+    part: str, plant: Plant, stranger: Stranger, tmp_path: Path, asked: Asked
 ) -> None:
     run = plant()
 
@@ -290,17 +289,15 @@ def test_a_part_that_somebody_has_linked_is_not_followed(
         (run.path / part).symlink_to(tmp_path)
 
     stranger.does(link)
-    assert main(["status"]) == 0
-    assert f"{part} is a link" in capsys.readouterr().out
+    assert f"{part} is a link" in printed("status")
     assert f"{part} is a link" in refused("status", run.id)
 
 
 def test_runs_and_checkpoints_of_somebody_else_are_not_pruned(
-    plant: Plant, mine: RunDir, stranger: Stranger, asked: Asked, capsys: Out
+    plant: Plant, mine: RunDir, stranger: Stranger, asked: Asked
 ) -> None:
     run = plant()
-    assert main(["runs", "prune", "--dry-run"]) == 0
-    assert run.id not in capsys.readouterr().out
+    assert run.id not in printed("runs", "prune", "--dry-run")
     for where in (run.id, str(run.checkpoints)):
         if where != run.id:
             stranger.does(lambda: (run.checkpoints / "checkpoint_0000001").mkdir())
@@ -360,14 +357,13 @@ def test_nothing_is_submitted_where_somebody_else_could_replace_it(
 
 
 def test_who_used_a_name_first_in_a_teams_folder_can_replace_nobody_elses_runs_of_it(
-    team: Path, stranger: Stranger, asked: Asked, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: Out
+    team: Path, stranger: Stranger, asked: Asked, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner of a folder may rename what is in it, in spite of the sticky bit: the job would run their code."""
     monkeypatch.setenv("SLURMTRAIN_RUNS", str(team))
     stranger.does(lambda: create_run_dir(team, "train"), groups=[stranger.gid])
     words = ["+cluster=a100x4", f"job.runs_dir={team}"]
-    assert main([*words, "submit", "--dry-run"]) == 0
-    dry = capsys.readouterr().out
+    dry = printed(*words, "submit", "--dry-run")
     assert main([*words, "submit"]) == 0
     waiting = Path(shown("status", "last")["path"])
     assert f"{waiting.parent}/" in dry and str(waiting) in slurm.submitted[0]
@@ -601,8 +597,7 @@ def test_a_bad_run_is_a_row_and_takes_nobodys_list_down(
 
     stranger.does(spoil)
     for words in (["status"], ["runs", "prune", "--dry-run"], ["status", "--json"]):
-        assert main(words) == 0
-        out = capsys.readouterr().out
+        out = printed(*words)
         assert mine.id in out or words[1:2] == ["prune"]
         if "prune" not in words:
             assert out.count("unreadable") >= len(BAD)
@@ -612,11 +607,10 @@ def test_a_bad_run_is_a_row_and_takes_nobodys_list_down(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_what_a_run_says_does_not_steer_the_terminal(plant: Plant, asked: Asked, capsys: Out) -> None:
+def test_what_a_run_says_does_not_steer_the_terminal(plant: Plant, asked: Asked) -> None:
     run = plant(name="\x1b]0;owned\x07", overrides=["a=\x1b[2J"], user="\ud800")
     for words in (["status"], ["status", run.id], ["status", run.id, "--json"]):
-        assert main(words) == 0
-        assert "\x1b" not in capsys.readouterr().out
+        assert "\x1b" not in printed(*words)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from slurmtrain.planner.fit import memory_of
 from slurmtrain.runtime.jobs.dry_run import dry_run
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -163,9 +164,7 @@ def test_where_it_cannot_be_known_there_is_a_warning(
 
 
 @pytest.mark.usefixtures("project", "slurm")
-def test_of_a_sweep_the_largest_point_is_built(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_sweep_the_largest_point_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def built(config: Config) -> list[object]:
@@ -176,8 +175,7 @@ def test_of_a_sweep_the_largest_point_is_built(
     sweep = ["-m", *TIGHT, "submit", "--dry-run"]
     assert main([*sweep, "model.n_layers=2,32,3"]) == 0
     assert asked == [32]
-    assert main([*sweep, "model.n_layers=2,320"]) == 78
-    assert "point 1 (model.n_layers=320): 8 ranks = " in capsys.readouterr().err
+    assert "point 1 (model.n_layers=320): 8 ranks = " in refused(*sweep, "model.n_layers=2,320", code=78)
     assert asked == [32]
 
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slurmtrain.checkpoint.errors import CheckpointMismatchError, LostPeersError, SupersededError
+from slurmtrain.checkpoint.save.job import SaveResult
+from slurmtrain.checkpoint.store import retention
 from slurmtrain.errors import DivergedError, PreflightError
+from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import Failure, Failures
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.addresses import RendezvousError
+from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
+from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.leaving import failure_of
+from slurmtrain.runtime.startup_times import Timeline
+from slurmtrain.system import records
 from tests.support.local_runs import clean_environment
 from tests.support.runs import submitted_run
 
@@ -89,3 +101,87 @@ def test_a_loop_of_the_users_own_leaves_with_the_code_of_its_failure_whatever_ca
     assert done.returncode == code, done.stderr
     assert ("the last line" in done.stdout) == (what != "fails")
     assert len(Failures.read(run.attempt(1)).ranks) == recorded
+
+
+# `slurmtrain.init` and the public Checkpointer: what loading them does, and what they say when called out of turn.
+
+
+SCRIPT = """
+import signal, sys
+import slurmtrain
+
+def said(call):
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+
+slurmtrain.init, slurmtrain.should_stop
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "loading it has changed how TERM is handled"
+assert "torch" not in sys.modules
+for early in (slurmtrain.should_stop, slurmtrain.Checkpointer, slurmtrain.exit_for_requeue):
+    assert said(early) == "call slurmtrain.init() first", early
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+slurmtrain.init(device="cpu")
+assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+assert not slurmtrain.should_stop()
+assert "was already called" in said(slurmtrain.init)
+assert not slurmtrain.should_stop()
+signal.raise_signal(signal.SIGTERM)
+while not slurmtrain.should_stop():
+    pass
+"""
+
+
+def test_signals_are_handled_from_init_on_and_a_second_init_says_so(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_program_of_one_process_looks_for_a_stop_and_leaves_without_init_and_torch(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+import slurmtrain
+
+assert not slurmtrain.stop_requested()
+os.kill(os.getpid(), signal.SIGTERM)
+while not slurmtrain.stop_requested():
+    pass
+assert "torch" not in sys.modules
+slurmtrain.exit_for_requeue()
+"""
+    words = [sys.executable, "-c", script]
+    assert subprocess.run(words, cwd=tmp_path, env=clean_environment(), timeout=60, check=False).returncode == 75
+
+
+# What rank 0 writes of a training, when the disk is full.
+
+
+def test_what_a_full_disk_refuses_is_told_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*words: Any, **values: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run_dir = RunDir(tmp_path)
+    run_dir.checkpoints.mkdir()
+    monkeypatch.setattr(records, "open_to_append", full)
+    monkeypatch.setattr(retention, "hold", full)
+    jobs = EvaluationJobs(run_dir)
+    record = RunRecord(AttemptContext(run_dir, 2, supervised=True), Timeline(), jobs)
+    for event in (Event.UPDATE_SKIPPED, Event.LOSS_SPIKE):
+        record.event(event, {"step": 1})
+    record.on_ending(SaveResult(tmp_path, 1, 0.0, 0.0, 0))
+    jobs.ask(2)
+    jobs.ask(3)
+    assert caplog.text.count("events of the run") == caplog.text.count("requests for evaluations") == 1
+    monkeypatch.undo()
+    record.event(Event.LOSS_SPIKE, {"step": 3})
+    assert [event["step"] for event in run_dir.events()] == [3] and "can be written again" in caplog.text

@@ -297,11 +297,3 @@ def test_a_program_that_asks_for_gpus_where_none_can_be_is_not_started(ended: En
     assert not (end.folder / "started").exists()
     assert (ended("wants a GPU and no GPU", 0).folder / "started").exists()
     assert "device cpu" in ended("has a loop of its own", 0).said
-
-
-@pytest.mark.usefixtures("project")
-def test_outside_of_a_run_the_verb_progress_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["progress", "10"]) == 2
-    assert "works only inside a run: SLURMTRAIN_RUN_DIR is not set" in capsys.readouterr().err
-    assert main(["progress", "ten"]) == 2
-    assert "STEP: 'ten' is not a whole number" in capsys.readouterr().err

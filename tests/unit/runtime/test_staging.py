@@ -13,8 +13,6 @@ import pytest
 import slurmtrain
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
-from slurmtrain.config.validate import validate
-from slurmtrain.errors import ConfigError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.supervise.staging import archive_of
 from slurmtrain.system.node_copies import shared_interpreter, with_copies, without_copies
@@ -172,25 +170,6 @@ def test_what_a_rank_submits_names_no_folder_of_its_node(monkeypatch: pytest.Mon
     assert shared_interpreter(staged) == "/shared/bin/python"
     assert shared_interpreter({}) == "/local/environment/bin/python"
     assert without_copies(staged) == {"PATH": "/bin", "HOME": "/home/me"}
-
-
-IN_A_CONTAINER = ("cluster.container.kind=apptainer", "cluster.container.image=/a.sif")
-REFUSED = [
-    (["cluster.stage.dir=scratch"], "is not a folder on a node"),
-    (["cluster.stage.dir='/tmp/$(id)'"], "is not a folder on a node"),
-    (["cluster.stage.data=[/a/x,/b/x]"], "needs paths whose last parts differ"),
-    (["cluster=local", "cluster.stage.code=true"], "cluster.stage needs a SLURM cluster"),
-    ([*IN_A_CONTAINER, "cluster.stage.code=true"], "cluster.stage needs ranks without a container"),
-    (["sweep.pack=2", "cluster.stage.environment=true"], "cluster.stage needs sweep.pack=1"),
-    (["job.snapshot=none", "cluster.stage.code=true"], "cluster.stage.code=true needs job.snapshot=auto"),
-    (["cluster.stage.limit_min=0"], r"cluster.stage.limit_min=0 must be at least 1"),
-]
-
-
-@pytest.mark.parametrize(("words", "message"), REFUSED)
-def test_what_cannot_be_copied_is_refused_before_the_queue(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(compose(["cluster=a100x4", *words] if "cluster=local" not in words else words))
 
 
 def test_relative_data_is_that_of_the_folder_of_the_command() -> None:

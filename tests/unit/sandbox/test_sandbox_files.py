@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.cli import main
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.sandbox import SandboxSpec
 from slurmtrain.sandbox.directory import PLAN, PROCESSES
@@ -21,6 +20,7 @@ from slurmtrain.sandbox.spec import Site, slurm_conf
 from slurmtrain.slurm.command_environment import PREFIX_FILE, clean_environment, programs_beside, submission_environment
 from slurmtrain.slurm.versions import Version
 from slurmtrain.system.process import Process, wait_until
+from tests.support.runs import refused
 
 PROGRAMS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun", "slurmctld", "slurmd")
 
@@ -110,14 +110,13 @@ def test_with_accounting_qos_preempt_each_other_and_partitions_do_not(tmp_path: 
     assert (sandbox / "slurmdbd.conf").stat().st_mode & 0o777 == 0o600  # slurmdbd refuses any other
 
 
-def test_a_slurm_of_a_prefix_is_refused_with_what_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slurm_of_a_prefix_is_refused_with_what_is_missing(tmp_path: Path) -> None:
     prefix = a_slurm(tmp_path / "slurm")
     assert find_programs(prefix)["slurmctld"] == str(prefix / "sbin" / "slurmctld")
     (prefix / "bin" / "srun").unlink()
-    assert main(["sandbox", "up", "--name", "none", "--slurm-prefix", str(prefix)]) == 1
-    assert f"there is no SLURM in {prefix}: no srun in its bin or sbin" in capsys.readouterr().err
+    assert f"there is no SLURM in {prefix}: no srun in its bin or sbin" in refused(
+        "sandbox", "up", "--name", "none", "--slurm-prefix", str(prefix), code=1
+    )
 
 
 def test_the_commands_of_a_sandbox_are_those_of_its_own_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep import jobs
 from slurmtrain.system.files import write_json
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import add_attempt, no_waiting, shown, started
+from tests.support.runs import add_attempt, no_waiting, printed, refused, shown, started
 
 Out = pytest.CaptureFixture[str]
 SWEEP = ["-m", "+cluster=a100x4", "cluster.nodes=1,2", "train.seed=1,2", "submit"]  # two arrays
@@ -120,13 +120,11 @@ def test_a_cancelled_sweep_is_not_submitted_by_the_same_command_but_by_retry(
     assert [sweep.job_id(0), sweep.job_id(1)] == ["101", None]
     assert main(["sweep", "cancel", sweep.id]) == 0
     capsys.readouterr()
-    assert main(SWEEP) == 1
-    error = capsys.readouterr().err
+    error = refused(*SWEEP, code=1)
     assert "was cancelled, so nothing of it is submitted" in error
     assert f"sweep retry {sweep.id}" in error and "--again" in error
     assert len(slurm.submitted) == 1
-    assert main(["sweep", "status", sweep.id]) == 0
-    assert f"cancelled, sweep retry {sweep.id} goes on" in capsys.readouterr().out
+    assert f"cancelled, sweep retry {sweep.id} goes on" in printed("sweep", "status", sweep.id)
     assert main(["sweep", "retry", sweep.id]) == 0
     assert sweep.job_id(1) is not None and len(slurm.submitted) == 3  # what was lost, and what was left out
     assert main(SWEEP) == 0
@@ -138,7 +136,7 @@ def ends(verdict: str, reason: str, sentence: str = "x", **fields: object) -> di
 
 
 def test_a_retry_submits_what_failed_and_says_what_will_fail_again_and_what_helps(
-    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: Out
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_waiting(monkeypatch)
     assert main(["-m", "+cluster=a100x4", "train.seed=range(7)", "submit"]) == 0
@@ -154,23 +152,18 @@ def test_a_retry_submits_what_failed_and_says_what_will_fail_again_and_what_help
     slurm.forget("101")
     states = [point["state"] for point in shown("sweep", "status", "last")["points"]]
     assert states == ["finished", *["failed"] * 4, "stopped", "lost"]
-    assert main(["status", sweep.points()[2].run_id]) == 0
-    said = capsys.readouterr().out
+    said = printed("status", sweep.points()[2].run_id)
     assert "Other values need a sweep of their own" in said and "KEY=VALUE" not in said
-    assert main(["sweep", "retry", "last"]) == 0
-    said = capsys.readouterr().out
+    said = printed("sweep", "retry", "last")
     assert "6 runs of" in said and sweep.members(1) == [point.run_id for point in sweep.points()[1:]]
     assert "point 1 will probably fail again for the same reason: ValueError: bad\n" in said
     assert "points 2, 4 will probably fail again for the same reason: data.path=/x is missing\n" in said
     assert "they keep their config; after a change of it, submit another sweep: -m ... submit --again" in said
 
 
-def test_a_sweep_that_is_cancelled_while_it_is_submitted_stops_there(
-    project: Path, slurm: FakeSlurm, capsys: Out
-) -> None:
+def test_a_sweep_that_is_cancelled_while_it_is_submitted_stops_there(project: Path, slurm: FakeSlurm) -> None:
     slurm.instead_of_sbatch(f'"$here/real/sbatch" "$@"; touch $(echo {project}/runs/train.sweep-*)/cancelled')
-    assert main(SWEEP) == 1
-    assert "was cancelled" in capsys.readouterr().err
+    assert "was cancelled" in refused(*SWEEP, code=1)
     assert len(slurm.submitted) == 1
     assert slurm.calls("scancel") == ["scancel 101"]
 
@@ -188,9 +181,7 @@ def test_an_array_waits_for_no_array_that_has_ended(project: Path, slurm: FakeSl
     assert ["--dependency=afterany" in script for script in slurm.submitted] == [False, False, True]
 
 
-def test_the_status_of_a_point_says_which_it_is_and_how_it_is_submitted(
-    project: Path, slurm: FakeSlurm, capsys: Out
-) -> None:
+def test_the_status_of_a_point_says_which_it_is_and_how_it_is_submitted(project: Path, slurm: FakeSlurm) -> None:
     """Not with the script of its array, which would be all of it once more; its overrides are those of all points."""
     slurm.fail("sbatch", "MaxSubmitJobsPerUser: submit limit", after=1)
     assert main(SWEEP) == 1
@@ -199,8 +190,9 @@ def test_the_status_of_a_point_says_which_it_is_and_how_it_is_submitted(
         point["sentence"] for point in shown("sweep", "status", "last")["points"] if point["state"] == "prepared"
     ]
     assert waiting == [f"not submitted yet: the command that made the sweep, or `sweep retry {sweep.id}`, does it"] * 2
-    assert main(["status", sweep.points()[1].run_id]) == 0
-    assert f"  sweep: point 1 of {sweep.id}: cluster.nodes=1 train.seed=2\n" in capsys.readouterr().out
+    assert f"  sweep: point 1 of {sweep.id}: cluster.nodes=1 train.seed=2\n" in printed(
+        "status", sweep.points()[1].run_id
+    )
 
 
 # Above a limit on jobs.
@@ -233,13 +225,12 @@ def elements(sweep: Sweep) -> list[str]:
 
 @pytest.mark.parametrize("parallelism", [None, 1])
 def test_a_sweep_above_the_submit_limit_is_submitted_in_parts_each_run_once(
-    parallelism: int | None, project: Path, slurm: FakeSlurm, limited: Callable[[], None], capsys: Out
+    parallelism: int | None, project: Path, slurm: FakeSlurm, limited: Callable[[], None]
 ) -> None:
     limit = [] if parallelism is None else ["--array-parallelism", str(parallelism)]
     words = ["-m", "+cluster=a100x4", "train.seed=range(7)", "submit", *limit]
     for left in (4, 1):
-        assert main(words) == 1
-        assert f"{left} runs could not be submitted" in capsys.readouterr().err
+        assert f"{left} runs could not be submitted" in refused(*words, code=1)
         assert len(elements(the_sweep(project))) == 7 - left
         limited()
     assert main(words) == 0

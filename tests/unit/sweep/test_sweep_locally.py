@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system import process
 from tests.support.commands import Cli, refusal
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import shown
+from tests.support.runs import printed, shown
 
 Out = pytest.CaptureFixture[str]
 # A program for every point; $POINT says which.
@@ -32,10 +31,7 @@ def attempts_of(project: Path) -> list[int]:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.02)
+    assert process.wait_until(path.exists, timeout_s=60), path
 
 
 def test_points_run_here_one_after_the_other_and_the_same_command_runs_what_is_left(
@@ -87,10 +83,7 @@ def test_a_launcher_that_is_killed_leaves_nobody_behind(project: Path) -> None:
     shell.kill()
     shell.wait()
     pid = int((project / "pid-1").read_text())
-    deadline = time.monotonic() + 60
-    while process.lives(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert process.wait_until(lambda: not process.lives(pid), timeout_s=60)
     assert attempts_of(project) == [1, 0]
 
 
@@ -110,15 +103,14 @@ def test_a_dry_run_prints_the_script_of_every_array_and_leaves_nothing(
     assert list(project.iterdir()) == [] and slurm.submitted == []
 
 
-def test_what_a_dry_run_prints_is_what_is_submitted(project: Path, slurm: FakeSlurm, capsys: Out) -> None:
+def test_what_a_dry_run_prints_is_what_is_submitted(project: Path, slurm: FakeSlurm) -> None:
     words = ["-m", "+cluster=a100x4", "sweep.pack=2", "train.seed=range(5)", "submit"]
-    assert main([*words, "--dry-run"]) == 0
-    printed = capsys.readouterr().out
+    dry = printed(*words, "--dry-run")
     assert main(words) == 0
     (info,) = (project / "runs").glob("*/sweep.json")
     stamp = Sweep(info.parent).points()[0].run_id.removesuffix("-0000")
     script = slurm.submitted[-1].replace(stamp, "RUN_ID")
-    assert printed.startswith(script) and "#SBATCH --array=0-2\n" in script
+    assert dry.startswith(script) and "#SBATCH --array=0-2\n" in script
 
 
 @pytest.mark.parametrize(
@@ -128,6 +120,7 @@ def test_what_a_dry_run_prints_is_what_is_submitted(project: Path, slurm: FakeSl
         ("train.seed=1,2 search.pruner=median", 2, "hint: hydra/sweeper=optuna"),  # it would prune nothing
         ("train.seed=1 cluster.nodes=0", 78, "nothing varies, so this is a sweep of one run"),
         ("train.seed=1,2 sweep.pack=2 requeue.mode=resubmit", 78, "sweep.pack=2 with requeue.mode=resubmit"),
+        ("train.seed=1,2 requeue=chain", 78, "requeue.mode=chain"),
         ("train.seed=1,2 sweep.pack=1,2", 78, "must have the same sweep.pack, but these differ: 1, 2"),
     ],
 )

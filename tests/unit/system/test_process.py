@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,10 +88,7 @@ def test_no_process_of_a_tree_hears_of_its_end(tmp_path: Path, _: int) -> None:
     """As in the power failure of a node: an srun that heard of its shell's end would tell SLURM to end its step."""
     shell = subprocess.Popen(["bash", "-c", JOBS], cwd=tmp_path, start_new_session=True)
     ready = tmp_path / "ready"
-    deadline = time.monotonic() + 60
-    while not ready.exists() or len(ready.read_text().splitlines()) < 8:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert process.wait_until(lambda: ready.exists() and len(ready.read_text().splitlines()) == 8, timeout_s=60)
     own = Process.of(shell.pid)
     assert own is not None
     kill_trees([own])

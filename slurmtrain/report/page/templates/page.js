@@ -6,6 +6,15 @@
   const colorOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   // Colours of a figure are variables of the style sheet, which depend on the theme.
   const themed = (key, value) => (/color$/i.test(key) && String(value).startsWith("--") ? colorOf(value) : value);
+  const template = () => { // what all figures have in common
+    const clear = "rgba(0,0,0,0)", muted = colorOf("--muted"), strong = colorOf("--strong-edge");
+    const axis = { gridcolor: colorOf("--edge"), linecolor: strong, zeroline: false, automargin: true };
+    return { layout: {
+      showlegend: false, margin: { l: 52, r: 14, t: 10, b: 34 }, paper_bgcolor: clear, plot_bgcolor: clear, font: { color: muted, size: 12 },
+      hoverlabel: { bgcolor: colorOf("--bg"), bordercolor: strong, font: { color: colorOf("--text") }, namelength: -1 },
+      modebar: { bgcolor: clear, color: muted, activecolor: colorOf("--accent") }, xaxis: axis, yaxis: axis,
+    } };
+  };
   const options = {
     responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
   };
@@ -38,6 +47,19 @@
     figure.querySelector("figcaption").append(scale);
   };
 
+  // A list of the curves and their colours above a chart, which has room on a phone, too.
+  const setUpLegend = (figure, data) => {
+    const named = data.filter((each) => each.name && each.showlegend !== false);
+    figure.querySelector(".legend").replaceChildren(...(named.length < 2 ? [] : named).map((each) => {
+      const item = document.createElement("li"), key = document.createElement("span");
+      key.className = "key";
+      key.style.background = each.marker.color;
+      // plotly reads a name as HTML, in which it is therefore escaped.
+      item.append(key, new DOMParser().parseFromString(each.name, "text/html").body.textContent);
+      return item;
+    }));
+  };
+
   const drawOne = (figure) => {
     near.unobserve(figure);
     const plot = figure.querySelector(".plot"), drawn = plot.classList.contains("js-plotly-plot");
@@ -45,7 +67,9 @@
     if (matchMedia("(pointer: coarse)").matches) layout.dragmode = false; // a finger scrolls the page
     const follows = figure.dataset.steps !== undefined, all = String(layout.xaxis.range);
     if (follows && view) layout.xaxis.range = [...view];
+    layout.template = template();
     Plotly.react(plot, data, layout, options);
+    setUpLegend(figure, data);
     if (drawn) return;
     if (follows) plot.on("plotly_relayout", () => show(plot.layout.xaxis.range, all));
     if (figure.dataset.scalable !== undefined) setUpScale(figure, plot);
@@ -57,7 +81,6 @@
   }, { rootMargin: "800px" });
 
   const draw = () => {
-    document.querySelectorAll(".key").forEach((key) => { key.style.background = colorOf(key.dataset.color); });
     document.querySelectorAll("figure.chart").forEach((figure) => {
       const plot = figure.querySelector(".plot");
       plot.style.height = `${figure.dataset.height}px`; // now, so that nothing moves when it is drawn
@@ -93,7 +116,7 @@
     draw();
   };
 
-  // Of a page that is served: ask for its content again, and put that in the place of the old one, unfolded as it is.
+  // Of a page that is served: ask for its content again, and put that in the place of the old one.
   const contentOf = (page) => page.querySelector("main")?.outerHTML + page.querySelector("h1")?.outerHTML;
   const live = (first) => {
     const meta = document.querySelector('meta[name="slurmtrain-refresh-s"]');
@@ -108,10 +131,8 @@
         if (answer.status !== 200) said.textContent = `The server answered with ${answer.status}.`;
         else if (content !== shown) {
           shown = content;
-          const unfolded = [...document.querySelectorAll("details")].map((each) => each.open);
           document.querySelectorAll(".js-plotly-plot").forEach((plot) => { Plotly.purge(plot); });
           for (const part of ["main", "h1"]) document.querySelector(part).replaceWith(document.adoptNode(next.querySelector(part)));
-          document.querySelectorAll("details").forEach((each, index) => { each.open = unfolded[index] || false; });
           const goesOn = next.querySelector('meta[name="slurmtrain-refresh-s"]') !== null;
           said.textContent = goesOn ? `Refreshed at ${new Date().toLocaleTimeString()}.` : "The run has ended, so this page no longer changes.";
           setUp();

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from slurmtrain.checkpoint import safetensors_files
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.dcp import DcpFolder, export_dcp
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.headers import find_unsound
@@ -23,7 +22,8 @@ from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.reader import load
 from slurmtrain.errors import UsageError
 from slurmtrain.models.decoder import Decoder
-from slurmtrain.models.import_weights import import_weights, imported_names
+from slurmtrain.weights.dcp import DcpFolder, export_dcp
+from slurmtrain.weights.import_weights import import_weights, imported_names
 
 SIZES: dict[str, Any] = {"vocab_size": 61, "dim": 48, "n_layers": 2, "n_heads": 4, "max_seq_len": 16}
 

@@ -12,16 +12,15 @@ from torch import Tensor, nn
 
 from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.format.boxes import Box
-from slurmtrain.checkpoint.format.dtypes import dtype_name
-from slurmtrain.checkpoint.local_tensors import box_of, local
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
+from slurmtrain.checkpoint.tensors import box_of, dtype_name, local
 from slurmtrain.config import known_models
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.errors import ConfigError
-from slurmtrain.models import hf_names
 from slurmtrain.models.decoder import Decoder
 from slurmtrain.models.huggingface import HuggingFace, read_whole
 from slurmtrain.models.lora import has_adapters, name_without_adapters, without_adapters
+from slurmtrain.weights import hf_names
 
 SHOWN = 3
 

@@ -7,7 +7,6 @@ reading a folder executes nothing, whoever wrote it.
 from __future__ import annotations
 
 import pickle
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,9 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import WriteItem
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.export import Exported, opened
-from slurmtrain.checkpoint.hf_folder import MODE, check_folder, publish_folder
-from slurmtrain.system.files import fsync_directory, temporary_beside
+from slurmtrain.weights.export import Exported, appearing, opened
 
 METADATA = ".metadata"
 # The modules whose classes the metadata consists of, and what it needs of others.
@@ -51,9 +48,7 @@ def export_dcp(
         UsageError: `out` or `only` are not valid.
         CheckpointError: the checkpoint is damaged, or `out` cannot be written; `out` does not exist then.
     """
-    check_folder(out, force=force)
-    temporary = temporary_beside(out, ".tmp")
-    with opened(path, only, dtype) as checkpoint:
+    with appearing(out, folder=True, force=force) as temporary, opened(path, only, dtype) as checkpoint:
         entries = checkpoint.entries
         in_checkpoint = {entry.name: name for name, entry in entries.items()}
 
@@ -62,24 +57,14 @@ def export_dcp(
             ((_, tensor),) = checkpoint.tensors(progress, {in_checkpoint[name]: entry})
             return tensor
 
+        state = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries.values()}
         try:
-            temporary.mkdir(mode=MODE)
-            state = {
-                entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries.values()
-            }
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that there is one process
                 dcp.save(state, storage_writer=FileSystemWriter(temporary), planner=_Lazily(read), no_dist=True)
-            fsync_directory(temporary)
-            size = sum(file.stat().st_size for file in temporary.iterdir())
-            publish_folder(temporary, out, force=force)
-        except OSError as error:
-            raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from None
         except dcp.CheckpointException as error:
             raise _cause(error) from None
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return Exported(out, len(entries), size)
+    return Exported(out, len(entries), sum(file.stat().st_size for file in out.iterdir()))
 
 
 def _cause(error: dcp.CheckpointException) -> Exception:

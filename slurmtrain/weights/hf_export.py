@@ -1,6 +1,6 @@
 """A checkpoint -> a folder that transformers, and what reads its folders, loads: names, config.json, tokenizer.
 
-The bytes go from the rank files to the folder block by block, see `checkpoint.export` and `checkpoint.hf_folder`.
+The bytes go from the rank files to the folder block by block, see `weights.export`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,32 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.export import Entry, Exported, Output, opened
-from slurmtrain.checkpoint.format.dtypes import dtype_name
 from slurmtrain.checkpoint.format.manifest import read_manifest
-from slurmtrain.checkpoint.hf_folder import SHARD_BYTES, check_folder, in_order, json_bytes, write_hf_folder
+from slurmtrain.checkpoint.tensors import dtype_name
 from slurmtrain.config import known_models
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.data.format import manifest as prepared
 from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.sources.config_check import PREPARED
 from slurmtrain.errors import ConfigError, DataError
-from slurmtrain.models import byte_tokenizer, hf_names
 from slurmtrain.models.huggingface import HuggingFace, stored_names
-from slurmtrain.models.lora_export import (
+from slurmtrain.weights import byte_tokenizer, hf_names
+from slurmtrain.weights.export import (
+    SHARD_BYTES,
+    Entry,
+    Exported,
+    check_free,
+    in_order,
+    json_bytes,
+    opened,
+    write_hf_folder,
+)
+from slurmtrain.weights.lora_export import (
     export_adapters,
     is_of_adapters,
+    merged,
     merged_entries,
     read_adapters,
-    write_merged,
 )
 
 MODEL = "model"  # the object of a checkpoint that is exported
@@ -96,7 +104,7 @@ def export_hf(
         CheckpointError: the checkpoint is damaged, does not say what model it holds, or holds one that Hugging Face has no
             family for; or `out` cannot be written.
     """
-    check_folder(out, force=force)
+    check_free(out, folder=True, force=force)
     if is_of_adapters(read_manifest(path).config):
         return _export_merged(path, out, dtype=dtype, force=force, shard_bytes=shard_bytes, progress=progress)
     with opened(path, MODEL, dtype) as checkpoint:
@@ -111,15 +119,10 @@ def export_hf(
             for name, theirs in described.names.items()
         }
         in_file = {entry.name: entry for entry in chosen.values()}
-
-        def write(output: Output) -> None:
-            for entry, tensor in checkpoint.tensors(progress, chosen):
-                output.write(entry, tensor)
-
         exported = write_hf_folder(
             out,
             [in_file[name] for name in in_order(list(in_file))],
-            write,
+            checkpoint.tensors(progress, chosen),
             described.config,
             files=described.files,
             about=checkpoint.about,
@@ -144,7 +147,7 @@ def _export_merged(
     exported = write_hf_folder(
         out,
         list(entries),
-        lambda output: write_merged(adapters, entries, output),
+        merged(adapters, entries),
         config,
         files=files,
         about={"step": str(adapters.step), "run_id": adapters.run_id},
@@ -163,7 +166,7 @@ def export_peft(
         UsageError: `out` is not valid.
         CheckpointError: the checkpoint is damaged or holds no adapters, or `out` cannot be written.
     """
-    check_folder(out, force=force)
+    check_free(out, folder=True, force=force)
     if not is_of_adapters(read_manifest(path).config):
         raise CheckpointError(f"{path.name} holds a whole model, and no adapters", hint="--format hf")
     adapters = read_adapters(path, progress)

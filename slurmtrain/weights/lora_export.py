@@ -7,7 +7,7 @@ float32 and written in the element type of W. One weight is in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.export import Entry, Exported, Output, in_type, opened
 from slurmtrain.checkpoint.format.boxes import Box
-from slurmtrain.checkpoint.format.dtypes import dtype_of
-from slurmtrain.checkpoint.hf_folder import in_order, write_hf_folder
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
+from slurmtrain.checkpoint.tensors import dtype_of
 from slurmtrain.config import known_models
-from slurmtrain.models import hf_names
 from slurmtrain.models.huggingface import HuggingFace
+from slurmtrain.weights import hf_names
+from slurmtrain.weights.export import Entry, Exported, in_order, in_type, opened, write_hf_folder
 
 MODEL = "model"
 WEIGHTS = "adapter_model.safetensors"  # the names that peft gives
@@ -104,8 +103,8 @@ def merged_entries(adapters: Adapters, dtype: str | None) -> dict[Entry, StoredT
     }
 
 
-def write_merged(adapters: Adapters, entries: Mapping[Entry, StoredTensor], output: Output) -> None:
-    """Write all tensors of the merged model to `output`. Raises CheckpointError when the weights cannot be read."""
+def merged(adapters: Adapters, entries: Mapping[Entry, StoredTensor]) -> Iterator[tuple[Entry, Tensor]]:
+    """Yield all tensors of the merged model. Raises CheckpointError when the weights cannot be read."""
     for entry, stored in entries.items():
         weight = torch.empty(stored.shape, dtype=stored.dtype)
         read([Wanted(stored, Box.whole(stored.shape), weight)])
@@ -113,7 +112,7 @@ def write_merged(adapters: Adapters, entries: Mapping[Entry, StoredTensor], outp
         if pair is not None:
             a, b = (part.float() for part in pair)
             weight = weight.float().addmm_(b, a, alpha=adapters.scale)
-        output.write(entry, in_type(entry, weight))
+        yield entry, in_type(entry, weight)
 
 
 def export_adapters(adapters: Adapters, out: Path, files: Mapping[str, bytes], *, force: bool = False) -> Exported:
@@ -124,11 +123,6 @@ def export_adapters(adapters: Adapters, out: Path, files: Mapping[str, bytes], *
         for which, tensor in zip("AB", pair, strict=True)
     }
     entries = [Entry(name, tuple(tensor.shape), tensor.dtype, tensor.dtype) for name, tensor in tensors.items()]
-
-    def write(output: Output) -> None:
-        for entry in entries:
-            output.write(entry, tensors[entry.name])
-
     lora = adapters.config["lora"]
     config = {
         "peft_type": "LORA",
@@ -146,7 +140,7 @@ def export_adapters(adapters: Adapters, out: Path, files: Mapping[str, bytes], *
     return write_hf_folder(
         out,
         entries,
-        write,
+        zip(entries, tensors.values(), strict=True),
         config,
         files=files,
         about=about,

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.dcp import METADATA, DcpFolder
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, tensors_of
 from slurmtrain.checkpoint.safetensors_files import read as read_stored
-from slurmtrain.checkpoint.write_whole import write_checkpoint
 from slurmtrain.config import known_models
 from slurmtrain.errors import UsageError, nearest
-from slurmtrain.models import hf_names
+from slurmtrain.weights import hf_names
+from slurmtrain.weights.dcp import METADATA, DcpFolder
+from slurmtrain.weights.write_whole import write_checkpoint
 
 MODEL = "model"
 # What DistributedDataParallel, torch.compile and FSDP 1 put into the names of parameters.

@@ -21,6 +21,8 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.headers import BoxLocation
+from slurmtrain.checkpoint.restore.reader import spans_of
 from slurmtrain.checkpoint.safetensors_files import tensors_of
 from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import decoder_fields, with_sizes
@@ -28,10 +30,10 @@ from slurmtrain.data.format.manifest import TokenizerFacts
 from slurmtrain.data.sources.config_check import PREPARED
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.models.decoder import Decoder
-from slurmtrain.models.hf_export import companions, export_hf
 from slurmtrain.models.huggingface import HuggingFace
-from slurmtrain.models.pretrained import load_pretrained
 from slurmtrain.runtime.jobs.build_model import build_model, fill
+from slurmtrain.weights.hf_export import companions, export_hf
+from slurmtrain.weights.pretrained import load_pretrained
 from tests.support import transformers_models as theirs
 from tests.support.prepared import write_prepared
 from tests.support.transformers_models import FAMILIES, TOKENS
@@ -213,8 +215,9 @@ def test_parts_of_tensors_are_read_in_small_pieces(tmp_path: Path) -> None:
     stored = tensors_of(tmp_path / "a.safetensors")["a"]
     into = torch.empty(2990, 700, dtype=torch.float64)
     wanted = safetensors_files.Wanted(stored, Box((10, 1300), (2990, 700)), into)
-    pieces = list(safetensors_files._pieces(wanted))
-    assert len(pieces) > 1 and max(piece.last - piece.first for piece in pieces) * 2000 * 4 <= 16 << 20
+    whole = BoxLocation("a.safetensors", stored.begin, Box.whole(stored.shape))
+    spans = spans_of("a", wanted.box, stored.dtype, [whole])
+    assert len(spans) > 1 and max(span.end - span.begin for span in spans) <= 16 << 20
     safetensors_files.read([wanted])
     assert torch.equal(into.float(), tensor[10:, 1300:])
 

@@ -1,6 +1,6 @@
 """llama.cpp's converter reads an exported folder.
 
-`LLAMA_CPP=FOLDER tests/run --slow tests/unit/models/test_llama_cpp.py`: the folder is a copy of its repository. The
+`LLAMA_CPP=FOLDER tests/run --slow tests/unit/weights/test_llama_cpp.py`: the folder is a copy of its repository. The
 converter also needs the package sentencepiece. Without them it is skipped.
 """
 
@@ -20,8 +20,8 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.config.known_models import with_sizes
 from slurmtrain.models.decoder import Decoder
-from slurmtrain.models.hf_export import export_hf
-from slurmtrain.models.pretrained import load_pretrained
+from slurmtrain.weights.hf_export import export_hf
+from slurmtrain.weights.pretrained import load_pretrained
 from tests.support import transformers_models as theirs
 from tests.support.transformers_models import FAMILIES
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmtrain.choices import Backend
@@ -81,55 +80,51 @@ def read_history(run_dir: RunDir) -> History:
         UnreadableRecordError: they cannot be used.
     """
     info, events = run_dir.info(), run_dir.events()
-    local = info.get("backend") == Backend.LOCAL
-    found: list[AttemptTimes] = []
     numbers = run_dir.attempt_numbers()
-    for number in numbers:
-        each = _read_times(run_dir, number, is_last=number == numbers[-1])
-        if each is not None and each.record.gpus is None:
-            of_node = _gpus_of_script(run_dir, packed=bool(info.get("packed")))
-            each = each._replace(gpus=of_node * max(1, len(each.record.nodes)))
-        if each is not None:
-            found.append(each)
+    read = (_read_times(run_dir, number, is_last=number == numbers[-1]) for number in numbers)
+    found = [each for each in read if each is not None]
+    # An attempt that ended before it could say its GPUs had those of the others.
+    gpus = max((each.gpus for each in found), default=0.0)
+    found = [each if each.record.gpus is not None else each._replace(gpus=gpus) for each in found]
     for index, (each, after) in enumerate(pairwise(found)):
         # Closed by the next attempt, since nobody saw its end: it was over when it last wrote something.
         if each.last_sign is None and each.record.ended is not None and each.record.ended >= after.begun:
             found[index] = each._replace(last_sign=_last_sign(run_dir, each.record.number, with_log=False))
     kind = next((each.record.kind for each in reversed(found) if each.record.kind), None)
-    return History(_submitted(events, info), kind, local, found, events)
-
-
-def _submitted(events: Sequence[Mapping[str, Any]], info: Mapping[str, Any]) -> float | None:
     first = next((event for event in events if event["event"] == Event.SUBMITTED), None)
-    if first is not None:
-        asked = first.get("submitted")
-        return float(asked) if records.is_time(asked) and asked > 0 else float(first["time"])
-    created = info.get("created")
-    return float(created) if records.is_time(created) and info.get("job_ids") else None
+    asked, created = (first or {}).get("submitted"), info.get("created")
+    submitted = asked if records.is_time(asked) and asked > 0 else first["time"] if first is not None else None
+    if first is None and records.is_time(created) and info.get("job_ids"):
+        submitted = created
+    return History(submitted, kind, info.get("backend") == Backend.LOCAL, found, events)
 
 
 def _read_times(run_dir: RunDir, number: int, *, is_last: bool) -> AttemptTimes | None:
     folder = run_dir.attempt(number)
     names = folder.names()
     record = attempts.read_attempt_in(folder, number, names)
-    job, claimed = (record.job_id, record.restart_count), None
+    job, begun = (record.job_id, record.restart_count), record.started
     with contextlib.suppress(OSError, UnreadableRecordError, ValueError):
         words = records.read_bytes(folder.claim_file).split()
         if len(words) >= 3 and records.is_time(at := float(words[2])):
-            claimed = at
+            begun = at
         if record.job_id is None and len(words) >= 2 and records.is_job_id(name := words[0].decode("ascii", "replace")):
             job = name, int(words[1])
-    begun = claimed if claimed is not None else record.started
     if begun <= 0:  # neither its supervisor nor rank 0 has left a word
         return None
-    hung_since = failed = sign = None
+    hung_since = failed = None
     if record.reason == Reason.HANG:
-        hung_since = _hung_since(run_dir, record)
+        found = read_json(folder.hang_file) or {}
+        moments = (found.get("since"), record.last_logged, found.get("time"))
+        hung_since = next((float(each) for each in moments if records.is_time(each)), None)
     if record.reason in (Reason.CRASH, Reason.DIVERGED, Reason.BAD_NODE):
-        failed = _first_failure(folder.path)
-    if record.last_sign is not None:
-        sign = record.last_sign
-    elif record.ended is None:
+        times = []
+        for name in [name for name in names or () if re.fullmatch(r"failed-[0-9]{1,9}\.json", name)][:FAILURES_READ]:
+            with contextlib.suppress(UnreadableRecordError):
+                times.append((read_json(folder.path / name) or {}).get("time"))
+        failed = min((float(each) for each in times if records.is_time(each)), default=None)
+    sign = record.last_sign
+    if sign is None and record.ended is None:
         sign = _last_sign(run_dir, number, with_log=is_last)
     if record.ended is None and is_last:
         record = _with_present_steps(run_dir, record)
@@ -148,33 +143,6 @@ def _with_present_steps(run_dir: RunDir, record: Attempt) -> Attempt:
     return replace(record, last_step=last_step, last_logged=last_logged)
 
 
-def _hung_since(run_dir: RunDir, record: Attempt) -> float | None:
-    """Return when the ranks got on for the last time, or the next best that is known: when the hang was found."""
-    found = read_json(run_dir.attempt(record.number).hang_file) or {}
-    for moment in (found.get("since"), record.last_logged, found.get("time")):
-        if records.is_time(moment):
-            return float(moment)
-    return None
-
-
-def _first_failure(folder: Path) -> float | None:
-    """Return when the first rank of an attempt failed, by the records of the first ranks in the folder."""
-    names: list[str] = []
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if re.fullmatch(r"failed-[0-9]{1,9}\.json", entry.name):
-                names.append(entry.name)
-            if len(names) >= FAILURES_READ:
-                break
-    times = []
-    for name in names:
-        with contextlib.suppress(UnreadableRecordError):
-            moment = (read_json(folder / name) or {}).get("time")
-            if records.is_time(moment):
-                times.append(float(moment))
-    return min(times, default=None)
-
-
 def _last_sign(run_dir: RunDir, number: int, *, with_log: bool) -> float | None:
     """Return when an attempt last wrote something: to the log of rank 0 or, the last one, to the metrics of the run."""
     paths = [run_dir.attempt(number).rank_log(0), run_dir.attempt(number).record_file]
@@ -183,15 +151,3 @@ def _last_sign(run_dir: RunDir, number: int, *, with_log: bool) -> float | None:
         with contextlib.suppress(OSError):
             times.append(os.lstat(path).st_mtime)
     return max(times, default=None)
-
-
-def _gpus_of_script(run_dir: RunDir, *, packed: bool) -> float:
-    """Return the GPUs of a node by the job's script, for attempts that ended before they could say theirs."""
-    try:
-        text = records.read_text(run_dir.script)
-        pack = (read_json(run_dir.path.parent / "sweep.json") or {}).get("pack") if packed else 1
-    except (OSError, UnreadableRecordError):
-        return 0.0
-    match = re.search(r"^#SBATCH --gpus-per-node=(?:[\w.-]{1,64}:)?([0-9]{1,4})\s*$", text, re.MULTILINE)
-    sharing = pack if isinstance(pack, int) and records.is_count(pack) and pack > 0 else 1
-    return int(match[1]) / sharing if match else 0.0

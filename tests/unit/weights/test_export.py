@@ -16,15 +16,14 @@ import torch
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.export import export
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.manifest import read_manifest
-from slurmtrain.checkpoint.hf_folder import publish_folder
 from slurmtrain.checkpoint.store import commit
-from slurmtrain.checkpoint.store.fencing import Incarnation, claim
+from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.errors import UsageError
+from slurmtrain.weights.export import appearing, export
 from tests.support.checkpoint_files import Piece, write_files
 
 
@@ -57,13 +56,24 @@ def by_ranks(directory: Path, files: list[list[Piece]], tensors: dict[str, torch
     return commit.commit(temporary, write_files(temporary, files, tensors), order)
 
 
-def test_a_folder_that_cannot_be_replaced_stays_what_it_was(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_replaced_stays_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "model"
     out.mkdir()
-    (out / "weights").write_text("before")
-    with pytest.raises(FileNotFoundError):
-        publish_folder(tmp_path / "not there", out, force=True)
-    assert (out / "weights").read_text() == "before" and [path.name for path in tmp_path.iterdir()] == ["model"]
+    (out / "config.json").write_text("before")
+    rename = Path.rename
+
+    def fail_in_the_middle(path: Path, target: Path) -> Path:
+        if path.suffix == ".tmp":
+            raise OSError(5, os.strerror(5))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_in_the_middle)
+    with (
+        pytest.raises(CheckpointError, match="model cannot be written: Input/output error"),
+        appearing(out, folder=True, force=True),
+    ):
+        pass
+    assert (out / "config.json").read_text() == "before" and [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def cut(tensor: torch.Tensor, name: str, parts: int, dimension: int) -> list[tuple[str, Box, torch.Tensor]]:
@@ -275,7 +285,7 @@ def test_memory_is_that_of_some_tensors(tmp_path: Path) -> None:
     pieces = [(name, Box.whole(tensor.shape), tensor) for name, tensor in tensors.items()]
     path = by_ranks(tmp_path / "c", [pieces], tensors)
     code = (
-        "import resource, sys; from pathlib import Path; from slurmtrain.checkpoint.export import export;"
+        "import resource, sys; from pathlib import Path; from slurmtrain.weights.export import export;"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; before = peak();"
         "export(Path(sys.argv[1]), Path(sys.argv[2]), dtype='float16'); print(peak() - before);"
         "assert 'safetensors' not in sys.modules"

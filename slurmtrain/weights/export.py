@@ -1,0 +1,428 @@
+"""Export the tensors of one object of a checkpoint to files that other programs read: safetensors, or torch.save.
+
+The tensors are read as for a restore, digests included, some of them at a time, and go straight to their places, so that
+files and folders of any size take the memory of some tensors. The output's name does not exist before all of it was verified
+and is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
+from slurmtrain.checkpoint.format.boxes import Box
+from slurmtrain.checkpoint.format.headers import Contents, read_contents
+from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
+from slurmtrain.checkpoint.host_memory import available_memory
+from slurmtrain.checkpoint.restore.reader import read_whole
+from slurmtrain.checkpoint.safetensors_files import INDEX, SINGLE
+from slurmtrain.checkpoint.store import retention
+from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, bytes_are_finite, bytes_of, dtype_name, dtype_of
+from slurmtrain.errors import UsageError, nearest
+from slurmtrain.system.files import fsync_directory, give_name, temporary_beside, write_synced
+
+SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
+CONFIG = "config.json"
+MADE_BY_EXPORTS = (CONFIG, "adapter_config.json", ".metadata")  # one of them is in each folder of an export
+SHARD_BYTES = 5_000_000_000  # as transformers: "5GB"
+ALIGNMENT = 8  # alignment of the data in a safetensors file
+NAMES_SHOWN = 8  # of tensors whose values are not finite
+BATCH_BYTES, BLOCKS_OF_FILE = 4 << 30, 4
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The file or folder that was written, its number of tensors and its size in bytes."""
+
+    path: Path
+    tensors: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to export.
+
+    Attributes:
+        name: name in the output.
+        shape, saved: global shape, and dtype in the checkpoint.
+        dtype: dtype in the output.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    saved: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return Box.whole(self.shape).numel * self.dtype.itemsize
+
+
+def export(
+    path: Path,
+    out: Path,
+    *,
+    only: str = "model",
+    dtype: str | None = None,
+    force: bool = False,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Exported:
+    """Write the tensors of the object `only` of the checkpoint `path` to `out`, without the object's name in front.
+
+    Args:
+        out: ends in .safetensors, or in .pt or .pth: a dict of tensors, for torch.load(weights_only=True).
+        dtype: dtype to convert floating-point tensors to.
+        force: replace `out` if it exists.
+        progress: called with the number of bytes of every tensor read.
+
+    Raises:
+        UsageError: `out` or `only` are not valid.
+        CheckpointError: the checkpoint is damaged, or `out` cannot be written; `out` does not exist then.
+    """
+    if out.suffix not in (*SAFETENSORS, *TORCH):
+        raise UsageError(
+            f"{out} does not have the suffix of a known format",
+            hint=f"end it in one of: {', '.join((*SAFETENSORS, *TORCH))}",
+        )
+    with appearing(out, force=force) as temporary, opened(path, only, dtype) as checkpoint:
+        entries = list(checkpoint.entries.values())
+        if out.suffix in SAFETENSORS:
+            about = {"format": "pt", **checkpoint.about, "object": only}
+            write_safetensors({temporary: entries}, about, checkpoint.tensors(progress))
+        else:
+            _write_torch(temporary, entries, checkpoint.tensors(progress))
+    return Exported(out, len(entries), out.stat().st_size)
+
+
+def write_hf_folder(
+    out: Path,
+    entries: Sequence[Entry],
+    tensors: Iterable[tuple[Entry, Tensor]],
+    config: Mapping[str, Any],
+    *,
+    files: Mapping[str, bytes] | None = None,
+    about: Mapping[str, str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    force: bool = False,
+    weights_name: str = SINGLE,
+    config_name: str = CONFIG,
+) -> Exported:
+    """Write a folder of weights as save_pretrained of transformers does, completely or not at all.
+
+    Args:
+        entries: the tensors, by the names of transformers, in the order in which they fill the files.
+        tensors: all of them, in any order.
+        config: the contents of config.json.
+        files: further files by name: those of the tokenizer, generation_config.json.
+        about: entries of the header of each file of tensors.
+        shard_bytes: greatest size of such a file in bytes of tensors; a larger tensor has a file of its own.
+        force: replace `out` if it exists.
+        weights_name, config_name: names of the file of tensors, if it is one, and of that with `config`.
+
+    Raises:
+        UsageError: `out` exists, or the folder that it is to be in does not.
+        CheckpointError: it cannot be written, or reading the tensors fails; `out` does not exist then.
+    """
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    with appearing(out, folder=True, force=force) as temporary:
+        if len(shards) == 1:
+            names, index = [weights_name], {}
+        else:
+            file_of = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+            total = sum(entry.nbytes for entry in entries)
+            index = {INDEX: json_bytes({"metadata": {"total_size": total}, "weight_map": file_of})}
+        shard_of = {temporary / name: shard for name, shard in zip(names, shards, strict=True)}
+        write_safetensors(shard_of, {"format": "pt", **(about or {})}, tensors)
+        for name, content in {**(files or {}), config_name: json_bytes(config), **index}.items():
+            write_synced(temporary / name, content)
+    return Exported(out, len(entries), sum(path.stat().st_size for path in out.iterdir()))
+
+
+def json_bytes(values: Mapping[str, Any]) -> bytes:
+    """Return the contents of a JSON file, as the libraries of Hugging Face write them."""
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """Return names with the numbers in them in the order of numbers, so that layer 2 comes before layer 10."""
+    return sorted(
+        names, key=lambda name: [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+    )
+
+
+# From a checkpoint.
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint that is marked as being read, and the tensors of one of its objects.
+
+    Attributes:
+        entries: the tensors by name in the checkpoint.
+    """
+
+    path: Path
+    manifest: Manifest
+    contents: Contents
+    entries: Mapping[str, Entry]
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What an export says of where it comes from."""
+        return {"step": str(self.manifest.step), "run_id": str(self.manifest.run_id)}
+
+    def tensors(
+        self, progress: Callable[[int], None], entries: Mapping[str, Entry] | None = None
+    ) -> Iterator[tuple[Entry, Tensor]]:
+        """Yield all tensors, or those of `entries` (by name in the checkpoint), in the element types of their entries.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or a value is too large for its type.
+        """
+        not_finite = []
+        for batch in self._batches(self.entries if entries is None else entries):
+            found = read_whole(self.path, self.contents, self.manifest, batch)
+            for name, entry in batch.items():
+                tensor = found.pop(name)
+                if not bytes_are_finite(bytes_of(tensor), entry.saved):
+                    not_finite.append(entry.name)
+                progress(tensor.nbytes)
+                yield entry, in_type(entry, tensor)
+        # Parameters that are trained never are, in a checkpoint; buffers, such as masks, may be meant to be so.
+        if not_finite:
+            shown, more = sorted(not_finite)[:NAMES_SHOWN], len(not_finite) - NAMES_SHOWN
+            log.warning(
+                "values that are not finite (NaN or infinite) are exported as they are, in %s%s",
+                ", ".join(shown),
+                f" and {more} more tensors" if more > 0 else "",
+            )
+
+    def _batches(self, entries: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:
+        """Divide entries into batches that are read at once: some blocks of each file, of which few are then read twice."""
+        size = min(BATCH_BYTES, BLOCKS_OF_FILE * BLOCK_BYTES * len(self.contents.files))
+        batch: dict[str, Entry] = {}
+        held = 0
+        for name, entry in entries.items():
+            batch[name] = entry
+            held += Box.whole(entry.shape).numel * entry.saved.itemsize
+            if held >= size:
+                yield batch
+                batch, held = {}, 0
+        if batch:
+            yield batch
+
+
+@contextmanager
+def opened(path: Path, only: str, dtype: str | None) -> Iterator[OpenCheckpoint]:
+    """Open the checkpoint `path` for an export of its object `only`.
+
+    Args:
+        dtype: dtype to convert floating-point tensors to; None: as saved.
+
+    Raises:
+        UsageError: there is no such object.
+        CheckpointError: the checkpoint is damaged.
+    """
+    with retention.reading(path):
+        manifest = read_manifest(path)
+        contents = read_contents(path, manifest)
+        entries = {}
+        for name, fact in contents.facts.items():
+            if name.startswith(f"{only}."):
+                saved = dtype_of(fact.dtype)
+                target = dtype_of(dtype) if dtype is not None and saved.is_floating_point else saved
+                entries[name] = Entry(name.removeprefix(f"{only}."), fact.shape, saved, target)
+        if not entries:
+            objects = {name.partition(".")[0] for name in contents.facts if "." in name}
+            raise UsageError(f"{path} holds no tensors of an object {only!r}", hint=nearest(only, objects))
+        yield OpenCheckpoint(path, manifest, contents, entries)
+
+
+def in_type(entry: Entry, values: Tensor) -> Tensor:
+    """Return values in the element type of an entry. Raises CheckpointError if one is too large for it."""
+    if values.dtype == entry.dtype:
+        return values
+    converted = values.to(entry.dtype)
+    if bool((converted.isinf() & values.isfinite()).any()):
+        raise CheckpointError(
+            f"{entry.name} holds values that are too large for {dtype_name(entry.dtype)}",
+            hint="bfloat16 has the range of float32",
+        )
+    return converted
+
+
+# To a file or a folder.
+
+
+@contextmanager
+def appearing(out: Path, *, folder: bool = False, force: bool) -> Iterator[Path]:
+    """Give a path to write a file to, or a new folder to write into, which becomes `out` at the end.
+
+    Args:
+        force: replace `out` if it exists.
+
+    Raises:
+        UsageError: `out` is not the name of something new.
+        CheckpointError: it cannot be written. Nothing is left of what was.
+    """
+    check_free(out, folder=folder, force=force)
+    temporary = temporary_beside(out, ".tmp")
+    try:
+        if folder:
+            temporary.mkdir(mode=0o777)  # the umask decides who reads it
+        yield temporary
+        if folder:
+            fsync_directory(temporary)
+            _give_folder_its_name(temporary, out, force=force)
+        elif force:
+            temporary.replace(out)
+        else:
+            give_name(temporary, out)
+        fsync_directory(out.parent)
+    except FileExistsError:
+        raise _exists(out, folder=folder) from None
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from None
+    finally:
+        if folder:
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                temporary.unlink()
+
+
+def check_free(out: Path, *, folder: bool, force: bool) -> None:
+    """Raise UsageError if no file or folder `out` can be made."""
+    if not out.parent.is_dir():
+        raise UsageError(f"there is no folder {out.parent} to make {out.name} in")
+    if os.path.lexists(out) and (not force or out.is_dir() != folder):
+        raise _exists(out, folder=folder)
+    if folder and out.is_dir() and any(out.iterdir()) and not any((out / name).is_file() for name in MADE_BY_EXPORTS):
+        raise UsageError(
+            f"{out} is a folder with other files, which --force does not remove", hint="name a folder inside it"
+        )
+    if out.name in ("", ".."):
+        raise UsageError(f"{out} cannot be the name of a new folder", hint="name a folder inside it")
+
+
+def _exists(out: Path, *, folder: bool) -> UsageError:
+    replaceable = ", or replace it with --force" if out.is_dir() == folder else ""
+    return UsageError(f"{out} exists", hint=f"choose another name{replaceable}")
+
+
+def _give_folder_its_name(temporary: Path, out: Path, *, force: bool) -> None:
+    """Rename a folder; one that it replaces is moved aside first, since no folder is renamed over another."""
+    aside = temporary.with_name(f"{temporary.name}.old")
+    if force and out.is_dir():
+        out.rename(aside)
+    try:
+        temporary.rename(out)  # over an empty folder at most
+    except OSError:
+        if aside.is_dir() and not out.exists():
+            aside.rename(out)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_safetensors(
+    files: Mapping[Path, Sequence[Entry]],
+    about: Mapping[str, str],
+    tensors: Iterable[tuple[Entry, Tensor]],
+    *,
+    mode: int = 0o666,
+) -> None:
+    """Write tensors, which come in any order, to their places in new .safetensors files, and wait until they are on the disk.
+
+    Args:
+        files: what each file holds.
+        about: entries of the header of each.
+        mode: that of the files, before the umask.
+
+    Raises:
+        CheckpointError: they do not fit there, or the format has no place for one of them.
+    """
+    size = sum(entry.nbytes for entries in files.values() for entry in entries)
+    free = shutil.disk_usage(next(iter(files)).parent).free
+    if size > free:
+        raise CheckpointError(f"this takes {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there")
+    descriptors: list[int] = []
+    places: dict[str, tuple[int, int]] = {}  # descriptor and first byte of each tensor
+    try:
+        for path, entries in files.items():
+            header, begins = _layout(entries, about)
+            descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode))
+            blocks.write_all(descriptors[-1], memoryview(header), 0)
+            places.update({name: (descriptors[-1], begin) for name, begin in begins.items()})
+        for entry, tensor in tensors:
+            blocks.write_all(places[entry.name][0], bytes_of(tensor.contiguous()), places[entry.name][1])
+        for descriptor in descriptors:
+            os.fsync(descriptor)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _layout(entries: Sequence[Entry], about: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a .safetensors file and the first byte of each tensor.
+
+    The format is described at https://github.com/huggingface/safetensors#format.
+    """
+    header: dict[str, object] = {"__metadata__": dict(about)}
+    offsets: dict[str, int] = {}
+    position = 0
+    # An element type's size divides the next larger one's, so all are aligned.
+    for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+        if entry.dtype not in SAFETENSORS_NAMES:
+            raise CheckpointError(
+                f"{entry.name} is {dtype_name(entry.dtype)}, which the safetensors format does not support",
+                hint="export to a .pt file",
+            )
+        if entry.name == "__metadata__":
+            raise CheckpointError(f"the safetensors format knows no tensor called {entry.name}")
+        offsets[entry.name] = position
+        header[entry.name] = {
+            "dtype": SAFETENSORS_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [position, position := position + entry.nbytes],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + begin for name, begin in offsets.items()}
+
+
+def _write_torch(path: Path, entries: Sequence[Entry], tensors: Iterable[tuple[Entry, Tensor]]) -> None:
+    """Write a file of torch.save, for which all tensors have to be in memory."""
+    size, left = sum(entry.nbytes for entry in entries), available_memory()
+    if left is not None and size > left:
+        raise CheckpointError(
+            f"torch.save needs the whole file in memory: {size / 1e9:.2f} GB, and {left / 1e9:.2f} GB are left",
+            hint="export to a .safetensors file, which needs the memory of a few tensors",
+        )
+    with path.open("xb") as file:
+        torch.save({entry.name: tensor for entry, tensor in tensors}, file)
+        file.flush()
+        os.fsync(file.fileno())
