@@ -221,10 +221,10 @@ def not_understood(word: str, name: str | None) -> UsageError:
         return UsageError(f"{name} and {word} are both verbs, but a command accepts only one", hint="give two commands")
     if name is None:
         return UsageError(f"there is no verb {shown(word)!r}", hint=nearest(word, visible_verbs()))
-    return UsageError(
-        f"cannot read {shown(word)!r}: neither a verb nor an override like key=value",
-        hint=meant(word) or nearest(word, visible_verbs()),
-    )
+    hint = meant(word) or nearest(word, visible_verbs())
+    if VERBS[name].runs_program and _PROGRAM.fullmatch(word):
+        hint = f"a program stands after --: {name} -- {word} ..."
+    return UsageError(f"cannot read {shown(word)!r}: neither a verb nor an override like key=value", hint=hint)
 
 
 def _check_program(found: argparse.Namespace, program: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ from slurmtrain.errors import UnreadableRecordError, UsageError
 from slurmtrain.report.checkpoints import inspect
 from slurmtrain.report.page.units import plural
 from slurmtrain.runs import lookup, ownership
+from slurmtrain.runs.attempts import all_attempts
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records, trust
 from slurmtrain.system.durations import roughly
@@ -82,9 +83,11 @@ class Target(NamedTuple):
         found = self.committed()
         chosen = [path for path in found if step in (None, _step_of(path))]
         if not found:
-            raise UsageError(
-                f"{self.name} has no checkpoint yet", hint=f"status {self.run.id}" if self.run is not None else None
-            )
+            hint = None
+            if self.run is not None:
+                saved = [each.saved for each in all_attempts(self.run) if each.saved is not None]
+                hint = f"its program saves in its own way: {saved[-1]}" if saved else f"status {self.run.id}"
+            raise UsageError(f"{self.name} has no checkpoint yet", hint=hint)
         if not chosen:
             steps = ", ".join(str(_step_of(path)) for path in found[-5:])
             raise UsageError(f"{self.name} has no checkpoint of step {step}", hint=f"there are: {steps}")

@@ -36,7 +36,6 @@ def main(arguments: argparse.Namespace) -> int:
         stop_at=arguments.stop_at or arguments.steps // 2,
         stop_after_s=arguments.stop_after,
         leaving_s=arguments.leaving,
-        tolerance=arguments.tolerance,
         within_min=arguments.within,
     )
     if plan.stop_at >= plan.steps:

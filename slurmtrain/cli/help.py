@@ -103,7 +103,7 @@ Hydra
   eval "$(slurmtrain -sc install=bash)"    tab completion
 
 Examples
-  {PROGRAM} +cluster=local submit                       a run on this machine, one to two minutes
+  {PROGRAM} +cluster=local submit                       a run on this machine, half a minute
   {PROGRAM} +cluster=local +experiment=smoke submit     a few seconds
   {PROGRAM} sandbox up && {PROGRAM} +cluster=sandbox submit --follow
   {PROGRAM} +cluster=a100x4 cluster.nodes=4 train.steps=100000 submit

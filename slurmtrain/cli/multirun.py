@@ -21,7 +21,8 @@ from slurmtrain.errors import EXIT_REQUEUE, RunFailedError, UsageError
 from slurmtrain.launch.checks import check, warn_of_memory
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.planner.fit import share_of_gpu
-from slurmtrain.sweep.plan import Choices, Grid, SweepPlan, choices_of, naming_point, preview, validated
+from slurmtrain.report.page.units import plural
+from slurmtrain.sweep.plan import Choices, Grid, SweepPlan, choices_of, naming_point, preview, short_key, validated
 from slurmtrain.system.paths import current_folder
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _preview(composer: Composer, grid: Grid, first: Config, arguments: argparse.
     scripts = preview(plan, current_folder(), arguments.array_parallelism, after)
     print(*scripts, sep="\n", end="")
     how = f"{len(scripts)} array{'s' if len(scripts) > 1 else ''}" if scripts else "this machine, without SLURM"
-    print(f"# {len(grid.points)} points for {how}; what varies: {', '.join(grid.keys) or 'nothing'}")
+    print(f"# {len(grid.points)} points for {how}; what varies: {', '.join(map(short_key, grid.keys)) or 'nothing'}")
     return 0
 
 
@@ -128,7 +129,7 @@ def _submit(composer: Composer, grid: Grid, first: Config, arguments: argparse.N
     if arguments.json:
         print_json(_facts_of(sweep))
     else:
-        what = "is there already" if there else f"of {sweep.point_count()} points is submitted"
+        what = "is there already" if there else f"of {plural(sweep.point_count(), 'point')} is submitted"
         print(f"sweep {sweep.id} {what}: job {', '.join(_facts_of(sweep)['job_ids']) or 'none yet'}\n  {sweep.path}")
         if there and not submission.submitted:
             print("  the same points as in this command; --again submits them again, and sweep retry what failed")
@@ -167,7 +168,7 @@ def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
 
     done_with = {RunStatus.FINISHED, RunStatus.REMOVED}  # states of runs that nobody has to start again
     if not as_json:
-        print(f"sweep {sweep.id} of {sweep.point_count()} points\n  {sweep.path}", flush=True)
+        print(f"sweep {sweep.id} of {plural(sweep.point_count(), 'point')}\n  {sweep.path}", flush=True)
     with alone(sweep):
         unfinished = [
             run_id for run_id, now in states_of(sweep).items() if now.status not in done_with and not now.alive
@@ -211,7 +212,8 @@ def _search(composer: Composer, choices: Choices, arguments: argparse.Namespace)
         )
     if not choices.space:
         raise UsageError("a search needs values to choose", hint="optim.lr='tag(log,interval(1e-5,1e-2))'")
-    base = with_absolute_paths(composer.compose(choices.fixed), current_folder())
+    stand_in = [f"{key}=?" for key in choices.space if key.startswith("+job.args.")]  # the program refers to them
+    base = with_absolute_paths(composer.compose([*choices.fixed, *stand_in]), current_folder())
     validate(base)
     if base.eval.mode == EvalMode.JOB:
         raise UsageError(
@@ -267,5 +269,4 @@ def _say_trials(study: Study) -> None:
     print(summary(dict(Counter(str(trial.state) for trial in study.trials).most_common())))
     best = study.best()
     if best is not None:
-        chosen = " ".join(f"{key.lstrip('+')}={value}" for key, value in best.chosen.items())
-        print(f"best is {best.value:.6g}, of trial {best.number}: {chosen}, run {best.run}")
+        print(f"best is {best.value:.6g}, of trial {best.number}: {best.in_words}, run {best.run}")

@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 import functools
 import logging
+import re
 import shlex
 import shutil
 import sys
@@ -18,6 +19,7 @@ from slurmtrain.cli import columns
 from slurmtrain.cli.columns import PROGRESS, one_line, print_table, terminal_width
 from slurmtrain.cli.json_output import evaluation_object, goodput_object, print_json, run_object
 from slurmtrain.errors import UnreadableRecordError, UsageError
+from slurmtrain.report.page.units import plural
 from slurmtrain.report.progress import lowest
 from slurmtrain.report.status.look import states, states_by_path
 from slurmtrain.report.status.state import ATTEMPT_HEADER, RunState
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 
 HEADER = ("run", "name", "state", *PROGRESS, "attempts", "")
 EVALUATIONS_HEADER = ("evaluation", "job", "state", "measured", "")
+OF_PROGRAM = re.compile(r"job=command$|job\.command=")  # overrides that `submit -- PROGRAM` has made
 LEAST_ROWS, AROUND_ROWS = 10, 5  # rows on a terminal that is low; lines around the rows, with the prompt
 
 
@@ -106,7 +109,7 @@ class Row(NamedTuple):
             progress, attempts = columns.progress_cells(now), str(len(now.attempts))
             return [first.id, first.path.parent.name, now.status, *progress, attempts, columns.remark(now)]
         best = lowest(enumerate(found[run.path].progress for run in self.runs))
-        words = f"{len(self.runs)} points: {columns.summary(columns.counts(found[run.path] for run in self.runs))}"
+        words = f"{plural(len(self.runs), 'point')}: {columns.summary(columns.counts(found[run.path] for run in self.runs))}"
         words += f"; lowest {best.metric} {best.value:.4f} in {self.runs[best.point].id}" if best is not None else ""
         return [self.sweep.id, "", "sweep", *[""] * len(PROGRESS), "", words]
 
@@ -198,6 +201,7 @@ def _lines(facts: RunFacts) -> list[str]:
     from slurmtrain.report import trouble
 
     run_dir, now, info = facts.run_dir, facts.state, facts.info
+    typed = [re.sub(r"^\+job\.args\.", "+", word) for word in info["overrides"] if not OF_PROGRAM.match(word)]
     known = {
         "progress": _progress(now, facts.now),
         "goodput": in_a_line(facts.goodput) if facts.goodput is not None else "",
@@ -209,6 +213,7 @@ def _lines(facts: RunFacts) -> list[str]:
         "left out": "; ".join(each.sentence(facts.now) for each in facts.left_out) if now.alive else "",
         "stacks": "".join(map(str, [*facts.hang_pages.values()][-1:])),
         "sweep": facts.tried(lambda: _place_in_sweep(run_dir), ""),
+        "program": str(facts.setting("job.command") or "") if len(typed) < len(info["overrides"]) else "",
     }
     sentences = [f"run {run_dir.id} ({one_line(info['name'])}): {now.status}", f"  {printable(now.explanation)}"]
     sentences += [f"  {label}: {one_line(text)}" for label, text in known.items() if text]
@@ -219,7 +224,7 @@ def _lines(facts: RunFacts) -> list[str]:
     width = terminal_width()
     return [
         *(line for sentence in sentences for line in columns.sentence_lines(sentence, 4, width)),
-        f"  overrides: {one_line(shlex.join(info['overrides'])) or 'none'}",  # whole, to be pasted
+        f"  overrides: {one_line(shlex.join(typed)) or 'none'}",  # whole, to be pasted
         f"  {one_line(str(run_dir.path))}",
     ]
 

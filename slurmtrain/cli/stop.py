@@ -18,7 +18,7 @@ from slurmtrain.errors import ClusterError, UnreadableRecordError, UsageError
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import lookup, ownership
-from slurmtrain.runs.attempts import reopen
+from slurmtrain.runs.attempts import all_attempts, reopen
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
 from slurmtrain.runs.run_dir import RunDir
@@ -37,8 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
     elif arguments.verb == "requeue":
         said = stop.requeue(run_dir)
     else:
-        log.info(_what_follows(run_dir))
-        said = stop.preempt(run_dir)
+        said = stop.preempt(run_dir, about_to=lambda: log.info(_what_follows(run_dir)))
     say(run_dir, said, as_json=arguments.json)
     return 0
 
@@ -51,6 +50,7 @@ def _what_follows(run_dir: RunDir) -> str:
         if not names and isinstance(own.get("pattern"), str):
             newest = newest_complete(find_checkpoints(run_dir.program_folders, own["pattern"], own.get("complete")))
             names = [newest.path.name] if newest is not None else []
+        names = names or [Path(each.saved).name for each in all_attempts(run_dir) if each.saved is not None]
         if names:
             return f"run {run_dir.id} saves if it can, and starts again; without a new checkpoint it resumes from {names[-1]}"
     return f"run {run_dir.id} saves if it can, and starts again; now it would start at step 0: no checkpoint is visible"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.cli.arguments import PROGRAM
 from slurmtrain.cli.json_output import emit
-from slurmtrain.config.compose import compose
+from slurmtrain.config.compose import Composer
+from slurmtrain.config.folders import search_folders
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
@@ -101,7 +102,8 @@ def _run_here(run_dir: RunDir, config: Config) -> int:
 
 def compose_and_validate(arguments: argparse.Namespace) -> tuple[Config, ParallelDims]:
     """Return the config of a command line and its parallel dims, after all checks of its fields."""
-    config = compose(arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir)
+    name = arguments.config_name
+    config = Composer(search_folders(name, arguments.config_dir), name).compose(arguments.overrides)
     return config, validate(config)
 
 

@@ -84,7 +84,10 @@ def in_a_line(found: Goodput) -> str:
         others = [
             f"{_name(each)} {percent(shares[each])}" for each in UNPRODUCTIVE if shares.get(each, 0) >= LEAST_SHOWN
         ]
-        parts.append(": ".join([f"{_percent(found.share) or '?'} of {held}", *filter(None, [", ".join(others)])]))
+        if others == ["unknown 100 %"]:
+            parts.append(f"not known of {held}: the program reports no steps")
+        else:
+            parts.append(": ".join([f"{_percent(found.share) or '?'} of {held}", *filter(None, [", ".join(others)])]))
     waited = {cause: found.seconds.get(cause, 0.0) for cause in (Cause.QUEUE, Cause.STOPPED)}
     parts.append(", ".join(f"{cause} {roughly(seconds)}" for cause, seconds in waited.items() if seconds >= 0.5))
     if lost := _lost_s(found):

@@ -230,7 +230,6 @@ VERBS: dict[str, Verb] = {
             option("--steps N", "number of steps to train", whole(2), default=16),
             option("--stop-at N", "interrupt it after this step; default: half of --steps", whole(1)),
             option("--stop-after SECONDS", "when to interrupt a program that reports no steps; default: 30", number()),
-            option("--tolerance X", "relative difference up to which values are equal", number(), default=1e-6),
             option("--within MIN", "end everything after this time, queue included", number(0.1), default=30.0),
             JSON,
         ),

@@ -205,6 +205,7 @@ class Composer(ConfigRepository):
         override = self.parse(word)
         key, value, groups = override.key_or_group, override.value(), self._groups
         if override.is_sweep_override():
+            word = word.replace("+job.args.", "+", 1)  # as it was typed
             raise UsageError(
                 f"{shown(word)} gives several values, but a run accepts only one",
                 hint=f"a sweep over them: -m {shown(word)} submit; a list: {key}=[...]; a text with commas: "

@@ -107,7 +107,7 @@ def with_program(overrides: Sequence[str], program: Sequence[str]) -> list[str]:
     Raises:
         UsageError: a word refers to what the config does not have, or none to what was made for it.
     """
-    given = {word[1:].partition("=")[0]: word for word in overrides if re.match(r"\+[a-z_]\w*=", word)}
+    given = {match[2]: word for word in overrides if (match := re.match(r"\+(job\.args\.)?([a-z_]\w*)=", word))}
     used: dict[str, str] = {}
 
     def reference(match: re.Match[str]) -> str:
@@ -117,7 +117,7 @@ def with_program(overrides: Sequence[str], program: Sequence[str]) -> list[str]:
         elif "." not in name and name not in all_keys():
             raise UsageError(
                 f"the program has {match[0]}, and the config no {name}: choose it with +{name}=VALUE",
-                hint=nearest(name, [*given, *(key for key in all_keys() if "." in key)]),
+                hint=nearest(name, given) if given else None,
             )
         elif (unknown := unknown_field(name, f" (in {match[0]} of the program)")) is not None:
             raise unknown
@@ -135,6 +135,6 @@ def with_program(overrides: Sequence[str], program: Sequence[str]) -> list[str]:
             hint=f"write '${{{name}}}', in quotes, or the shell empties it",
         )
     command = literal_override("job.command", shlex.join(words)).replace("\0", "${in_quotes:${").replace("\1", "}}")
-    renamed = {given[name]: f"+{key}{given[name][1 + len(name) :]}" for name, key in used.items()}
+    renamed = {given[name]: f"+{key}={given[name].partition('=')[2]}" for name, key in used.items()}
     kind = [] if "job=command" in overrides else ["job=command"]
     return [*(renamed.get(word, word) for word in overrides), *kind, command]

@@ -97,10 +97,6 @@ class ParallelDims:
             rank = rank * getattr(self, axis) + coordinates[axis]
         return rank
 
-    def first_rank(self, stage: int) -> int:
-        """Return the first rank of a pipeline stage."""
-        return stage * self.world_size // self.pp
-
     def dp_rank(self, rank: int) -> int:
         """Return the index of `rank` among the `dp` groups that see different samples."""
         at = self.coordinates(rank)

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slurmtrain.choices import Backend, RequeueMode
@@ -111,10 +111,14 @@ def _cancel_pods(run_dir: RunDir, now: RunState) -> str:
     return f"run {run_dir.id} is told to end; it saves if its grace time allows and does not come back"
 
 
-def preempt(run_dir: RunDir) -> str:
-    """Let a run save and start again as a preemption does; return what was done. Raises as `cancel`."""
+def preempt(run_dir: RunDir, about_to: Callable[[], None] = lambda: None) -> str:
+    """Let a run save and start again as a preemption does; return what was done. Raises as `cancel`.
+
+    Args:
+        about_to: called when the run can be stopped, before it is.
+    """
     asked = time.time()
-    said, now = _stop_and_start_again(run_dir, RunAction.PREEMPT)
+    said, now = _stop_and_start_again(run_dir, RunAction.PREEMPT, about_to)
     if has_no_job(run_dir, now) or not now.own_job:
         return said
     return "\n".join([said, *_how_long_leaving_took(run_dir, now, asked)])
@@ -125,12 +129,15 @@ def requeue(run_dir: RunDir) -> str:
     return _stop_and_start_again(run_dir, RunAction.REQUEUE)[0]
 
 
-def _stop_and_start_again(run_dir: RunDir, action: RunAction) -> tuple[str, RunState]:
+def _stop_and_start_again(
+    run_dir: RunDir, action: RunAction, about_to: Callable[[], None] = lambda: None
+) -> tuple[str, RunState]:
     """Stop a running job with the signal of a preemption or the early warning; return what was done, and its state before."""
     _refuse_copy(run_dir)
     now = state(run_dir)
     if not now.alive:
-        raise ClusterError(f"run {run_dir.id} is not running: {now.explanation}", hint=f"resume {run_dir.id}")
+        hint = None if now.status == RunStatus.FINISHED else f"resume {run_dir.id}"
+        raise ClusterError(f"run {run_dir.id} is not running: {now.explanation}", hint=hint)
     pods = run_dir.info()["backend"] == Backend.KUBERNETES
     if now.status in WAITING and pods:
         raise ClusterError(f"run {run_dir.id} is not running: {now.explanation}", hint="kubectl get workloads")
@@ -148,6 +155,7 @@ def _stop_and_start_again(run_dir: RunDir, action: RunAction) -> tuple[str, RunS
             f"run {run_dir.id} has been told to end for good ({ended_by}), and is leaving",
             hint=f"`resume {run_dir.id}` continues it when it has ended",
         )
+    about_to()
     next_step = _next_step(run_dir, now)
     number, name = (signal.SIGTERM, "TERM") if action == RunAction.PREEMPT else (signal.SIGUSR2, "USR2")
     if pods:

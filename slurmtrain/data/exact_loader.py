@@ -12,7 +12,7 @@ import hashlib
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils import data
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.data.loading.workers import ignore_stop_signals
+from slurmtrain.data.loading.workers import sheltered
 from slurmtrain.errors import UsageError
 
 T = TypeVar("T")
@@ -40,12 +40,11 @@ class DataLoader(data.DataLoader[T]):
     The order of the samples, and what reading a batch draws at random (augmentation), depend on `seed`, the epoch, the rank
     and the batch alone: neither the number of workers nor a restart changes them, and the program's own random numbers are
     left alone. To go on within an epoch, no sample before that place is read. A sampler with `set_epoch`, such as
-    DistributedSampler, is told the epoch.
+    DistributedSampler, is told the epoch. The workers ignore the signals of a preemption.
 
     Args:
         dataset: with `__getitem__` and `__len__`.
         seed: of the order and of what is drawn for a batch.
-        worker_init_fn: as torch's. The workers ignore the signals of a preemption before.
         arguments: those of torch's DataLoader, except `generator`.
 
     Attributes:
@@ -62,7 +61,6 @@ class DataLoader(data.DataLoader[T]):
         dataset: data.Dataset[T],
         *args: Any,
         seed: int = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
         **arguments: Any,
     ):
         if isinstance(dataset, data.IterableDataset):
@@ -73,8 +71,7 @@ class DataLoader(data.DataLoader[T]):
         if "generator" in arguments:
             raise UsageError("slurmtrain.DataLoader has no `generator`.", hint="pass seed=NUMBER instead")
         # Its own generator: otherwise torch draws a number from the global one at the start of each epoch.
-        arguments |= {"generator": torch.Generator(), "worker_init_fn": _WorkerStart(worker_init_fn)}
-        super().__init__(_Seeded(dataset), *args, **arguments)
+        super().__init__(_Seeded(dataset), *args, **{**arguments, "generator": torch.Generator()})
         self.seed, self.epoch, self.batch = seed, 0, 0
         self._goes_on = False  # the next `iter` continues the epoch
         name = "sampler" if self.batch_sampler is None else "batch_sampler"
@@ -89,6 +86,8 @@ class DataLoader(data.DataLoader[T]):
             self.batch += 1
             yield batch
         self.epoch, self.batch = self.epoch + 1, 0
+
+    _get_iterator = sheltered(data.DataLoader._get_iterator)
 
     @property
     def step(self) -> int:
@@ -163,18 +162,6 @@ class _Seeded(data.Dataset[T]):
         if name == "dataset":  # while it is unpickled in a worker
             raise AttributeError(name)
         return getattr(self.dataset, name)
-
-
-class _WorkerStart:
-    """What a worker does first: it leaves stop signals to the rank, and then does what the user asks for."""
-
-    def __init__(self, then: Callable[[int], None] | None):
-        self._then = then
-
-    def __call__(self, worker: int) -> None:
-        ignore_stop_signals(worker)
-        if self._then is not None:
-            self._then(worker)
 
 
 @contextlib.contextmanager

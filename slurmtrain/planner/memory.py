@@ -120,7 +120,7 @@ def memory_per_rank(shape: DecoderShape, work: MemorySettings, dims: ParallelDim
         found.append(
             StageMemory(
                 stage,
-                dims.first_rank(stage),
+                stage * dims.world_size // pp,
                 parameters=held,
                 gradients=held,
                 optimizer=held * ADAM_STATES,

@@ -305,7 +305,10 @@ def in_its_words(first: RankFailure | None, attempt_dir: AttemptDir, *, program:
     said = last_line(attempt_dir, first.rank) if program and not first.because_of_peer else None
     if said is None:
         return sentence, None
-    return (sentence if said in sentence else f"{said} ({sentence})"), f"{code}: {said}"
+    told = (
+        " ended with " not in first.sentence
+    )  # the program has said itself why, and not only its wrapper how it ended
+    return (sentence if told or said in sentence else f"{said} ({sentence})"), f"{code}: {said}"
 
 
 def last_line(attempt_dir: AttemptDir, rank: int) -> str | None:
@@ -318,7 +321,7 @@ def last_line(attempt_dir: AttemptDir, rank: int) -> str | None:
         own = OWN_LINE.match(line)
         if own is not None and own[2] is not None:
             return None
-        if line and own is None and not line.startswith("hint: "):
+        if line and own is None and not line.startswith(("hint: ", "srun: ", "slurmstepd")):
             return line[:LAST_WORDS_LENGTH]
     return None
 

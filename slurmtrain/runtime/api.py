@@ -118,7 +118,8 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
     Call it as early as you can: signals are handled from here on, not from `import slurmtrain` on, which loads nothing.
     If a signal ends a rank sooner, the job is still requeued if it was submitted (`job=command`): the process around
     the script does that. A rank that is told to stop before all ranks are there ends here, with exit code 75. A process
-    group that exists already (Trainer's, Accelerate's) is used as it is.
+    group that exists already (Trainer's, Accelerate's) is used as it is. Workers of DataLoaders ignore stop signals from
+    here on.
 
     Args:
         device: "auto" (as the job's train.device says: a GPU if the job has asked for some or one is visible), "cpu" or
@@ -139,11 +140,13 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
     logs.set_up(leave_to_others=True)
     import torch.distributed as dist  # torch, which takes seconds
 
+    from slurmtrain.data.loading.workers import shelter_torchs_workers
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import environment_of_process_group, init_distributed
     from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
 
     load_dynamo_on_demand()
+    shelter_torchs_workers()
     sys.excepthook = _record_and_show
     environment = Environment.detect()
     if dist.is_initialized():

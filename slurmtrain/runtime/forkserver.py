@@ -11,6 +11,7 @@ import signal
 
 def _shield() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # whoever starts data workers has blocked it meanwhile
     # Its children decide for themselves: `terminate()` works on a child as always.
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 

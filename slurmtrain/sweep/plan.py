@@ -44,9 +44,12 @@ class Grid:
 
     def varied(self, number: int) -> dict[str, str]:
         """Return what distinguishes a point from others: key -> value, as text."""
-        return {
-            key.removeprefix("job.args."): value for key, value in values_of(self.points[number], self.keys).items()
-        }
+        return {short_key(key): value for key, value in values_of(self.points[number], self.keys).items()}
+
+
+def short_key(key: str) -> str:
+    """Return a key as a person knows it: without Hydra's plus, and of an argument of a program only its name."""
+    return key.lstrip("+").removeprefix("job.args.")
 
 
 def values_of(overrides: Iterable[str], keys: Iterable[str] | None = None) -> dict[str, str]:

@@ -38,7 +38,7 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep.folder import add_run, create_sweep, find_same
 from slurmtrain.sweep.jobs import REMOVED, Submission, submit_runs
 from slurmtrain.sweep.local import LocalRuns, alone
-from slurmtrain.sweep.plan import SweepPlan, check_belongs, identity_of
+from slurmtrain.sweep.plan import SweepPlan, check_belongs, identity_of, short_key
 from slurmtrain.sweep.study import Study, Trial, TrialState, remove_cut_line
 from slurmtrain.system import records
 from slurmtrain.system.paths import current_folder
@@ -290,7 +290,7 @@ class Search:
         """Start the runs of trials that have none, and what else waits for its start."""
         refused = []
         for trial in trials:
-            varied = {key.lstrip("+"): value for key, value in trial.chosen.items()}
+            varied = {short_key(key): value for key, value in trial.chosen.items()}
             try:
                 run_dir = self._opened.add(varied, self._composer.compose([*self._fixed, *_chosen(trial)]))
             except SlurmtrainError as error:  # other combinations of values may be valid
@@ -315,7 +315,7 @@ class Search:
             if trial.pruned_at is None and self._report(trial, run_dir):
                 at = self._study.trial(number).last_step
                 self._study.note(number, pruned_at=at)
-                words = " ".join(_chosen(trial))
+                words = trial.in_words
                 log.info("%s %s: pruned at step %d by its %s", run_dir.id, words, at, self._metric)
             if self._study.trial(number).pruned_at is not None:
                 self._stop(run_dir)
@@ -371,7 +371,7 @@ class Search:
                 best = self._study.best()
                 better = best is None or best.value is None or (value > best.value) == self._study.maximize
                 more = ", the best so far" if better else ""
-                log.info("%s %s: %s %.6g%s", run_dir.id, " ".join(_chosen(trial)), goal.metric, value, more)
+                log.info("%s %s: %s %.6g%s", run_dir.id, trial.in_words, goal.metric, value, more)
                 self._study.tell(number, TrialState.COMPLETE, value)
                 self._failed_in_a_row = 0
             elif now.status != RunStatus.FINISHED and (trial.pruned_at is not None or now.status == RunStatus.PRUNED):
@@ -387,7 +387,7 @@ class Search:
         self._study.note(trial.number, why=why)
         self._study.tell(trial.number, TrialState.FAIL)
         self._failed_in_a_row += 1
-        log.warning("trial %d (%s) has failed: %s", trial.number, " ".join(_chosen(trial)), why)
+        log.warning("trial %d (%s) has failed: %s", trial.number, trial.in_words, why)
         if self._failed_in_a_row >= self._most_failures:
             raise RunFailedError(
                 f"{self._failed_in_a_row} trials in a row have failed (search.max_failures_in_a_row), the last one: {why}"
@@ -398,7 +398,7 @@ class Search:
         best, count = self._study.best(), len(self._study.trials)
         if best is None:
             raise RunFailedError(f"none of {count} trials has a result")
-        log.info("the best of %d trials: %s: %.6g", count, " ".join(_chosen(best)), best.value)
+        log.info("the best of %d trials: %s: %.6g", count, best.in_words, best.value)
 
 
 def _chosen(trial: Trial) -> list[str]:

@@ -21,7 +21,7 @@ from slurmtrain.choices import BestMode, Pruner
 from slurmtrain.config.schema import Config, SearchConfig
 from slurmtrain.errors import UsageError
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.sweep.plan import identity_of
+from slurmtrain.sweep.plan import identity_of, short_key
 from slurmtrain.system.records import read_tail
 
 if TYPE_CHECKING:
@@ -72,6 +72,10 @@ class Trial:
     pruned_at: int | None = None
     why: str = ""
     steps: int | None = None
+
+    @property
+    def in_words(self) -> str:
+        return " ".join(f"{short_key(key)}={value}" for key, value in self.chosen.items())
 
 
 class Study:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 
 from slurmtrain.system.redaction import redact
 
@@ -18,16 +19,13 @@ _LEVELS = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 class LogHandler(logging.Handler):
     """Write messages to stderr as `slurmtrain: SENTENCE`, redacted, as they are then for all later handlers.
 
-    Args:
+    Attributes:
         rank: write the time and this rank before each message.
         leave_to_others: write nothing where another handler, such as one of the root logger, gets the message as well.
     """
 
-    def __init__(self, rank: int | None = None, *, leave_to_others: bool = False):
-        super().__init__()
-        prefix = "" if rank is None else f"%(asctime)s rank {rank} "
-        self.setFormatter(logging.Formatter(f"{prefix}{PACKAGE}: %(kind)s%(message)s", "%Y-%m-%d %H:%M:%S"))
-        self._leave_to_others = leave_to_others
+    rank: int | None = None
+    leave_to_others = False
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -38,9 +36,11 @@ class LogHandler(logging.Handler):
                 text = logging.Formatter().formatException(record.exc_info)
                 if (shown := redact(text)) != text:
                     record.exc_text, record.exc_info = shown, None
-            if not (self._leave_to_others and _has_other_handlers(record.levelno)):
-                record.__dict__["kind"] = _LEVELS.get(record.levelno, "")
-                sys.stderr.write(f"{redact(self.format(record))}\n")  # at once: ranks and data workers share the file
+            if not (self.leave_to_others and _has_other_handlers(record.levelno)):
+                when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+                prefix = "" if self.rank is None else f"{when} rank {self.rank} "
+                line = f"{prefix}{PACKAGE}: {_LEVELS.get(record.levelno, '')}{self.format(record)}\n"
+                sys.stderr.write(redact(line))  # at once: ranks and data workers share the file
                 sys.stderr.flush()
         except Exception:  # a full disk must not make a crash of a message
             self.handleError(record)
@@ -53,10 +53,11 @@ def set_up(rank: int | None = None, *, leave_to_others: bool = False) -> None:
         rank: put the time and this rank before each message: for the log of a rank.
         leave_to_others: this program is the user's own, so handlers and a level that it sets itself take precedence.
     """
-    package = logging.getLogger(PACKAGE)
+    package, handler = logging.getLogger(PACKAGE), LogHandler()
+    handler.rank, handler.leave_to_others = rank, leave_to_others
     own = [each for each in package.handlers if not isinstance(each, LogHandler)]
     # First, so that the others get messages redacted.
-    package.handlers = [LogHandler(rank, leave_to_others=leave_to_others), *own]
+    package.handlers = [handler, *own]
     if not leave_to_others:  # whatever a model's or a data set's code does with the root logger
         package.propagate = False
     if package.level == logging.NOTSET and not (leave_to_others and _has_other_handlers(logging.CRITICAL)):

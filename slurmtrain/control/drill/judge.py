@@ -241,41 +241,25 @@ def _came_back(evidence: Evidence) -> Verdict | None:
 
 def _compared(evidence: Evidence) -> Verdict:
     """Judge whether it has done the same as the undisturbed run."""
-    story, found = _story(evidence), evidence.comparison
+    found = evidence.comparison
     if found is None:
-        return _not_judged(f"{story}; the undisturbed run has not finished ({evidence.undisturbed})")
-    said = f"{story}: {describe(found)}"
+        return _not_judged(f"the undisturbed run has not finished ({evidence.undisturbed})")
     if found.reached is None:
-        return _not_judged(said, SHOW_HINT)
+        return _not_judged(describe(found), SHOW_HINT)
     at = evidence.stopped_at if evidence.resumed_at is None else evidence.resumed_at
+    resumed = f"resumed at step {at}" if evidence.resumed_at is not None else f"stopped after step {at}"
     if at is not None and found.reached <= at:
-        return _not_judged(
-            f"{story}, and nothing after that could be compared, only up to step {found.reached}", LONGER_HINT
-        )
-    if found.equal:
+        only = f"only up to step {found.reached}"
+        return _not_judged(f"{resumed}, and nothing after that could be compared, {only}", LONGER_HINT)
+    said = f"{resumed}: {describe(found)}" if at is not None else describe(found)
+    if found.same_bits:
         return Verdict(Result.PASSED, said)
-    if evidence.twin is not None and not evidence.twin.equal:
+    if evidence.twin is not None and not evidence.twin.same_bits:
         return _not_judged(f"two undisturbed runs differ, too: the second one {describe(evidence.twin)}", SEEDS)
     causes = likely_causes(found, at)
     if not evidence.is_program:
         causes.append("the hardware or libraries of the nodes differ: cluster.constraint requests nodes of one kind")
     return _failed(said, *causes)
-
-
-def _story(evidence: Evidence) -> str:
-    """Tell what has gone well, in one sentence."""
-    stopped = evidence.stopped_at
-    parts = ["a rank was killed"] if evidence.way.kills else []
-    if stopped is not None and not evidence.way.kills:
-        parts.append(f"stopped after step {stopped}")
-    if evidence.left_after_s is not None:
-        gives = f" ({evidence.time_of} gives {evidence.time_s:.0f} s)" if evidence.time_s is not None else ""
-        parts.append(f"left {evidence.left_after_s:.1f} s after the signal{gives}")
-    if evidence.back_by is not None:
-        parts.append(f"came back {evidence.back_by}")
-    if evidence.resumed_at is not None:
-        parts.append(f"resumed at step {evidence.resumed_at}")
-    return ", ".join(parts)
 
 
 # Whether an interrupted run has done the same as an undisturbed one, and why it probably has not: by what both have logged,
@@ -306,20 +290,16 @@ class Comparison:
     """The comparison of an interrupted run, b, with an undisturbed one, a.
 
     Attributes:
-        tolerance: relative difference up to which numbers count as equal, though not as the same bits.
         steps: steps that both have logged.
         divergence: the first difference in what they have logged, the most telling one of its step.
-        apart: that difference is larger than the tolerance.
         checkpoint: step of the checkpoint that was compared; None if there is none.
         tensors: the tensors that differ in it, in the order of their names.
         state: names of what else differs in it: counters, the state of a schedule.
         left: why no checkpoint was compared; None if one was.
     """
 
-    tolerance: float = 0.0
     steps: Sequence[int] = ()
     divergence: Divergence | None = None
-    apart: bool = False
     checkpoint: int | None = None
     tensors: Sequence[TensorDifference] = ()
     state: Sequence[str] = ()
@@ -334,31 +314,22 @@ class Comparison:
     def same_bits(self) -> bool:
         return self.reached is not None and not (self.divergence or self.tensors or self.state)
 
-    @property
-    def equal(self) -> bool:
-        """Whether all numbers are equal up to the tolerance."""
-        far = self.apart or any(each.relative > self.tolerance for each in self.tensors)
-        return self.reached is not None and not self.state and not far
 
-
-def compare_logs(a: Log, b: Log, tolerance: float, samples_part_at: int | None = None) -> Comparison:
+def compare_logs(a: Log, b: Log, samples_part_at: int | None = None) -> Comparison:
     """Compare what two runs have logged. Values that measure the machine are left out.
 
     Args:
         samples_part_at: the first step after which they have seen different samples; None: they have seen the same.
     """
-    steps = sorted(a.keys() & b.keys())
-    for limit in (tolerance, 0.0):
-        found = [
-            Divergence(each.step, name, each.a, each.b) for name, each in divergences(a, b, tolerance=limit).items()
-        ]
-        found = [each for each in found if not is_measured(each.name) and not is_detail(each.name)]
-        if samples_part_at is not None:
-            found.append(Divergence(samples_part_at, HASH))
-        if found:
-            first = min(found, key=lambda each: (each.step, TELLING.get(each.name, 9), each.name))
-            return Comparison(tolerance, steps, first, apart=limit == tolerance)
-    return Comparison(tolerance, steps)
+    found = [
+        Divergence(each.step, name, each.a, each.b)
+        for name, each in divergences(a, b).items()
+        if not is_measured(name) and not is_detail(name)
+    ]
+    if samples_part_at is not None:
+        found.append(Divergence(samples_part_at, HASH))
+    first = min(found, key=lambda each: (each.step, TELLING.get(each.name, 9), each.name), default=None)
+    return Comparison(sorted(a.keys() & b.keys()), first)
 
 
 def with_checkpoint(
@@ -388,7 +359,7 @@ def _is_random(name: str) -> bool:
     return any(_RANDOM.fullmatch(part) for part in re.split(r"[^\w]+", name.lower()))
 
 
-def compare_runs(undisturbed: RunDir, other: RunDir, job: JobConfig, tolerance: float) -> Comparison:
+def compare_runs(undisturbed: RunDir, other: RunDir, job: JobConfig) -> Comparison:
     """Compare what two runs have logged, and every tensor of the newest checkpoint that both have.
 
     Args:
@@ -397,7 +368,7 @@ def compare_runs(undisturbed: RunDir, other: RunDir, job: JobConfig, tolerance: 
     runs = (undisturbed, other)
     try:
         a, b = (by_step(read_metrics(run.metrics_file)) for run in runs)
-        found = compare_logs(a, b, tolerance, compare_data(undisturbed, other).parts_at)
+        found = compare_logs(a, b, compare_data(undisturbed, other).parts_at)
     except UnreadableRecordError as error:
         return Comparison(left=error.message)
     if job.checkpoints is not None:
@@ -415,7 +386,7 @@ def compare_runs(undisturbed: RunDir, other: RunDir, job: JobConfig, tolerance: 
 
 
 def describe(found: Comparison) -> str:
-    """Say how far the two are the same: "the same bits", "equal within 1e-06", or where they diverge."""
+    """Say that the two have the same bits, or where they diverge."""
     if found.reached is None:
         return "nothing could be compared" + (f": {found.left}" if found.left else "")
     at = f"the checkpoint of step {found.checkpoint}"
@@ -423,8 +394,6 @@ def describe(found: Comparison) -> str:
     what += [f"every tensor of {at}"] if found.checkpoint is not None else [found.left] if found.left else []
     if found.same_bits:
         return f"the same bits ({', '.join(what)})"
-    if found.equal:
-        return f"equal within {found.tolerance:g} relative ({', '.join(what)})"
     parts = []
     if found.divergence is not None:
         parts.append(f"diverges at step {found.divergence.step}: {_values(found.divergence)}")
@@ -457,6 +426,13 @@ def likely_causes(found: Comparison, resumed_at: int | None) -> list[str]:
         return ["the order of the data is not restored: the resumed part begins with other samples"]
     if first.name == "lr":
         return ["the learning-rate schedule is not saved, or not restored: save its state_dict beside the optimiser's"]
+    if first.name not in TELLING and found.checkpoint is not None and not found.tensors:
+        return [f"{first.name} is not restored, or counts what only one run has done; every tensor is the same"]
+    if resumed_at is not None and first.step <= resumed_at:
+        return [
+            f"its place is not restored: it has logged step {first.step} again, after it had resumed at step {resumed_at}. "
+            "Save and restore what counts the steps: a slurmtrain.DataLoader, or the number itself"
+        ]
     if resumed_at is None or first.step == resumed_at + 1:
         return [
             "the order of the data is not restored: save how many samples have been seen, or the sampler's and the "

@@ -338,7 +338,7 @@ def drill(
             twin = begin(None)
             made.follow()
             if twin.finished:
-                made.verdicts = judged(compare_runs(by_way[None].run_dir, twin.run_dir, config.job, plan.tolerance))
+                made.verdicts = judged(compare_runs(by_way[None].run_dir, twin.run_dir, config.job))
         made.keep = any(each.result in (Result.FAILED, Result.NOT_JUDGED) for _, each in made.verdicts)
     return made
 
@@ -413,7 +413,7 @@ def evidence_of(
         time_of=time_of,
         resumed_at=_resumed_at(run.run_dir, tries),
         undisturbed=undisturbed.explanation,
-        comparison=compare_runs(undisturbed.run_dir, run.run_dir, run.config.job, plan.tolerance) if both else None,
+        comparison=compare_runs(undisturbed.run_dir, run.run_dir, run.config.job) if both else None,
         twin=twin,
     )
 

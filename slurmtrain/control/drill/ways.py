@@ -61,7 +61,6 @@ class Plan:
         stop_at: the step after which a run is interrupted.
         stop_after_s: seconds after its start at which a program that shows no steps is interrupted; None: the default.
         leaving_s: seconds that a training takes to stop, besides its own.
-        tolerance: relative difference up to which numbers count as equal.
         within_min: minutes after which the drill judges what it has.
     """
 
@@ -70,7 +69,6 @@ class Plan:
     stop_at: int = 8
     stop_after_s: float | None = None
     leaving_s: float = 0.0
-    tolerance: float = 1e-6
     within_min: float = 30.0
 
 

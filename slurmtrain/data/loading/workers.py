@@ -184,6 +184,41 @@ def ignore_stop_signals(worker_id: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SLURM_STOP_SIGNALS)
 
 
+class _WorkerStart:
+    """What a worker does first: it leaves stop signals to the rank, and then does what the user asks for."""
+
+    def __init__(self, then: Callable[[int], None] | None):
+        self._then = then
+
+    def __call__(self, worker_id: int) -> None:
+        ignore_stop_signals(worker_id)
+        if self._then is not None:
+            self._then(worker_id)
+
+
+def sheltered(get_iterator: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a `_get_iterator` of a DataLoader whose workers ignore the stop signals, from their first moment on."""
+
+    @functools.wraps(get_iterator)
+    def get(loader: DataLoader[Any]) -> Any:
+        then = loader.worker_init_fn
+        loader.worker_init_fn = _WorkerStart(then)
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SLURM_STOP_SIGNALS)
+        try:
+            return get_iterator(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+            loader.worker_init_fn = then
+
+    return get
+
+
+def shelter_torchs_workers() -> None:
+    """Let the workers of all of torch's own DataLoaders ignore the stop signals: those of a Trainer's, for instance."""
+    if not hasattr(DataLoader._get_iterator, "__wrapped__"):
+        DataLoader._get_iterator = sheltered(DataLoader._get_iterator)  # type: ignore[assignment,method-assign]
+
+
 def _kill_daemons() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler calls this a failure of the worker

@@ -103,8 +103,10 @@ def percent(share: float) -> str:
 
 
 def hours(seconds: float) -> str:
-    """Format seconds as hours with three digits: 0.012, 1.25, 12.5, 1,250."""
+    """Format seconds as hours with three digits: 0.012, 1.25, 12.5, 1,250; and less than 36 s as "under 0.01"."""
     value = seconds / 3600
+    if 0 < value < 0.01:
+        return "under 0.01"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
 
 

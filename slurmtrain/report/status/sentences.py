@@ -283,5 +283,6 @@ def how_to_continue(run_dir: RunDir, info: Mapping[str, Any], reason: str | None
             f"`resume {run_dir.id} optim.lr=...` goes on with other values, from the newest checkpoint if there is one"
         )
     if reason == Reason.CRASH:
-        return f"When its cause is mended, `resume {run_dir.id}` continues it (--code: with the code as it is then)"
+        how = "KEY=VALUE after it changes its config, as job.command; --code: with the code as it is then"
+        return f"When its cause is mended, `resume {run_dir.id}` continues it ({how})"
     return f"`resume {run_dir.id}` continues it"

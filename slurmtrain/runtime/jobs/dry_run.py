@@ -43,7 +43,7 @@ def dry_run(config: Config) -> list[StageMemory]:
     expected = memory_of(config, dims)
     found = []
     for stage in range(dims.pp):
-        rank = dims.first_rank(stage)
+        rank = stage * dims.world_size // dims.pp
         model = _distributed_model(config, dims, rank)
         held = [_local(tensor) for tensor in [*model.parameters(), *model.buffers()]]
         trained = nn.ParameterList(_local(each) for each in model.parameters() if each.requires_grad)

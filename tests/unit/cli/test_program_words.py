@@ -43,6 +43,7 @@ def test_the_points_of_a_sweep_share_the_program(cli: Cli, project: Path) -> Non
         (["+lr=1e-3"], ["x.py", "--lr", "${lr}"], "x.py --lr 1e-3"),
         (["optim.lr=0.5"], ["x.py", "--lr=${optim.lr}", "${RANK}"], "x.py --lr=0.5 ${RANK}"),
         (["+words=two words"], ["x.py", "${words}"], "x.py two words"),
+        (["+job.args.lr=2"], ["x.py", "${lr}"], "x.py 2"),
         (['+name="it\'s"'], ["x.py", "a-${name}", "${job.args.name}"], "x.py a-it's it's"),
         (["+a=1"], ["bash", "-ec", "for a in *; do echo ${a}; done", "${a}"], "for a in *; do echo ${a}; done"),
         (["+lr=1"], ["bash", "run.sh", "${lr}"], "bash run.sh 1"),
@@ -72,6 +73,8 @@ def test_the_words_of_a_program_follow_the_config(
             "write '${lr}', in quotes",
         ),
         (["submit", "python", "x.py", "--lr", "1"], "there is no option '--lr'", "-- python x.py --lr 1"),
+        (["submit", "python3", "x.py"], "cannot read 'python3'", "a program stands after --: submit -- python3 ..."),
+        (["+lr=1,2", "submit", "--", "x.py", "${lr}"], "+lr=1,2 gives several values", "-m +lr=1,2 submit"),
         (["resume", "last", "--", "x.py", "a b"], "not with resume", "resume RUN 'job.command="),
     ],
 )
@@ -83,7 +86,9 @@ def test_a_program_that_refers_to_nothing_or_is_given_to_another_verb_is_refused
     assert said in error and hint in error, error
 
 
-def test_each_point_of_a_sweep_has_its_own_arguments_in_one_array(project: Path, slurm: FakeSlurm) -> None:
+def test_each_point_of_a_sweep_has_its_own_arguments_in_one_array(
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
     (project / "x.py").touch()
     words = ["-m", "+cluster=a100x4", "+lr=1e-3,3e-3", "submit", "--", "python", "x.py", "--lr", "${lr}"]
     assert main(words) == 0
@@ -92,6 +97,10 @@ def test_each_point_of_a_sweep_has_its_own_arguments_in_one_array(project: Path,
     assert [shlex.split(command) for command in commands] == [["python", "x.py", "--lr", lr] for lr in ("1e-3", "3e-3")]
     assert len(slurm.jobs) == 1 and slurm.jobs[0]["options"]["array"] == "0-1"
     assert [json.loads((run.parent / "run.json").read_text())["varied"] for run in runs] == [["lr=1e-3"], ["lr=3e-3"]]
+    capsys.readouterr()
+    assert main(["status", runs[1].parent.name]) == 0
+    shown = capsys.readouterr().out
+    assert "  program: python x.py --lr '3e-3'\n" in shown and "  overrides: cluster=a100x4 +lr=1e-3,3e-3\n" in shown
 
 
 @settings(max_examples=15)

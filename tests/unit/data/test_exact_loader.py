@@ -142,6 +142,28 @@ def test_a_program_whose_workers_stay_and_ignore_signals_ends() -> None:
     assert (done.stdout, done.stderr) == ("[3, 3, 3]\n", "")
 
 
+SIGNALLED = """
+import multiprocessing, os, signal, torch, slurmtrain
+from torch.utils.data import DataLoader, TensorDataset
+slurmtrain.init(device="cpu")
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))  # the earliest moment
+for kind in (DataLoader, slurmtrain.DataLoader):
+    loader = kind(TensorDataset(torch.arange(12)), batch_size=4, num_workers=2)
+    for epoch in range(2):
+        for batch in loader:
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid, signal.SIGTERM)
+            print(len(batch[0]), end=" ")
+print(slurmtrain.stop_requested())
+"""
+
+
+def test_after_init_no_signal_of_a_stop_ends_a_data_worker() -> None:
+    """As those of Trainer or Lightning, which make their DataLoaders themselves, and workers anew for each epoch."""
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "4 " * 12 + "False\n"), done.stderr
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_workers_of_torchs_own_loader_read_on_after_the_signals_of_a_stop(context: str) -> None:
     """SLURM sends them to every process of a step, and only the ranks act on them."""

@@ -88,6 +88,23 @@ def test_a_program_that_fails_twice_in_the_same_way_within_seconds_is_not_starte
     assert ("not started a third time" in said) == (tries == 2)
 
 
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (
+            'echo bad flag; echo "slurmstepd-n0: error: *** STEP 1.0 ON n0 CANCELLED ***"',
+            "bad flag (rank 0: bash ended",
+        ),
+        ('echo "$failure" >$SLURMTRAIN_RUN_DIR/attempts/0001/failed-0.json; echo epoch 2', "rank 0: ValueError: no"),
+    ],
+)
+def test_the_first_words_on_a_crash_are_the_programs_reason(cli: Cli, project: Path, program: str, said: str) -> None:
+    failure = '{"rank": 0, "exit_code": 1, "sentence": "ValueError: no", "node": null, "time": 1}'
+    (project / "p.sh").write_text(f"failure='{failure}'\n{program}\nexit 1")
+    assert cli("+cluster=local", "job.snapshot=none", "requeue=off", "submit", "--", "bash", "p.sh").returncode == 1
+    assert cli("status", "last").stdout.splitlines()[1].startswith(f"  crashed: {said}")
+
+
 def test_a_run_goes_on_although_nobody_reads_what_its_ranks_print(project: Path) -> None:
     """As with `submit | head`. More than a pipe holds, so that rank 0 would wait for ever in its next print."""
     (project / "p.sh").write_text("yes 'step 1  loss 2.5' | head -n 20000; [ $SLURMTRAIN_ATTEMPT = 2 ]")

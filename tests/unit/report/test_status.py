@@ -189,11 +189,15 @@ def test_a_request_of_an_earlier_attempt_cancels_nothing(job: Job) -> None:
 
 
 @pytest.mark.parametrize("verdict", ["done", "end"])
-def test_a_run_that_is_over_in_an_allocation_is_not_cancelled(verdict: str, job: Job) -> None:
+def test_a_run_that_is_over_in_an_allocation_is_not_cancelled(verdict: str, job: Job, capsys: Out) -> None:
     job.run.update_info(job_ids=[])
     job.attempt(**ended(verdict))
     queue(job, "RUNNING")
     assert "is not running" in printed("cancel", RUN_ID)
+    assert main(["preempt", RUN_ID]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"slurmtrain: error: run {RUN_ID} is not running: ")
+    assert (f"hint: resume {RUN_ID}" in told) == (verdict == "end")
     assert changes(job) == []
 
 
@@ -322,19 +326,25 @@ def test_only_what_will_happen_is_promised(mode: str, promise: str, job: Job) ->
         assert changes(job)[-1] == f"scancel --signal={number} 7"
 
 
-@pytest.mark.parametrize("saved", [(), (40, 120)])
+@pytest.mark.parametrize(
+    ("saved", "by_library", "said"),
+    [
+        ((), None, "at step 0: no checkpoint is visible"),
+        ((40, 120), None, "it resumes from checkpoint_0000120"),
+        ((), "/out/checkpoint-70", "it resumes from checkpoint-70"),
+    ],
+)
 def test_preempt_says_first_from_where_this_run_would_start_again(
-    saved: tuple[int, ...], job: Job, capsys: Out
+    saved: tuple[int, ...], by_library: str | None, said: str, job: Job, capsys: Out
 ) -> None:
     for step in saved:
         path = job.run.checkpoints / f"checkpoint_{step:07}"
         path.mkdir(parents=True)
         (path / "COMPLETE").touch()
-    job.attempt({"rank-0.log": ""}, **running())
+    job.attempt({"rank-0.log": ""}, **running(saved=by_library))
     queue(job, "RUNNING")
     assert main(["preempt", RUN_ID]) == 0
-    told = capsys.readouterr().err
-    assert ("it resumes from checkpoint_0000120" if saved else "at step 0: no checkpoint is visible") in told
+    assert said in capsys.readouterr().err
 
 
 def test_requeue_of_a_held_job_releases_and_starts_it(job: Job) -> None:

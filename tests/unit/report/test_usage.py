@@ -192,7 +192,7 @@ def test_status_says_what_is_known_of_a_program(root: Path) -> None:
     files.event(0, "submitted", job_id="9")
     times: dict[str, Any] = {"started": 0, "ended": 100, "last_logged": 80}
     files.attempt(1, 0, kind="command", gpus=0.0, **times, reason="finished", verdict="done")
-    assert "  goodput: ? of 2 min: unknown 100 %" in printed("status", SECOND).splitlines()
+    assert "  goodput: not known of 2 min: the program reports no steps" in printed("status", SECOND).splitlines()
     files.event(20, "first report", 1, step=1)
     assert "  goodput: 100 % of 2 min: unknown 40 %" in printed("status", SECOND).splitlines()
 

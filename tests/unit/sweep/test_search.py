@@ -66,6 +66,13 @@ def test_the_same_search_goes_on_and_another_one_is_apart(project: Path, capfd: 
     assert "3 complete\nbest is 1, of trial 0: optim.lr=" in shown  # nothing is left to do
 
 
+def test_a_search_chooses_the_arguments_of_a_program(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (project / "point.sh").write_text("""echo '{"step": 1, "valid_loss": '$1'}' >$SLURMTRAIN_RUN_DIR/metrics.jsonl""")
+    line = ["-m", "+cluster=local", "job.snapshot=none", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=1"]
+    assert main([*line, "+lr=interval(0.1,1)", "submit", "--", "bash", "point.sh", "${lr}"]) == 0
+    assert "of trial 0: lr=0." in capfd.readouterr().out
+
+
 def test_a_search_ends_after_failures_in_a_row_and_the_same_command_goes_on_with_other_trials(
     project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
