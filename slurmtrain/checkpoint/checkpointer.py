@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import module_state, optimizer_state, state
 from slurmtrain.checkpoint.errors import (
@@ -260,7 +261,7 @@ class Checkpointer:
             tensors = self._ranks.explain(error)
         plan = self._make_plan(tensors, objects, training=True)
         assert not isinstance(tensors, CheckpointError)
-        optimizers = {key for key, value in objects.items() if optimizer_state.is_flattened(value)}
+        optimizers = {key for key, value in objects.items() if isinstance(value, Optimizer)}
         trained = module_state.trained_parameters(objects).keys() | optimizer_state.of_optimizers(optimizers, tensors)
         image: Image | CheckpointError
         try:

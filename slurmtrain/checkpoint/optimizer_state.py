@@ -17,6 +17,7 @@ from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchErro
 from slurmtrain.checkpoint.module_state import parameter_names
 from slurmtrain.checkpoint.plain_values import decoded, encode
 
+OWN_WAY = "own"  # marks, in a checkpoint, what an optimiser has given by a state_dict of its own
 # Tensors of a parameter's shape that torch's optimisers keep for each, beyond which nothing large is known.
 _MOMENTS = {"SGD": 1, "Adagrad": 1, "Adadelta": 2, "RMSprop": 3, "Rprop": 2, "Adafactor": 1, "Muon": 1}
 # Settings of how a step is computed, which belong to this run's layout and device, not to the checkpoint's.
@@ -41,11 +42,6 @@ def has_own_state_dict(optimizer: Optimizer) -> bool:
     hooks = (getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post"))
     overridden = type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer)
     return overridden or any(hooks)
-
-
-def is_flattened(value: object) -> bool:
-    """Return whether an object is an optimiser whose state is taken apart by the names of parameters."""
-    return isinstance(value, Optimizer) and not has_own_state_dict(plain_optimizer(value))
 
 
 def waits_before_steps(optimizer: Optimizer) -> bool:
@@ -74,25 +70,28 @@ def check_optimizer(key: str, optimizer: Optimizer) -> None:
 
 
 def flatten_optimizer(key: str, optimizer: Optimizer, names: Mapping[int, str], tensors: dict[str, Tensor]) -> Any:
-    """Return JSON of the state and the groups, by the names of parameters; tensors are moved to `tensors`, as `encode` does."""
+    """Return JSON of the state and the groups, by the names of parameters; tensors are moved to `tensors`, as `encode` does.
+
+    Raises:
+        CheckpointError: what it keeps for a parameter has no names.
+    """
     groups: list[dict[str, Any]] = []
     fields: dict[str, Any] = {}
     for group in optimizer.param_groups:
         keys = [_name_of(parameter, names) for parameter in group["params"]]
         groups.append({**group, "params": keys})
-        held = zip(keys, group["params"], strict=True)
-        fields.update({name: optimizer.state[parameter] for name, parameter in held if parameter in optimizer.state})
+        for name, parameter in zip(keys, group["params"], strict=True):
+            if parameter not in optimizer.state:
+                continue
+            held = optimizer.state[parameter]
+            if not isinstance(held, Mapping):
+                raise CheckpointError(
+                    f"{key} ({type(optimizer).__name__}) keeps a {type(held).__name__} for {name}, and not a dict",
+                    hint="keep a dict of named values for each parameter, as torch's optimisers do",
+                )
+            fields[name] = dict(held)
     beside = {field: value for field, value in optimizer.state.items() if not isinstance(field, Tensor)}
     return encode({"state": fields, "param_groups": groups, "beside": beside}, key, tensors)
-
-
-def _fields_of(key: str, values: Any, tensors: Mapping[str, Tensor]) -> dict[Any, Any] | None:
-    """Return what an optimiser keeps for one parameter; None: not all of it fits the parameter as it is now."""
-    if not isinstance(values, dict):
-        raise CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
-    named = [str(value["__tensor__"]) for value in values.values() if isinstance(value, dict) and "__tensor__" in value]
-    found: dict[Any, Any] | None = decoded(key, values, tensors) if all(name in tensors for name in named) else None
-    return found
 
 
 def _is_group(value: Any) -> bool:
@@ -107,6 +106,7 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     plain: Any,
     *,
+    dropped: Collection[str],
     lenient: bool,
     convert: bool,
 ) -> None:
@@ -116,6 +116,7 @@ def load_optimizer(
         names: of the parameters by their id.
         tensors: those of the checkpoint, by name.
         plain: what `flatten_optimizer` returned beside them.
+        dropped: names of its tensors that are not in `tensors`: of parameters that begin anew.
         lenient: parameters that the checkpoint's groups lack keep what they have.
         convert: state takes its parameter's dtype.
 
@@ -123,12 +124,13 @@ def load_optimizer(
         CheckpointError: the checkpoint's state is not that of an optimiser.
         CheckpointMismatchError: its groups are others.
     """
+    wrong = CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
     saved = plain.get("state") if isinstance(plain, dict) else None
     if not isinstance(saved, dict):
-        raise CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
+        raise wrong
     beside, groups = (decoded(key, plain.get(part), tensors) for part in ("beside", "param_groups"))
     if not (isinstance(beside, dict) and isinstance(groups, list) and all(map(_is_group, groups))):
-        raise CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
+        raise wrong
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointMismatchError(
             f"{key} has {len(optimizer.param_groups)} parameter groups, and {len(groups)} in the checkpoint",
@@ -149,9 +151,10 @@ def load_optimizer(
             )
         numbers = []
         for name in keys:
-            fields = _fields_of(key, saved[name], tensors) if name in saved else None
-            if fields is not None:
-                state[number] = fields
+            if name in saved and not any(each.startswith(f"{key}.state.{name}.") for each in dropped):
+                state[number] = decoded(key, saved[name], tensors)
+                if not isinstance(state[number], dict):
+                    raise wrong
             numbers.append(number)
             number += 1
         kept = {name: group[name] for name in _IMPLEMENTATION if name in group}
@@ -206,7 +209,7 @@ def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[s
     for other in everyones[1:]:
         merged = {**other, **merged}
         for key in optimizers:
-            if key not in other or merged[key] is other[key]:
+            if key not in other or merged[key] is other[key] or OWN_WAY in merged[key] or OWN_WAY in other[key]:
                 continue
             groups = []
             for group, other_group in zip(merged[key]["param_groups"], other[key]["param_groups"], strict=True):

@@ -29,9 +29,10 @@ from slurmtrain.checkpoint.module_state import (
     parameters,
 )
 from slurmtrain.checkpoint.optimizer_state import (
+    OWN_WAY,
     check_optimizer,
     flatten_optimizer,
-    is_flattened,
+    has_own_state_dict,
     load_optimizer,
     plain_optimizer,
 )
@@ -101,8 +102,10 @@ def flatten(objects: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
         if isinstance(value, Optimizer):
             value = plain_optimizer(value)
             check_optimizer(key, value)
-        if is_flattened(value):
-            plain[key] = flatten_optimizer(key, value, names, tensors)
+            if has_own_state_dict(value):
+                plain[key] = encode({OWN_WAY: value.state_dict()}, key, tensors)
+            else:
+                plain[key] = flatten_optimizer(key, value, names, tensors)
         elif not isinstance(value, nn.Module):
             plain[key] = _encode_state(key, value.state_dict() if isinstance(value, Stateful) else value, tensors)
     return tensors, plain
@@ -163,6 +166,7 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> d
     """
     targets = module_tensors(objects)
     known = parameters(objects)
+    numbered = {key: _by_number(value) for key, value in objects.items() if isinstance(value, Optimizer)}
     live: dict[str, dict[str, Tensor]] = {}
     for name, fact in saved.items():
         owners = [key for key in objects if name.startswith(f"{key}.")]
@@ -174,8 +178,8 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> d
         if key not in live:
             live[key] = _live(key, value)
         template = live[key].get(name)
-        if template is None and is_flattened(value):
-            template = _parameter_of(name.removeprefix(f"{key}."), known)
+        if template is None and isinstance(value, Optimizer):
+            template = _parameter_of(name.removeprefix(f"{key}."), known, numbered[key])
             if template is None and name.startswith(f"{key}.state."):
                 continue  # of a parameter that other ranks hold: a stage of a pipeline
         if template is not None and tuple(template.shape) == fact.shape and (fact.shape or name in live[key]):
@@ -198,12 +202,20 @@ def _live(key: str, value: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _parameter_of(name: str, known: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the parameter to which an optimiser's tensor belongs: its name has the parameter's name in it."""
-    _, _, rest = name.partition(".")
+def _by_number(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the parameters by the numbers that torch's state_dict has for them."""
+    groups = plain_optimizer(optimizer).param_groups
+    return {str(number): each for number, each in enumerate(each for group in groups for each in group["params"])}
+
+
+def _parameter_of(name: str, known: Mapping[str, Tensor], numbered: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the parameter to which an optimiser's tensor belongs: its name has the parameter's name in it, or its number."""
+    rest = name.removeprefix(f"{OWN_WAY}.")
+    number = next((part for part in rest.split(".") if part.isdecimal()), "") if rest != name else ""
+    _, _, rest = rest.partition(".")
     while rest and rest not in known:
         rest = rest.rpartition(".")[0]
-    return known.get(rest)
+    return known.get(rest, numbered.get(number))
 
 
 def load_objects(
@@ -211,12 +223,14 @@ def load_objects(
     tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
     *,
+    dropped: Collection[str],
     lenient: bool = False,
     convert: bool = False,
 ) -> None:
     """Give every object its state. Modules have theirs already, unless they return copies or load it in their own way.
 
     Args:
+        dropped: names of the checkpoint's tensors that are not in `tensors`, since they do not fit.
         lenient: state that the checkpoint lacks keeps its initial values.
         convert: optimiser state takes its parameter's dtype, which is not the checkpoint's.
     """
@@ -234,9 +248,13 @@ def load_objects(
             continue
         if lenient and key not in plain:
             continue
-        if is_flattened(value):
+        if isinstance(value, Optimizer):
+            value, saved = plain_optimizer(value), plain[key]
+            if isinstance(saved, dict) and OWN_WAY in saved:
+                value.load_state_dict(decoded(key, saved[OWN_WAY], tensors))
+                continue
             names = parameter_names(objects)
-            load_optimizer(key, plain_optimizer(value), names, tensors, plain[key], lenient=lenient, convert=convert)
+            load_optimizer(key, value, names, tensors, saved, dropped=dropped, lenient=lenient, convert=convert)
         elif isinstance(value, Stateful):
             value.load_state_dict(decoded(key, plain[key], tensors))
 

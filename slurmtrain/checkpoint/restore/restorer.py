@@ -299,8 +299,12 @@ class Restorer:
 
         def load() -> None:
             lenient, convert = "keys" in request.allow, "dtypes" in request.allow
-            state.load_objects(request.objects, targets, manifest.state, lenient=lenient, convert=convert)
-            state.load_objects(request.own_objects, own_targets, own_plain, lenient=True)
+            dropped = manifest.tensors.keys() - targets.keys()
+            own_dropped = own_names(manifest.tensors, self._ranks.rank).keys() - own_targets.keys()
+            state.load_objects(
+                request.objects, targets, manifest.state, dropped=dropped, lenient=lenient, convert=convert
+            )
+            state.load_objects(request.own_objects, own_targets, own_plain, dropped=own_dropped, lenient=True)
 
         self._ranks.all_do(load)
         return []

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.cli import main
 from slurmtrain.errors import SlurmtrainError
@@ -285,6 +286,11 @@ each(
     {str(groups): groups for groups in [*GROUPS, *([{"params": BOTH, "lr": rate}] for rate in RATES)]},
     put(lambda forged: forged.manifest["state"], "optimizer"),
 )
+each(
+    "the optimiser's state of a parameter is {}",
+    [None, 5, [], {"__tuple__": []}, {"exp_avg": {"__tensor__": "nowhere"}}],
+    put(lambda forged: forged.manifest["state"]["optimizer"]["state"], WEIGHT),
+)
 
 # Files that are none.
 
@@ -413,6 +419,14 @@ def copy(sound: Path, tmp_path: Path) -> Path:
     for file in (sound / "checkpoint_0001000").iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     return path
+
+
+def test_a_moment_that_is_missing_is_not_begun_anew(sound: Path, tmp_path: Path) -> None:
+    forged = Forged(copy(sound, tmp_path))
+    forged.manifest["state"]["optimizer"]["state"][WEIGHT]["exp_avg"] = {"__tensor__": "nowhere"}
+    forged.write()
+    with pytest.raises(CheckpointError, match="the state of optimizer in the checkpoint cannot be read: 'nowhere'"):
+        restore(forged.path.parent)
 
 
 @pytest.mark.parametrize("name", list(ATTACKS))

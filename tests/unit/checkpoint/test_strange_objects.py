@@ -218,6 +218,14 @@ class Sam(torch.optim.Optimizer):
         self.base_optimizer.step()
 
 
+class Nameless(torch.optim.SGD):
+    """Keeps a tensor for each parameter, and no dict."""
+
+    def step(self, closure: Any = None) -> Any:
+        states: dict[Any, Any] = self.state
+        states.update({each: torch.zeros_like(each) for each in self.param_groups[0]["params"]})
+
+
 class Lookahead(torch.optim.Optimizer):
     """Slow weights beside those of another optimiser, named by position."""
 
@@ -362,6 +370,19 @@ def test_optimizers_of_every_kind_go_on_with_the_same_bits(tmp_path: Path, kind:
     check_goes_on(tmp_path, lambda seed: Training(MODULES["plain"], OPTIMIZERS[kind], seed=seed))
 
 
+@pytest.mark.parametrize(("hooked", "kind"), [(1, "AdamW, its rate a tensor"), (2, "lists, numbers, dots")])
+def test_a_state_dict_hook_that_comes_or_goes_does_not_matter(tmp_path: Path, hooked: int, kind: str) -> None:
+    """How an optimiser is loaded depends on the checkpoint. The hook is on the one saved (1), or on the one restored (2)."""
+
+    def make(seed: int) -> Training:
+        training = Training(MODULES["plain"], OPTIMIZERS[kind], seed=seed)
+        if seed == hooked:
+            training.optimizer.register_state_dict_post_hook(lambda optimizer, state: state)
+        return training
+
+    check_goes_on(tmp_path, make)
+
+
 def test_a_checkpoint_of_a_compiled_model_is_that_of_the_model(tmp_path: Path) -> None:
     model = compiled()
     with closing(Checkpointer(tmp_path)) as checkpointer:
@@ -440,6 +461,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Parameters], Any], s
         MODULES["plain"],
         lambda params: Sam(params, lr=0.1, momentum=0.9),
         r"optimizer \(Sam\) keeps another optimiser in \.base_optimizer",
+    ),
+    "a state without names": (
+        MODULES["plain"],
+        lambda params: Nameless(params, lr=0.1),
+        r"optimizer \(Nameless\) keeps a Tensor for model\.0\.weight, and not a dict",
     ),
 }
 
