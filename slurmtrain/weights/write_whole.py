@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from slurmtrain.checkpoint.format.headers import read_header
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import claim
-from slurmtrain.checkpoint.tensors import dtype_name
+from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, dtype_name
 from slurmtrain.system.modes import file_mode
 from slurmtrain.weights.export import Entry, write_safetensors
 
@@ -48,12 +49,12 @@ def write_checkpoint(
     """
     tensors = {name: TensorFacts(shape, dtype_name(dtype)) for name, (shape, dtype) in facts.items()}
     # What is empty has no piece.
-    entries = [Entry(name, *facts[name], facts[name][1]) for name, each in tensors.items() if each.nbytes]
+    entries = [_entry(name, *facts[name]) for name, each in tensors.items() if each.nbytes]
     own = Entry(OWN_STATE, (len(NO_STATE),), torch.uint8, torch.uint8)
 
     def read_all() -> Iterator[tuple[Entry, Tensor]]:
         for entry in entries:
-            yield entry, read(entry.name).detach().to("cpu", entry.dtype)
+            yield entry, read(entry.name).detach().to("cpu", facts[entry.name][1]).resolve_conj().resolve_neg()
             progress(entry.nbytes)
         yield own, torch.frombuffer(bytearray(NO_STATE), dtype=torch.uint8)
 
@@ -84,3 +85,10 @@ def write_checkpoint(
             created=time.time(),
         )
         return commit.commit(temporary, manifest, order)
+
+
+def _entry(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Entry:
+    """Return where a tensor goes in the file: as bytes if the format has no name for its type, which the manifest has."""
+    if dtype in SAFETENSORS_NAMES:
+        return Entry(name, shape, dtype, dtype)
+    return Entry(name, (math.prod(shape) * dtype.itemsize,), torch.uint8, torch.uint8)

@@ -69,7 +69,8 @@ def test_a_run_of_the_trainer_resumes_with_the_same_bits_and_stays_as_it_is(fold
     code, found, said = drill(folder, "drill", run_dir.id, *ways)
     told, killed = found["ways"]
     assert (code, told["result"], killed["result"]) == (0, "passed", "passed"), (found, said)
-    assert (told["stopped_at"], told["resumed_at"], killed["saved_step"]) == (5, 5, 4), (found, said)
+    assert (told["stopped_at"], told["resumed_at"]) == (5, 5), (found, said)
+    assert killed["saved_step"] in (2, 4), (found, said)  # that of step 4 may still have been under way
     for compared in (told["comparison"], killed["comparison"]):
         assert (compared["same_bits"], compared["checkpoint"], len(compared["steps"])) == (True, 12, 12), found
     assert {path: path.stat().st_mtime_ns for path in sorted(run_dir.path.rglob("*"))} == before

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,18 +17,18 @@ import msgspec
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
-from slurmtrain.checkpoint.format.boxes import TensorFacts
-from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, step_of
+from slurmtrain.checkpoint.format.boxes import DTYPE_BYTES, TensorFacts
+from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, file_name, step_of
 from slurmtrain.system.files import write_synced
 from slurmtrain.system.patience import LATE_S
 
 FORMAT = 4
 
-FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
-
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 MANIFEST_BYTES = 1 << 30  # more than that of a million tensors
+# Of a tensor, not counting extents of 0: torch counts the bytes of an empty one's strides in 64 bits, too.
+MOST_ELEMENTS = 1 << 59
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,21 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
                 hint="read it with the version of slurmtrain that wrote it",
             )
         manifest = msgspec.convert(values, Manifest)
+        size = manifest.size
         for name, facts in manifest.tensors.items():
-            if facts.nbytes > manifest.size:
+            if facts.dtype not in DTYPE_BYTES:
+                raise ValueError(f"{name[:100]} has the unknown dtype {facts.dtype[:100]!r}")
+            if facts.nbytes > size or math.prod(filter(None, facts.shape)) >= MOST_ELEMENTS:
                 raise ValueError(f"{name[:100]} is larger than the checkpoint")
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: manifest.json cannot be read: {error}") from None
-    for name in manifest.files:
-        if not FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{path}: manifest.json names {name[:100]!r}, which is not a plain file name")
+    ranks = {file_name(rank) for rank in range(len(manifest.files))}
+    if len(ranks) != manifest.world_size or manifest.files.keys() != ranks:
+        others = sorted(manifest.files.keys() - ranks)[:1]
+        raise CheckpointError(
+            f"{path}: manifest.json has other files than one for each of its {manifest.world_size} ranks"
+            + "".join(f": {name[:100]!r}" for name in others)
+        )
     if FINAL_NAME.fullmatch(path.name) and manifest.step != step_of(path):
         raise CheckpointError(f"{path}: manifest.json is of step {manifest.step}, so it belongs to another checkpoint")
     return manifest

@@ -222,7 +222,7 @@ class Files:
             if target is not None:
                 self.read(span.file, span.begin, span.end, target, in_place=id(span) in self._in_place)
             else:
-                rows = torch.empty(span.rows, dtype=span.dtype, device="cpu")
+                rows = _buffer(span.end - span.begin).view(span.dtype).view(span.rows)
                 self.read(span.file, span.begin, span.end, bytes_of(rows))
                 _copy(rows[span.out], tensor[span.into], span.name)
 
@@ -263,6 +263,17 @@ class Files:
             blocks.read_into(self._descriptors[file], target, position)
         except OSError:
             blocks.patiently(read_anew, path)
+
+
+_local = threading.local()
+
+
+def _buffer(size: int) -> Tensor:
+    """Return this thread's buffer, which is made once: fresh memory costs a page fault for every page."""
+    if not hasattr(_local, "buffer") or len(_local.buffer) < size:
+        _local.buffer = torch.empty(max(size, SPAN_BYTES), dtype=torch.uint8, device="cpu")
+    buffer: Tensor = _local.buffer[:size]
+    return buffer
 
 
 def _parts(number: int, size: int, straight: Sequence[ByteRange]) -> list[ByteRange]:

@@ -36,7 +36,7 @@ from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
-from slurmtrain.checkpoint.errors import CheckpointError, UnreadableError
+from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, checkpoint_name, file_name, step_of
 from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes
@@ -149,7 +149,8 @@ class Mirror:
         """Return manifest.json of a copy: its bytes, and what it says.
 
         Raises:
-            CheckpointError: it is damaged, of another format, or of another checkpoint. UnreadableError: the store fails.
+            CheckpointError: it is damaged, or of another checkpoint. CheckpointMismatchError: it is of another format.
+            UnreadableError: the store fails.
         """
         with self._told(name):
             text, complete = (self._fs.cat_file(f"{self._root}/{name}/{file}") for file in (MANIFEST, COMPLETE))
@@ -157,14 +158,12 @@ class Mirror:
         try:
             manifest = parse_manifest(Path(name), text, expected)
         except CheckpointError as error:
-            raise CheckpointError(f"in {self.url}: {error.message}", hint=error.hint) from None
+            raise type(error)(f"in {self.url}: {error.message}", hint=error.hint) from None
         if manifest.step != _step(name) or expected[:8] != name[-8:]:
             raise CheckpointError(
                 f"{self.url}/{name}: manifest.json is of step {manifest.step} with digest {expected[:8]}, "
                 "so it belongs to another checkpoint"
             )
-        if {MANIFEST, COMPLETE} & manifest.files.keys():  # a rank that downloads COMPLETE would commit
-            raise CheckpointError(f"{self.url}/{name}: manifest.json names itself or {COMPLETE} as a file of a rank")
         return text, manifest
 
     def download(self, name: str, directory: Path, sizes: Mapping[str, int]) -> None:
@@ -246,8 +245,8 @@ class Mirror:
         self._remove(f"{name}/{COMPLETE}")
         self._remove(name)
 
-    def _metrics_of(self, name: str) -> Mapping[str, float]:
-        """Return the metrics of a copy; a damaged copy has none.
+    def _metrics_of(self, name: str) -> Mapping[str, float] | None:
+        """Return the metrics of a copy; a damaged copy has none. None: it is of another format, and stays.
 
         A copy that merely cannot be read at the moment is an error: it may be the best, and must not be removed.
         """
@@ -256,8 +255,8 @@ class Mirror:
                 self._metrics[name] = self.manifest(name)[1].metrics
             except UnreadableError:
                 raise
-            except CheckpointError:
-                return {}
+            except CheckpointError as error:
+                return None if isinstance(error, CheckpointMismatchError) else {}
         return self._metrics[name]
 
     # Objects.
@@ -434,7 +433,7 @@ class MirrorUploader:
                     continue
                 try:
                     text, manifest = mirror.manifest(name)
-                except UnreadableError:
+                except (CheckpointMismatchError, UnreadableError):
                     raise
                 except CheckpointError as error:
                     log.warning(error.message)

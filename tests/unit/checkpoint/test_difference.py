@@ -71,9 +71,11 @@ def test_a_whole_comparison_tells_by_how_much_each_tensor_of_every_object_differ
     optimizer.step()
     a = save(tmp_path / "a", model=model, optimizer=optimizer)
     assert differences(a, save(tmp_path / "b", model=model, optimizer=optimizer)) == ([], [])
+    optimizer.param_groups[0]["lr"] = 0.5
+    state_alone = save(tmp_path / "state", model=model, optimizer=optimizer)
+    assert differences(a, state_alone) == ([], ["optimizer.param_groups.0.lr"])
     with torch.no_grad():
         optimizer.state[model.weight]["exp_avg"] *= 1.5
-    optimizer.param_groups[0]["lr"] = 0.5
     tensors, state = differences(a, save(tmp_path / "c", model=model, optimizer=optimizer))
     assert [each.name.endswith("weight.exp_avg") for each in tensors] == [True]
     assert tensors[0].relative == pytest.approx(1 / 3)

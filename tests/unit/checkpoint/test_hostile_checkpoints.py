@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.difference import differences
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.cli import main
@@ -218,6 +219,7 @@ def _(forged: Forged) -> None:
 # Absurd tensors.
 
 SHAPES: list[Any] = [[1 << 40], [HUGE, HUGE], [-1], [-8, -8], [0], [8.0, 8.0], "88", None, [8] * 500, [0, HUGE * 4]]
+SHAPES += [[HUGE // 2, HUGE // 2, 0]]
 DTYPES: list[Any] = ["load", "__class__", "complex32", "quint8", "float64", "", 5, None, []]
 
 
@@ -234,7 +236,7 @@ VALUES: dict[str, list[Any]] = {
     "step": ["1000", -1, 1.5, float("inf"), None, True, 10**30],
     "incarnation": ["x", None, -1],
     "incarnation_label": [5, None, "\x1b[31mred\x1b[0m\x07", "x" * 100_000],
-    "world_size": ["many", None, -1, 0, 1 << 62],
+    "world_size": ["many", None, -1, 0, 2, 1 << 62],
     "torch_version": [5, None, {"a": 1}],
     "files": [None, [], {}, "x", {RANK: 5}, {RANK: {"size": 1}}, {RANK: {"size": 1, "digests": "", "more": 1}}],
     "headers": [None, [], {}, "x", {RANK: 5}, {RANK: ""}],
@@ -337,6 +339,10 @@ def restore(directory: Path, **options: Any) -> None:
         checkpointer.close()
 
 
+def compare(directory: Path, path: Path) -> None:
+    differences(path, directory.parent / "sound")
+
+
 def verb(*words: str) -> Callable[[Path, Path], None]:
     def run(directory: Path, path: Path) -> None:
         with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
@@ -356,6 +362,7 @@ ACTIONS: dict[str, Callable[[Path, Path], None]] = {
     "prune": verb("prune", "--keep-last", "2"),
     "export": verb("export", "out.safetensors", "--force"),
     "export to torch": verb("export", "out.pt", "--force"),
+    "differences": compare,
     "restore by path": lambda directory, path: restore(directory, path=path),
     "restore unverified": lambda directory, path: restore(directory, path=path, verify="off"),
     "restore": lambda directory, path: restore(directory),
@@ -414,6 +421,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(sound: Path, tmp_path: Path) -> Path:
     """The checkpoint in a directory of its own, with a secret two floors up."""
     (tmp_path / "secret").write_bytes((sound / "checkpoint_0001000" / RANK).read_bytes())
+    (tmp_path / "sound").symlink_to(sound / "checkpoint_0001000")
     path = tmp_path / "checkpoints" / "checkpoint_0001000"
     path.mkdir(parents=True)
     for file in (sound / "checkpoint_0001000").iterdir():
@@ -483,6 +491,10 @@ UNRESTORABLE: dict[str, Attack] = {
     "a tensor too many": lambda forged: forged.manifest["tensors"].update(more={"shape": [3], "dtype": "float32"}),
     "a tensor under another name": lambda forged: forged.rename(MOMENT, f"{WEIGHT}[0:8, 0:8]"),
     "an element type that is none": lambda forged: forged.manifest["tensors"][WEIGHT].update(dtype="float33"),
+    "an empty tensor beyond measure": lambda forged: forged.manifest["tensors"].update(
+        more={"shape": [HUGE // 2, HUGE // 2, 0], "dtype": "float32"}
+    ),
+    "a rank without a file": lambda forged: setattr(forged, "changes", lambda manifest: manifest.update(world_size=2)),
     "a manifest of other tensors": lambda forged: forged.manifest["tensors"].pop("model.bias"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import uuid
@@ -13,7 +14,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.manifest import read_manifest_bytes
 from slurmtrain.checkpoint.store import commit
@@ -22,9 +23,9 @@ from slurmtrain.checkpoint.store.mirror import Mirror, copy_name
 from slurmtrain.checkpoint.store.retention import Keep
 from tests.support.checkpoint_files import manifest_of
 
-WORLD = 4
-FILES = {f"rank{rank:05d}.safetensors": os.urandom(1000 + rank) for rank in range(WORLD)} | {
-    "rank99999.safetensors": b""
+WORLD = 5
+FILES = {f"rank{rank:05d}.safetensors": os.urandom(1000 + rank) for rank in range(WORLD - 1)} | {
+    "rank00004.safetensors": b""
 }
 
 
@@ -100,7 +101,7 @@ def checkpoint(
     temporary = commit.begin(directory, step, incarnation)
     with blocks.threads() as pool:
         records = {name: blocks.write(temporary / name, memoryview(data), pool) for name, data in FILES.items()}
-    files = records | dict.fromkeys(names, records["rank99999.safetensors"])
+    files = records | dict.fromkeys(names, records["rank00004.safetensors"])
     manifest = manifest_of(step, files, incarnation, world_size=WORLD, metrics={"valid_loss": loss})
     return commit.commit(temporary, manifest, incarnation)
 
@@ -242,23 +243,33 @@ def test_a_copy_under_anothers_name_is_refused(store: Mirror, directory: Path) -
             store.manifest(other)
 
 
-@pytest.mark.parametrize(
-    ("file", "words"), [("COMPLETE", "names itself or COMPLETE"), ("../x", "not a plain file name")]
-)
+@pytest.mark.parametrize("file", ["COMPLETE", "../x"])
 def test_a_manifest_that_names_what_would_commit_or_lies_elsewhere_is_refused(
-    store: Mirror, directory: Path, file: str, words: str
+    store: Mirror, directory: Path, file: str
 ) -> None:
     path = checkpoint(directory, 1, names=(file,))
     put_manifest(store, copy_name(path, 1), read_manifest_bytes(path))
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=f"has other files than one for each of its 5 ranks: '{file}'"):
         store.manifest(copy_name(path, 1))
+
+
+def test_copies_of_another_format_are_named_and_stay_as_they_are(store: Mirror, directory: Path) -> None:
+    """Another version of this package wrote them, and reads them."""
+    older, *names = [copy(store, checkpoint(directory, step)) for step in (10, 20, 30, 40)]
+    text = b'{"format": 3, "step": 10}'
+    digest = hashlib.sha256(text).hexdigest()
+    put_manifest(store, f"checkpoint_0000010.1-{digest[:8]}", (text, digest))
+    with pytest.raises(CheckpointMismatchError, match=f"in {store.url}: .* has format 3, expected 4"):
+        store.manifest(f"checkpoint_0000010.1-{digest[:8]}")
+    assert store.prune(Keep(last=2, best=1), spare=names[-1]) == [names[0]]
+    assert store.committed() == sorted([older, f"checkpoint_0000010.1-{digest[:8]}"]) + names[1:]
 
 
 def test_a_file_of_another_size_is_refused(store: Mirror, directory: Path, tmp_path: Path) -> None:
     name = copy(store, checkpoint(directory, 1))
-    change(store, f"{name}/rank99999.safetensors", lambda data: b"longer than before")
-    with pytest.raises(CheckpointError, match=rf"{store.url}/{name}/rank99999.safetensors has 18 bytes instead of 0"):
-        store.download(name, tmp_path, {"rank99999.safetensors": 0})
+    change(store, f"{name}/rank00004.safetensors", lambda data: b"longer than before")
+    with pytest.raises(CheckpointError, match=rf"{store.url}/{name}/rank00004.safetensors has 18 bytes instead of 0"):
+        store.download(name, tmp_path, {"rank00004.safetensors": 0})
 
 
 # ------------------------------------------------------------------------------------------------------ stores that fail
@@ -275,9 +286,9 @@ def test_a_store_that_fails_is_one_sentence_and_never_taken_for_an_empty_one(
     name = copy(faulty, path)
     fail(call, error=error)
     works: dict[str, Callable[[], object]] = {
-        "copy": lambda: faulty.upload(path, ["rank99999.safetensors"], 2),
+        "copy": lambda: faulty.upload(path, ["rank00004.safetensors"], 2),
         "list": faulty.committed,
-        "fetch": lambda: faulty.download(name, tmp_path, {"rank99999.safetensors": 0}),
+        "fetch": lambda: faulty.download(name, tmp_path, {"rank00004.safetensors": 0}),
     }
     with pytest.raises(CheckpointError, match=rf"^{faulty.url}.*: {error.__name__}: 503 Slow Down"):
         works[work]()
@@ -285,9 +296,9 @@ def test_a_store_that_fails_is_one_sentence_and_never_taken_for_an_empty_one(
 
 def test_a_file_that_cannot_be_read_here_is_named(store: Mirror, directory: Path) -> None:
     path = checkpoint(directory, 1)
-    (path / "rank99999.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=rf"{path}/rank99999.safetensors"):
-        store.upload(path, ["rank99999.safetensors"], 1)
+    (path / "rank00004.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=rf"{path}/rank00004.safetensors"):
+        store.upload(path, ["rank00004.safetensors"], 1)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +372,7 @@ def test_leftovers_go_and_an_upload_of_a_newer_incarnation_stays(store: Mirror, 
 def test_damaged_ones_are_kept_out_of_sight_and_do_not_push_out_sound_ones(store: Mirror, directory: Path) -> None:
     sound, *bad = [copy(store, checkpoint(directory, step)) for step in (900, 1000, 1100)]
     for name in bad:
-        store.set_aside(name, "rank99999.safetensors is not what was written: its digest differs")
+        store.set_aside(name, "rank00004.safetensors is not what was written: its digest differs")
     assert store.committed() == [sound]
     assert store.damaged() == bad
     after = copy(store, checkpoint(directory, 950))

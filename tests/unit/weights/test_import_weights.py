@@ -63,6 +63,15 @@ def test_a_state_dict_of_torch_becomes_a_checkpoint(model: Decoder, tmp_path: Pa
     assert done.tensors == len(model.state_dict()) and done.size == 4 * model.num_parameters()
 
 
+def test_types_without_a_name_in_safetensors_are_kept(tmp_path: Path) -> None:
+    weights = {"freqs": torch.randn(4, 2, dtype=torch.complex64), "w": torch.randn(3, 4).to(torch.float8_e4m3fnuz)}
+    torch.save(weights | {"turned": weights["freqs"].conj()}, tmp_path / "weights.pt")
+    found = load(import_weights(tmp_path / "weights.pt", tmp_path / "start").path)
+    assert torch.equal(found["model.turned"], weights["freqs"].conj())
+    assert torch.equal(found["model.freqs"], weights["freqs"])
+    assert torch.equal(found["model.w"].view(torch.uint8), weights["w"].view(torch.uint8))
+
+
 def test_a_file_that_holds_code_is_refused_and_executes_nothing(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
