@@ -98,9 +98,11 @@ class Sandbox:
             )
 
     def _cells(self, node: str) -> list[Cell]:
-        if node not in self.nodes:
+        """Return what has run as a node, or as another daemon of the sandbox, such as "slurmctld"."""
+        found = [cell for cell in _recorded(self.directory)[1] if cell.name == node]
+        if not found:
             raise ClusterError(f"there is no {node} here.")
-        return [cell for cell in _recorded(self.directory)[1] if cell.name == node]
+        return found
 
     def down(self) -> None:
         """End every process of the sandbox and remove its directory, whatever state they are in."""

@@ -128,13 +128,19 @@ def test_a_node_that_runs_cannot_be_started(sandbox: Cluster) -> None:
         sandbox.sandbox.kill_node("n9")
 
 
-def test_two_side_by_side_have_their_own_jobs(sandbox: Cluster, tmp_path: Path) -> None:
+def test_two_side_by_side_have_their_own_jobs_and_a_controller_that_died_is_started_again(
+    sandbox: Cluster, tmp_path: Path
+) -> None:
     other = up(SMALL, default_directory(f"other-{os.getpid()}"), ends_with=os.getpid())
     try:
         mine = sandbox.sbatch(script="sleep 60", cwd=tmp_path)
         assert other.run(["srun", "printenv", "SLURMD_NODENAME"]).stdout == "n0\n"
         assert "JobName=sbatch" not in other.run(["scontrol", "show", "job"]).stdout
         assert other.slurm_conf != sandbox.sandbox.slurm_conf
+        other.kill_node("slurmctld", only_daemon=True)
+        assert other.node_states() == {}
+        other.start_node("slurmctld")
+        assert wait_until(lambda: set(other.node_states()) == {*other.nodes}, timeout_s=60)
     finally:
         other.down()
     assert sandbox.wait_for(mine, {"RUNNING"})
