@@ -142,9 +142,15 @@ def _owner(run_dir: RunDir) -> str:
 
 def _by_node(spent: Goodput) -> dict[str, Goodput]:
     """Return the part of each node on which ranks ran: its seconds are those of the node, its GPUs a part of the run's."""
-    parts: dict[str, list[Segment]] = {}
+    held: dict[int, list[Segment]] = {}
     for each in spent.segments:
-        nodes = spent.nodes.get(each.attempt, ()) if each.cause not in HOLDS_NO_GPUS else ()
+        if each.cause not in HOLDS_NO_GPUS:
+            held.setdefault(each.attempt, []).append(each)
+    parts: dict[str, list[Goodput]] = {}
+    for number, segments in held.items():
+        sums, nodes = sums_of(segments), spent.nodes.get(number, ())
+        for name in ("gpu_seconds", "lost_gpu_seconds"):
+            sums[name] = {key: amount / len(nodes) for key, amount in sums[name].items()} if nodes else {}
         for node in nodes:
-            parts.setdefault(node, []).append(each._replace(gpus=each.gpus / len(nodes)))
-    return {node: Goodput(**sums_of(found)) for node, found in parts.items()}
+            parts.setdefault(node, []).append(Goodput(**sums))
+    return {node: over_all(found) for node, found in parts.items()}

@@ -126,7 +126,7 @@ def _joined(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     for each in segments:
         if each.end <= each.start:
             continue
-        if found and found[-1] == each._replace(start=found[-1].start, end=found[-1].end):
+        if found and found[-1].attempt == each.attempt and found[-1][3:] == each[3:]:
             found[-1] = found[-1]._replace(end=each.end)
         else:
             found.append(each)

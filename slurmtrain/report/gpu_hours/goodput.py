@@ -153,19 +153,24 @@ def _productive_of(amounts: Mapping[Cause, float]) -> float | None:
 
 def sums_of(segments: Iterable[Segment]) -> dict[str, Any]:
     """Return those fields of a `Goodput` that are sums over its segments."""
+    by_cause: dict[tuple[Cause, str], list[float]] = {}
+    for _, start, end, cause, gpus, because in segments:
+        both = by_cause.setdefault((cause, because), [0.0, 0.0])
+        both[0] += end - start
+        both[1] += (end - start) * gpus
     sums: dict[str, dict[str, float]] = {"seconds": {}, "gpu_seconds": {}, "lost_s": {}, "lost_gpu_seconds": {}}
 
     def add(name: str, key: str, amount: float) -> None:
         sums[name][key] = sums[name].get(key, 0.0) + amount
 
-    for each in segments:
-        add("seconds", each.cause, each.seconds)
-        if each.because:
-            add("lost_s", each.because, each.seconds)
-        if each.gpus:
-            add("gpu_seconds", each.cause, each.seconds * each.gpus)
-            if each.because:
-                add("lost_gpu_seconds", each.because, each.seconds * each.gpus)
+    for (cause, because), (seconds, gpu_seconds) in by_cause.items():
+        add("seconds", cause, seconds)
+        if gpu_seconds:
+            add("gpu_seconds", cause, gpu_seconds)
+        if because:
+            add("lost_s", because, seconds)
+            if gpu_seconds:
+                add("lost_gpu_seconds", because, gpu_seconds)
     return sums
 
 
