@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils import data
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.data.loading.workers import sheltered
+from slurmtrain.data.loading.workers import ignoring_stop_signals
 from slurmtrain.errors import UsageError
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class DataLoader(data.DataLoader[T]):
             yield batch
         self.epoch, self.batch = self.epoch + 1, 0
 
-    _get_iterator = sheltered(data.DataLoader._get_iterator)
+    _get_iterator = ignoring_stop_signals(data.DataLoader._get_iterator)
 
     @property
     def step(self) -> int:

@@ -140,13 +140,13 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
     logs.set_up(leave_to_others=True)
     import torch.distributed as dist  # torch, which takes seconds
 
-    from slurmtrain.data.loading.workers import shelter_torchs_workers
+    from slurmtrain.data.loading.workers import let_all_workers_ignore_stop_signals
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import environment_of_process_group, init_distributed
     from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
 
     load_dynamo_on_demand()
-    shelter_torchs_workers()
+    let_all_workers_ignore_stop_signals()
     sys.excepthook = _record_and_show
     environment = Environment.detect()
     if dist.is_initialized():

@@ -196,7 +196,7 @@ class _WorkerStart:
             self._then(worker_id)
 
 
-def sheltered(get_iterator: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def ignoring_stop_signals(get_iterator: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a `_get_iterator` of a DataLoader whose workers ignore the stop signals, from their first moment on."""
 
     @functools.wraps(get_iterator)
@@ -213,10 +213,10 @@ def sheltered(get_iterator: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return get
 
 
-def shelter_torchs_workers() -> None:
+def let_all_workers_ignore_stop_signals() -> None:
     """Let the workers of all of torch's own DataLoaders ignore the stop signals: those of a Trainer's, for instance."""
     if not hasattr(DataLoader._get_iterator, "__wrapped__"):
-        DataLoader._get_iterator = sheltered(DataLoader._get_iterator)  # type: ignore[assignment,method-assign]
+        DataLoader._get_iterator = ignoring_stop_signals(DataLoader._get_iterator)  # type: ignore[assignment,method-assign]
 
 
 def _kill_daemons() -> None:
