@@ -6,7 +6,6 @@ keeps its traceback.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import signal
@@ -155,6 +154,8 @@ MOST_NAMES = 40  # that a hint lists
 def nearest(word: str, names: Iterable[str]) -> str:
     """Return a hint that names what `word` was probably meant to be, or all names, unless they are very many; else ""."""
     known = sorted(names)
+    import difflib  # which a command without an error does without
+
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
     if close:
         return f"did you mean {' or '.join(close)}?"

@@ -6,6 +6,7 @@ Each imports what it needs when it is called: signal handlers come first, and a 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import time
@@ -72,6 +73,7 @@ def train(options: argparse.Namespace) -> int:
     from slurmtrain.system import signals
 
     signals.install_signal_handlers()  # before anything heavy is imported
+    gc.set_threshold(700)  # as Python has it: what hangs in a cycle may be a tensor of the GPU
 
     from slurmtrain.runs.run_dir import RunDir
     from slurmtrain.runtime import main as runtime
