@@ -356,7 +356,10 @@ def rates(
     )
 
 
-def judged(found: Rates, limits: PreflightConfig = PreflightConfig(), device: str = "cuda") -> list[Finding]:
+LIMITS = PreflightConfig()
+
+
+def judged(found: Rates, limits: PreflightConfig = LIMITS, device: str = "cuda") -> list[Finding]:
     return list(slow(found, limits, torch.device(device)))
 
 
