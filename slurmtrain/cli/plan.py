@@ -257,7 +257,7 @@ def _print_more_nodes(plan: Plan) -> None:
     rows = []
     for each in plan.more_nodes:
         cause = "" if each.cause is None else f"{each.cause} +{each.share:.0%}"
-        speed = [quantity(each.after.step_s, "seconds"), quantity(each.after.tokens_per_s, "count")]
+        speed = [quantity(each.after.expected_s, "seconds"), quantity(each.after.tokens_per_s, "count")]
         rows.append([str(each.after.nodes), *speed, f"{each.efficiency:.1%}", f"{each.total:.1%}", cause])
     if rows:
         print_table(["nodes", "step", "tokens/s", "efficiency", f"against {plan.nodes}", "costs more"], rows)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from slurmtrain.choices import ActivationCheckpointing, Backend, JobKind
 from slurmtrain.config.known_models import is_our_decoder
@@ -44,35 +44,6 @@ NOTICEABLE = 0.02  # share of a step's time below which a cause is noise
 
 
 @dataclass(frozen=True)
-class Size:
-    """A size of a job, and the time of its steps.
-
-    Attributes:
-        tokens: of a step, over all ranks.
-        step_s: seconds of a step.
-        seconds: seconds of a step by what they are spent on.
-    """
-
-    nodes: int
-    ranks: int
-    tokens: int
-    step_s: float
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.step_s
-
-    @property
-    def rank_seconds_per_token(self) -> float:
-        return self.ranks * self.step_s / self.tokens
-
-    def cost(self, name: str) -> float:
-        """Return the rank-seconds that a token costs by one cause."""
-        return self.ranks * self.seconds.get(name, 0.0) / self.tokens
-
-
-@dataclass(frozen=True)
 class Doubling:
     """What became of a job from one size to the next, larger one.
 
@@ -83,8 +54,8 @@ class Doubling:
         share: the cause's share of the larger size's step that it did not have before.
     """
 
-    before: Size
-    after: Size
+    before: StepTime
+    after: StepTime
     efficiency: float
     total: float
     cause: str | None
@@ -96,12 +67,13 @@ class Doubling:
         return math.log(self.efficiency) >= math.log(WORTH_IT) * math.log2(self.after.ranks / self.before.ranks)
 
 
-def doublings(sizes: Sequence[Size]) -> list[Doubling]:
+def doublings(sizes: Sequence[StepTime]) -> list[Doubling]:
     """Return what became of each size against the one before; sizes in ascending order."""
     found = []
     for before, after in itertools.pairwise(sizes):
         cost = after.rank_seconds_per_token
-        lost = {name: (after.cost(name) - before.cost(name)) / cost for name in {**before.seconds, **after.seconds}}
+        costs = [{name: each.ranks * s / each.tokens for name, s in each.seconds.items()} for each in (before, after)]
+        lost = {name: (costs[1].get(name, 0.0) - costs[0].get(name, 0.0)) / cost for name in costs[0] | costs[1]}
         worst = max(lost, key=lambda name: lost[name], default=None)
         if worst is not None and lost[worst] < NOTICEABLE:
             worst = None
@@ -236,17 +208,17 @@ def plan_of(
     )
 
 
-def _sizes(config: Config, measured: Measured | None) -> tuple[list[Size], str | None]:
+def _sizes(config: Config, measured: Measured | None) -> tuple[list[StepTime], str | None]:
     """Return the time of a step on 1, 2, 4, ... times the nodes, and why there is no further one."""
     nodes = config.cluster.node_range.most
-    found: list[Size] = []
+    found: list[StepTime] = []
     for doubling in range(DOUBLINGS + 1):
         if doubling and config.cluster.backend == Backend.LOCAL:
             return found, "with cluster.backend=local there is one node"
         sized = on_nodes(config, nodes * 2**doubling)
         if isinstance(sized, str):
             return found, f"{nodes * 2**doubling} nodes: {sized}"
-        size = size_of(sized, measured)
+        size = step_time(sized, parallel_dims_of(sized), hardware_of(sized), measured)
         if size is not None:
             found.append(size)
     return found, None
@@ -268,14 +240,6 @@ def on_nodes(config: Config, nodes: int) -> Config | str:
     except ConfigError as error:
         return error.message
     raise AssertionError("unreachable")
-
-
-def size_of(config: Config, measured: Measured | None = None) -> Size | None:
-    """Return a config's number of ranks and the time of its step; None: it is not known."""
-    found = step_time(config, parallel_dims_of(config), hardware_of(config), measured)
-    if found is None:
-        return None
-    return Size(config.cluster.node_range.most, found.ranks, found.tokens, found.expected_s, found.seconds)
 
 
 # The search for a layout.

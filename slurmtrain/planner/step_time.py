@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slurmtrain.choices import ActivationCheckpointing, CpMethod
 from slurmtrain.config.parallel_dims import AXES, ParallelDims, sequence_lengths
@@ -69,10 +69,11 @@ class StepTime:
     """
 
     tokens: int
+    nodes: int
     ranks: int
     seconds: Mapping[str, float]
-    traffic: tuple[Traffic, ...]
-    traffic_s: Mapping[str, float]
+    traffic: tuple[Traffic, ...] = ()
+    traffic_s: Mapping[str, float] = field(default_factory=dict)
     bubble_share: float = 0.0
     flops_per_token: float = 0.0
     peak_flops: float | None = None
@@ -84,6 +85,10 @@ class StepTime:
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.expected_s
+
+    @property
+    def rank_seconds_per_token(self) -> float:
+        return self.ranks * self.expected_s / self.tokens
 
     @property
     def communication_s(self) -> float:
@@ -117,13 +122,12 @@ def step_time(
     if flops is None:
         return None
     micro_batch_size, micro_batches = dims.micro_batch_size(train), dims.micro_batches(train)
-    work = Work(micro_batch_size * seq_len / dims.cp, micro_batches)
     stages = stage_flops(config, dims, shape, micro_batch_size * seq_len, seq_len)
     slowest, mean = max(stages), sum(stages) / len(stages)
     bubble = bubble_passes(config.parallel.pp_schedule, dims.pp) * slowest / flops
     seconds = {COMPUTATION: micro_batches * mean / flops, BUBBLE: bubble}
     seconds[IMBALANCE] = micro_batches * (slowest - mean) / flops
-    traffic = traffic_of(config, dims, shape, work)
+    traffic = traffic_of(Work(config, dims, shape, seq_len))
     traffic_s = {each.axis: each.seconds(hardware) for each in traffic}
     showing = _showing(traffic, traffic_s, micro_batches * slowest / flops, micro_batches, config, dims)
     if measured is not None and measured.communication is not None:
@@ -135,6 +139,7 @@ def step_time(
         seconds[FIXED] = samples * measured.per_sample_s + elements * measured.per_element_s + measured.other_s
     return StepTime(
         tokens=train.global_batch_size * seq_len,
+        nodes=config.cluster.node_range.most,
         ranks=dims.world_size,
         seconds=seconds,
         traffic=tuple(traffic),

@@ -57,18 +57,18 @@ def test_failures_grow_with_the_nodes() -> None:
 )
 def test_what_is_left_on_128_nodes_by_hand(interval_min: float, restart_s: float, left: float) -> None:
     """1 - (u + d / 2) / M with M = 1 / (128 x 6.5e-3 a day) = 103,846 s, and saves that cost nothing."""
-    found = Saving(1, 1, 0.0, 0.0, DAY_S / (128 * 6.5e-3), restart_s, 0.0, 0.0, None)
+    found = Saving(1, 1, 0.0, 0.0, DAY_S / (128 * 6.5e-3), restart_s, 0.0, None)
     assert found.goodput(interval_min * MINUTE_S) == pytest.approx(left, abs=5e-5)
 
 
 def test_saves_that_hold_training_up_cost_their_share() -> None:
     """30 s in every 10 minutes, and no failures: 600 / 630."""
-    found = Saving(1, 1, 30.0, 30.0, math.inf, 0.0, 0.0, 0.0, None)
+    found = Saving(1, 1, 30.0, 30.0, math.inf, 0.0, 0.0, None)
     assert found.goodput(600) == pytest.approx(600 / 630)
 
 
 def test_failures_faster_than_restarts_leave_nothing() -> None:
-    assert Saving(1, 1, 1.0, 1.0, 100.0, 188.0, 0.0, 0.0, None).goodput(60) == 0
+    assert Saving(1, 1, 1.0, 1.0, 100.0, 188.0, 0.0, None).goodput(60) == 0
 
 
 def test_a_save_in_the_background_holds_training_up_for_the_copy_only() -> None:

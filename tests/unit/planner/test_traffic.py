@@ -33,8 +33,7 @@ LLAMA = ["model=llama3_8b", "parallel.param_dtype=bfloat16", "data.seq_len=8192"
 def traffic(words: list[str]) -> dict[str, Traffic]:
     config = compose([*LLAMA, *words])
     dims = validate(config)
-    work = Work(dims.micro_batch_size(config.train) * 8192 / dims.cp, dims.micro_batches(config.train))
-    return {each.axis: each for each in traffic_of(config, dims, DecoderShape.of(config.model), work)}
+    return {each.axis: each for each in traffic_of(Work(config, dims, DecoderShape.of(config.model), 8192))}
 
 
 def test_fsdp_gathers_twice_and_scatters_once_for_each_micro_batch() -> None:
