@@ -49,14 +49,9 @@ class Traffic:
         """The number of nodes that a group is on."""
         return math.ceil(self.ranks / self.ranks_in_node)
 
-    def seconds(self, hardware: Hardware, *, at_best: bool = False) -> float:
-        """Return the seconds that it takes if nothing else is done meanwhile.
-
-        Args:
-            at_best: at the stated bandwidths, without latency.
-        """
-        share = 1.0 if at_best else hardware.link_share
-        link, network = hardware.link * share, hardware.network * share
+    def seconds(self, hardware: Hardware) -> float:
+        """Return the seconds that it takes if nothing else is done meanwhile."""
+        link, network = hardware.link * hardware.link_share, hardware.network * hardware.link_share
         if self.nodes == 1:
             sending = self.bytes_sent / link
         elif self.kind == EXCHANGE:
@@ -66,7 +61,7 @@ class Traffic:
             sending = self.bytes_sent / network
         else:
             sending = self.bytes_sent / min(link, self.ranks_in_node * network)
-        return sending if at_best else sending + self.messages * self._latency(hardware)
+        return sending + self.messages * self._latency(hardware)
 
     def _latency(self, hardware: Hardware) -> float:
         if math.isinf(hardware.network if self.nodes > 1 else hardware.link):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmtrain.planner.scaling import Size, doublings, first_not_worth_it
+from slurmtrain.planner.plan import Size, doublings, first_not_worth_it
 
 
 def size(nodes: int, tokens: int, **seconds: float) -> Size:

@@ -105,7 +105,6 @@ def test_ring_over_nodes_uses_the_adapters_of_all_its_ranks() -> None:
     assert inside.seconds(DGX) == pytest.approx(1 / 400 + 7 * 3.4e-6)
     assert wide.seconds(DGX) == pytest.approx(1 / 400 + 14 * 3.4e-6 + 14e-6)
     assert alone.seconds(DGX) == pytest.approx(1 / 50 + 14e-6)
-    assert alone.seconds(DGX, at_best=True) == 1 / 50
 
 
 def test_links_of_which_nothing_is_known_count_as_free() -> None:
