@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slurmtrain.choices import JobKind, PreflightMode, RequeueMode
+from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.parallel_dims import on_given_nodes, parallel_dims_of
@@ -135,6 +135,8 @@ class Rank:
 
     def _with_others(self, find_or_create: Callable[[], RunDir]) -> int:
         """Meet the other ranks, check the nodes, do the job, and return the exit code of this rank."""
+        from slurmtrain.runtime.preflight.check import run_preflight
+
         self.timeline.aloud = self.environment.rank == 0
         self.timeline.begin("loading PyTorch")
         if self.given is not None:
@@ -146,11 +148,8 @@ class Rank:
             self._watch(self.distributed)
         elif self.watchdog is None:  # a rank that has met nobody
             self._watch(self.distributed)
-        if self.config.preflight.mode != PreflightMode.OFF:
-            from slurmtrain.runtime.preflight.check import run_preflight
-
-            run_preflight(self.config, self.distributed, self.context)
-            self.timeline.mark("preflight")
+        run_preflight(self.config, self.distributed, self.context)
+        self.timeline.mark("preflight")
         start_gpu_sampler(self.context.attempt_dir, self.environment)
         return self._work()
 

@@ -336,13 +336,15 @@ def typed(kind: type[T], values: object, path: Path) -> T:
         what, _, place = str(error).partition(" - at `$")
         words = (str(path), place.strip(".`"), what[:1].lower() + what[1:])
         raise UnreadableRecordError(": ".join(filter(None, words))) from None
+    except UnicodeEncodeError:
+        raise UnreadableRecordError(f"{path}: half of a surrogate pair, which no text has") from None
 
 
 def typed_or_none(kind: type[T], values: object) -> T | None:
     """Return values of JSON as a record of this kind; None if they are none."""
     try:
         return msgspec.convert(values, kind)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):
         return None
 
 
