@@ -21,7 +21,7 @@ from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.parallel_dims import on_given_nodes, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
-from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
+from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runs.run_dir import RunDir
@@ -160,10 +160,6 @@ class Rank:
         in_slurm = self.environment.source == "slurm"
         # A program of the user's own does not notice a switch: only a signal reaches it.
         run_dir = context.run_dir if config.job.kind != JobKind.COMMAND else None
-        switch = None
-        if config.job.kind == JobKind.TRAIN:
-            request = ProfileRequest(ranks=tuple(config.observe.profile_ranks) or None)
-            switch = ProfileSwitch(context.run_dir, request)
         self.stop_watcher = StopWatcher(
             self.stop_flag,
             context.attempt_dir,
@@ -171,7 +167,7 @@ class Rank:
             signal_lead_s=config.cluster.signal_lead_s,
             left_s=stated_seconds_left(context.run_dir, context.number) if in_slurm else None,
             run_dir=run_dir,
-            profile_switch=switch,
+            profile_switch=ProfileSwitch(context.run_dir) if config.job.kind == JobKind.TRAIN else None,
         )
 
     def join(self, find_or_create: Callable[[], RunDir]) -> None:
