@@ -144,7 +144,7 @@ def _stop_and_start_again(
     if now.status in WAITING and action == RunAction.REQUEUE and now.job_id is not None:
         if now.status == RunStatus.HELD:
             client(run_dir).release(now.job_id)
-        client(run_dir).start_now(now.job_id)
+        client(run_dir).update_pending(now.job_id, StartTime="now")  # SLURM holds a requeued one for 121 s otherwise
         return f"run {run_dir.id} is asked to start now", now
     if now.status in CANNOT_STOP:
         raise _cannot(run_dir, now)

@@ -161,9 +161,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
         cluster, limits = config.cluster, config.watchdog
         session.local_copies = config.checkpoint.local
         device = config.train.device if device == "auto" else device
-    rendezvous_dir = session.context.attempt_dir.path if session.context else None
-    if rendezvous_dir is None and environment.source == "slurm" and environment.world_size > 1:
-        rendezvous_dir = attempt_context.rendezvous_directory(environment, runs_root())
+    rendezvous_dir = attempt_context.rendezvous_directory(session.context, environment, runs_root())
 
     def watch(met: DistributedContext) -> None:
         if watchdog and session.context is not None:

@@ -18,8 +18,7 @@ from slurmtrain.errors import EnvironmentMismatchError, PreflightError
 from slurmtrain.runtime.rendezvous import CONNECT_S, meet
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment, no_gpu
 from slurmtrain.system.activity import waiting
-from slurmtrain.system.gpu import PATIENCE_S, NoAnswerError, read_gpus
-from slurmtrain.system.patience import begin
+from slurmtrain.system.gpu import ask_gpus
 from slurmtrain.system.signals import StopFlag
 
 # A collective of NCCL that times out ends the process with SIGABRT, whatever it is about to say. Ranks that wait for each other
@@ -225,7 +224,7 @@ def choose_device(device: str, environment: Environment, *, gpus_per_node: int =
             ""
             if torch.version.cuda or torch.version.hip
             else f", and its torch {torch.__version__} is built for CPUs only",
-            driver_says() if torch.version.cuda else None,
+            ask_gpus()[1] if torch.version.cuda else None,
         )
     if visible == 1:
         return torch.device("cuda", 0)
@@ -239,20 +238,6 @@ def choose_device(device: str, environment: Environment, *, gpus_per_node: int =
             nodes=(environment.node,) if asked and environment.source == "slurm" else (),
         )
     return torch.device("cuda", environment.local_rank)
-
-
-def driver_says() -> str | None:
-    """Return what the driver says of why there is no GPU; None if it says nothing, or nobody can ask it."""
-    asked = begin(read_gpus)
-    try:
-        asked.result(PATIENCE_S)
-    except NoAnswerError as error:
-        return str(error)
-    except TimeoutError:
-        return f"nothing within {PATIENCE_S:.0f} s"
-    except Exception:
-        return None
-    return None
 
 
 def _check_own_gpu(store: dist.Store, environment: Environment, device: torch.device) -> None:

@@ -282,11 +282,6 @@ def become_subreaper() -> None:
 # A program that this process runs, and what it leaves behind.
 
 
-def living_below() -> dict[int, str]:
-    """Return the processes below this one that have not ended: pid -> command line."""
-    return {pid: command_line(pid) for pid in living_descendants(os.getpid())}
-
-
 def send(number: int, pids: Collection[int]) -> None:
     """Send a signal to each of these processes that still exists."""
     for pid in pids:
@@ -304,14 +299,15 @@ def wait_until_gone(until: Callable[[], float]) -> list[str]:
         The processes that were left and have been ended, as "pid command line"; none when all ended by themselves.
     """
     began = time.monotonic()
-    while left := living_below():
+    while left := living_descendants(os.getpid()):
         if time.monotonic() < until():
             time.sleep(min(LATER_LOOKS_S, FIRST_LOOK_S + (time.monotonic() - began) / 10))
             continue
+        named = [f"{pid} {command_line(pid)}" for pid in left]
         send(signal.SIGTERM, left)
         deadline = time.monotonic() + KILL_AFTER_S
-        while (still := living_below()) and time.monotonic() < deadline:
+        while (still := living_descendants(os.getpid())) and time.monotonic() < deadline:
             time.sleep(FIRST_LOOK_S)
         send(signal.SIGKILL, still)
-        return [f"{pid} {words}" for pid, words in left.items()]
+        return named
     return []

@@ -89,15 +89,8 @@ def _wrong(
 def _same(facts: Gathered, config: Config) -> Iterator[Finding]:
     """Find the nodes with other versions, config or data: one finding for all in which they differ, those that matter first."""
     nodes = facts.nodes
-    models = {
-        node: ", ".join(sorted({gpu.name for gpu in each.gpus or () if gpu.name}))
-        for node, each in nodes.items()
-        if config.cluster.gpus_per_node
-    }
     for kind in (FindingKind.VERSIONS, FindingKind.CODE, FindingKind.DATA):
         known = {node: each.same.get(kind, {}) for node, each in nodes.items()}
-        if kind == FindingKind.VERSIONS:
-            known = {node: {**each, "GPU": models[node]} if models.get(node) else each for node, each in known.items()}
         odd: dict[tuple[tuple[str, ...], bool], list[tuple[str, str, str | None]]] = defaultdict(list)
         for name in sorted(
             {name for each in known.values() for name in each}, key=lambda name: (not matters(name), name)
