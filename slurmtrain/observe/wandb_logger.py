@@ -19,6 +19,7 @@ import os
 import shlex
 import socket
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,12 +30,14 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.records import typed_or_none
 
 log = logging.getLogger(__name__)
 
 KEY = "WANDB_API_KEY"
 KEYS = (KEY, "WANDB_IDENTITY_TOKEN_FILE")
-HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # of W&B's own service, by its version
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+SERVER = "api.wandb.ai"  # of W&B's own service
 CONNECT_S = 3.0
 OPEN_S = 60.0  # to begin a run with the server
 FINISH_S = 25.0  # to upload what is left when training has finished
@@ -56,40 +59,22 @@ def why_offline(wanted: WandbMode, variables: Mapping[str, str]) -> str | None:
         return None
     if asked in ("offline", "dryrun"):
         return "observe.wandb.mode or WANDB_MODE says so"
-    hosts = _hosts(variables)
-    if not any(variables.get(name) for name in KEYS) and not _is_in_netrc(hosts, variables):
-        return f"no API key is known here ({KEY}, or a netrc file)"
-    return None if _answers(hosts, variables) else "its server cannot be reached from this node"
-
-
-def _hosts(variables: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Return the servers that the numbers may go to, with their ports."""
-    url = variables.get("WANDB_BASE_URL")
-    if not url:
-        return [(host, 443) for host in HOSTS]
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
-        if parts.hostname:
-            return [(parts.hostname, parts.port or (80 if parts.scheme == "http" else 443))]
-    return []
-
-
-def _is_in_netrc(hosts: list[tuple[str, int]], variables: Mapping[str, str]) -> bool:
-    path = variables.get("NETRC") or os.path.expanduser("~/.netrc")
+    host, port = SERVER, 443
+    if url := variables.get("WANDB_BASE_URL"):
+        with contextlib.suppress(ValueError):
+            parts = urlsplit(url)
+            host, port = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
+    known = any(variables.get(name) for name in KEYS)
     with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
-        found = netrc.netrc(path).hosts
-        return any(host in found or f"{host}:{port}" in found for host, port in hosts)
-    return False
-
-
-def _answers(hosts: list[tuple[str, int]], variables: Mapping[str, str]) -> bool:
-    """Return whether a server takes connections. Behind a proxy only the proxy knows, so that counts as yes."""
-    if any(variables.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True
-    for address in hosts:
-        with contextlib.suppress(OSError), socket.create_connection(address, timeout=CONNECT_S):
-            return True
-    return False
+        found = netrc.netrc(variables.get("NETRC") or os.path.expanduser("~/.netrc")).hosts
+        known = known or host in found or f"{host}:{port}" in found
+    if not known:
+        return f"no API key is known here ({KEY}, or a netrc file)"
+    if any(variables.get(name) for name in PROXIES):  # only the proxy knows which servers answer
+        return None
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=CONNECT_S):
+        return None
+    return "its server cannot be reached from this node"
 
 
 def variables_of(config: WandbConfig, run: LoggedRun, *, online: bool) -> dict[str, str]:
@@ -214,21 +199,21 @@ class WandbLogger(Logger):
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if ending == Ending.FINISHED else 1)
         if self._folder is not None:
-            write_json(self._folder / MARK, {"held": [self._held.step, self._held.evaluated]})
+            write_json(self._folder / MARK, asdict(self._held))
         return self.said
 
 
 def begin_offline(run: LoggedRun) -> Held:
     """Move folders aside that were not closed, and return the last steps that the others have, or that W&B has been given."""
-    found = {path: read_json(path / MARK) for path in sorted((run.directory / "wandb").glob("offline-run-*"))}
-    marks = []
-    for path, mark in found.items():
-        match mark:
-            case {"held": [int(step), int(evaluated)]}:
-                marks.append(Held(step, evaluated))
-            case _:
-                move_aside(path, "incomplete")
-    return max(marks, default=Held() if found else run.held)
+    folders = sorted((run.directory / "wandb").glob("offline-run-*"))
+    held = Held() if folders else run.held
+    for path in folders:
+        mark = typed_or_none(Held, read_json(path / MARK))
+        if mark is None:
+            move_aside(path, "incomplete")
+        else:
+            held = max(held, mark)
+    return held
 
 
 def move_aside(path: Path, why: str) -> None:

@@ -6,10 +6,12 @@ All of it is arithmetic on the config, so that it answers at once on a machine w
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from slurmtrain.checkpoint.save.schedule import daly, mean_time_between_failures
 from slurmtrain.choices import ActivationCheckpointing, Backend, JobKind
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.config.parallel_dims import (
@@ -22,12 +24,11 @@ from slurmtrain.config.parallel_dims import (
 )
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.planner.fit import ROOM, memory_of, micro_batch_sizes
+from slurmtrain.planner.fit import ROOM, forms_of, memory_of, most_bytes
 from slurmtrain.planner.gpus import gpu_of
 from slurmtrain.planner.hardware import Hardware, hardware_of
-from slurmtrain.planner.memory import GIB, StageMemory
-from slurmtrain.planner.saving import Saving, saving_of
-from slurmtrain.planner.scaling import Doubling, Size, doublings
+from slurmtrain.planner.memory import ADAM_STATES, GIB, StageMemory
+from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.step_time import Measured, StepTime, at_nodes, sequence_length, step_time
 
 ALIKE = 1.01  # the arithmetic does not tell steps apart whose times differ by less than this factor
@@ -35,6 +36,145 @@ DOUBLINGS = 5  # of the nodes that are looked at
 # Tokens of a sequence that a rank keeps at least before `search` divides sequences: context parallelism is for long ones, as
 # in Llama 3, which used it for those of 131,072 tokens only, over 16 ranks (arXiv:2407.21783, table 4).
 LONG_SEQUENCE = 8192
+PARAMETER_BYTES = 4  # of parameters and of each state of the optimiser
+HALF_BYTES = 2  # of a weight in bfloat16, as it is exported
+RESTART_S = 180.0  # until the first step: requeue, interpreter, rendezvous, restore, compilation; assumed
+WORTH_IT = 0.8  # efficiency at a doubling below which more nodes waste more than a fifth of themselves
+NOTICEABLE = 0.02  # share of a step's time below which a cause is noise
+
+
+# The size of checkpoints, how often to save, and the share of the time that is left for training.
+#
+# How often: Young 1974 and Daly 2006; see `checkpoint/save/schedule.py`. What is left: the effective training time ratio of
+# Kokolis et al. 2024 (arXiv:2410.21680, section IV), with the steps lost since the save that was last complete:
+#
+#     (1 - (u + d / 2 + w) / M) / (1 + c / d)
+#
+# where d is the time between two saves, c the time for which one holds training up, w the time until it is complete, u
+# that of a restart, and M the mean time between failures. Waiting in the queue is not in it.
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Checkpoints of a run, in bytes and seconds.
+
+    Attributes:
+        size: bytes of a checkpoint: parameters and both states of the optimiser.
+        weights: bytes of the weights alone in 16 bit.
+        write_s: seconds until all of it is written.
+        stall_s: seconds for which a save holds training up.
+        mtbf_s: mean seconds between failures of the whole job.
+        restart_s: seconds that a restart takes.
+        daly_s: the best time between two saves.
+        interval_s: the time between two saves that the config asks for; None: it asks for the best one, or for none.
+    """
+
+    size: int
+    weights: int
+    write_s: float
+    stall_s: float
+    mtbf_s: float
+    restart_s: float
+    daly_s: float
+    interval_s: float | None
+
+    def goodput(self, interval_s: float) -> float:
+        """Return the share of the time that brings steps which are kept, if saves are so far apart; at least 0."""
+        lost = self.restart_s + interval_s / 2 + (self.write_s if self.write_s > self.stall_s else 0.0)
+        return max(0.0, 1 - lost / self.mtbf_s) / (1 + self.stall_s / interval_s)
+
+
+def saving_of(config: Config, step_s: float | None, hardware: Hardware) -> Saving:
+    """Return the arithmetic of a config's checkpoints.
+
+    Args:
+        step_s: seconds of a step, for an interval in steps; None: not known.
+    """
+    shape, nodes = DecoderShape.of(config.model), config.cluster.node_range.most
+    count = shape.num_parameters()
+    trained = shape.adapter_elements(config.lora.r, 1) if config.lora.r else count
+    size = trained * PARAMETER_BYTES * (1 + ADAM_STATES)
+    written = size / hardware.storage
+    copying = size / (config.world_size * hardware.host)
+    stalled = min(copying, written) if config.checkpoint.asynchronous else written
+    mtbf_s = failure_interval_s(config, nodes)
+    return Saving(
+        size=size,
+        weights=count * HALF_BYTES,
+        write_s=written,
+        stall_s=stalled,
+        mtbf_s=mtbf_s,
+        restart_s=RESTART_S + config.requeue.restart_delay_s,
+        daly_s=daly(stalled, mtbf_s),
+        interval_s=_asked(config, step_s),
+    )
+
+
+def failure_interval_s(config: Config, nodes: int) -> float:
+    """Return the mean seconds between failures: as configured, or by the number of nodes and their usual rate."""
+    if config.checkpoint.mtbf_hours is not None:
+        return config.checkpoint.mtbf_hours * 3600
+    rate = config.cluster.failures_per_1000_node_days / 1000
+    return mean_time_between_failures(nodes, observed_failures=0, observed_s=0.0, per_node_day=rate)
+
+
+def _asked(config: Config, step_s: float | None) -> float | None:
+    saving = config.checkpoint
+    if saving.auto:
+        return None
+    asked = [saving.every_minutes * 60] if saving.every_minutes else []
+    if saving.every_steps and step_s is not None:
+        asked.append(saving.every_steps * step_s)
+    return min(asked, default=None)
+
+
+# How well a job scales. A size is judged by the rank-seconds that a token costs: twice the ranks should take half the time for
+# the same tokens (strong scaling), or the same time for twice as many (weak scaling); either way a token costs what it did.
+
+
+@dataclass(frozen=True)
+class Doubling:
+    """What became of a job from one size to the next, larger one.
+
+    Attributes:
+        efficiency: 1: a token costs the rank-seconds that it did; 0.5: twice as many.
+        total: the same against the first size.
+        cause: what costs most that it did not cost before; None: nothing worth naming.
+        share: the cause's share of the larger size's step that it did not have before.
+    """
+
+    before: StepTime
+    after: StepTime
+    efficiency: float
+    total: float
+    cause: str | None
+    share: float
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether the efficiency is at least 80 % for each doubling of the ranks."""
+        return math.log(self.efficiency) >= math.log(WORTH_IT) * math.log2(self.after.ranks / self.before.ranks)
+
+
+def doublings(sizes: Sequence[StepTime]) -> list[Doubling]:
+    """Return what became of each size against the one before; sizes in ascending order."""
+    found = []
+    for before, after in itertools.pairwise(sizes):
+        cost = after.rank_seconds_per_token
+        costs = [{name: each.ranks * s / each.tokens for name, s in each.seconds.items()} for each in (before, after)]
+        lost = {name: (costs[1].get(name, 0.0) - costs[0].get(name, 0.0)) / cost for name in costs[0] | costs[1]}
+        worst = max(lost, key=lambda name: lost[name], default=None)
+        if worst is not None and lost[worst] < NOTICEABLE:
+            worst = None
+        efficiency, total = (size.rank_seconds_per_token / cost for size in (before, sizes[0]))
+        share = 0.0 if worst is None else lost[worst]
+        found.append(Doubling(before, after, efficiency, total, cause=worst, share=share))
+    return found
+
+
+def first_not_worth_it(found: Sequence[Doubling]) -> Doubling | None:
+    """Return the first step to more nodes that is not worth it."""
+    return next((each for each in found if not each.worth_it), None)
 
 
 @dataclass(frozen=True)
@@ -157,17 +297,17 @@ def plan_of(
     )
 
 
-def _sizes(config: Config, measured: Measured | None) -> tuple[list[Size], str | None]:
+def _sizes(config: Config, measured: Measured | None) -> tuple[list[StepTime], str | None]:
     """Return the time of a step on 1, 2, 4, ... times the nodes, and why there is no further one."""
     nodes = config.cluster.node_range.most
-    found: list[Size] = []
+    found: list[StepTime] = []
     for doubling in range(DOUBLINGS + 1):
         if doubling and config.cluster.backend == Backend.LOCAL:
             return found, "with cluster.backend=local there is one node"
         sized = on_nodes(config, nodes * 2**doubling)
         if isinstance(sized, str):
             return found, f"{nodes * 2**doubling} nodes: {sized}"
-        size = size_of(sized, measured)
+        size = step_time(sized, parallel_dims_of(sized), hardware_of(sized), measured)
         if size is not None:
             found.append(size)
     return found, None
@@ -191,14 +331,6 @@ def on_nodes(config: Config, nodes: int) -> Config | str:
     raise AssertionError("unreachable")
 
 
-def size_of(config: Config, measured: Measured | None = None) -> Size | None:
-    """Return a config's number of ranks and the time of its step; None: it is not known."""
-    found = step_time(config, parallel_dims_of(config), hardware_of(config), measured)
-    if found is None:
-        return None
-    return Size(config.cluster.node_range.most, found.ranks, found.tokens, found.expected_s, found.seconds)
-
-
 # The search for a layout.
 
 
@@ -213,7 +345,7 @@ class Candidate:
     config: Config
     dims: ParallelDims
     overrides: list[str]
-    memory: int
+    memory: float
     step: StepTime
 
 
@@ -236,13 +368,13 @@ def search(config: Config, measured: Measured | None = None) -> list[Candidate]:
     for dims in nearest_layouts(free):
         if dims.cp > longest or (config.lora.r and dims.tp * dims.pp > 1):  # which adapters do not go with
             continue
-        forms = [form for form in _forms(free, dims, most, hardware, measured) if form is not None]
-        if forms:
-            found.append(min(forms, key=lambda form: form.step.expected_s))
+        forms = _forms(free, dims, most, hardware, measured)
+        if (fastest := min(forms, key=lambda form: form.step.expected_s, default=None)) is not None:
+            found.append(fastest)
     return sorted(found, key=_rank)
 
 
-def _rank(each: Candidate) -> tuple[int, int, int]:
+def _rank(each: Candidate) -> tuple[int, int, float]:
     """Return the sort key by which the faster comes first, and of those as fast the simpler, and that with more room."""
     alike = round(math.log(each.step.expected_s) / math.log(ALIKE))
     return alike, sum(size > 1 for size in each.dims.shape), each.memory
@@ -250,30 +382,16 @@ def _rank(each: Candidate) -> tuple[int, int, int]:
 
 def _forms(
     config: Config, dims: ParallelDims, most: float, hardware: Hardware, measured: Measured | None
-) -> Iterator[Candidate | None]:
+) -> Iterator[Candidate]:
     """Yield a layout with every kind of activation checkpointing, and with the micro batches that may be the fastest."""
     laid = dataclasses.replace(config.parallel, **{axis: getattr(dims, axis) for axis in AXES})
-    for kind in ActivationCheckpointing:
-        parallel = dataclasses.replace(laid, activation_checkpointing=kind)
-        for size in micro_batch_sizes(config, dims):
-            train = dataclasses.replace(config.train, micro_batch_size=size)
-            form = dataclasses.replace(config, parallel=parallel, train=train)
-            memory = max(stage.total for stage in memory_of(form, dims) or [])
-            if memory > most:
-                continue
-            if dims.pp > 1 and not is_possible(form):
-                continue
-            step = step_time(form, dims, hardware, measured)
-            if step is not None:
-                yield Candidate(form, dims, _overrides(form, dims, config), memory, step)
-            if dims.pp == 1:  # smaller micro batches only gather more often
-                break
-
-
-def _overrides(form: Config, dims: ParallelDims, config: Config) -> list[str]:
-    words = as_overrides(dims, config).split()
-    if form.train.micro_batch_size != dims.micro_batch_size(config.train):
-        words.append(f"train.micro_batch_size={form.train.micro_batch_size}")
-    if form.parallel.activation_checkpointing != config.parallel.activation_checkpointing:
-        words.append(f"parallel.activation_checkpointing={form.parallel.activation_checkpointing}")
-    return words
+    done = set[ActivationCheckpointing]()
+    for _, words, form in forms_of(config, dims, tuple(ActivationCheckpointing), laid):
+        kind, memory = form.parallel.activation_checkpointing, most_bytes(form, dims)
+        if kind in done or memory > most or (dims.pp > 1 and not is_possible(form)):
+            continue
+        step = step_time(form, dims, hardware, measured)
+        if step is not None:
+            yield Candidate(form, dims, [*as_overrides(dims, config).split(), *words], memory, step)
+        if dims.pp == 1:  # smaller micro batches only gather more often
+            done.add(kind)

@@ -141,6 +141,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
     import torch.distributed as dist  # torch, which takes seconds
 
     from slurmtrain.data.loading.workers import let_all_workers_ignore_stop_signals
+    from slurmtrain.hangs.beats import Position
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import environment_of_process_group, init_distributed
     from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
@@ -183,31 +184,22 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
         leave(EXIT_REQUEUE)
     if session.context is not None:
         session.profiling = _profiling(session.context, session.distributed, config.observe.profile_ranks)
-    if session.watchdog is None:  # a rank that is alone
-        watch(session.distributed)
-    _follow(session.watchdog, session.agreement)
+    if session.watchdog is not None:
+        agreement = session.agreement
+        session.watchdog.follow(
+            lambda: Position(agreement.rounds, session.first_step + agreement.rounds, agreement.rounds > 0)
+        )
     atexit.register(_let_go)
     run_path = session.context.run_dir.path if session.context else Path.cwd()
     return Run(environment.rank, environment.world_size, environment.local_rank, session.distributed.device, run_path)
 
 
-def _follow(watchdog: Watchdog | None, agreement: StopAgreement) -> None:
-    """Watch from now on whether this rank calls `should_stop`."""
-    from slurmtrain.hangs.beats import Position
-
-    if watchdog is not None:
-        watchdog.follow(lambda: Position(agreement.rounds, session.first_step + agreement.rounds, agreement.rounds > 0))
-
-
 def _profiling(context: AttemptContext, distributed: DistributedContext, ranks: Sequence[int]) -> Profiling:
     """Return what takes profiles between calls of `should_stop`, when somebody touches RUN/profile."""
     from slurmtrain.checkpoint.ranks import RankGroup
-    from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
-    from slurmtrain.observe.profiling import Profiling
+    from slurmtrain.observe.profiling import ProfileSwitch, Profiling
 
-    switch = None
-    if distributed.environment.rank == 0:
-        switch = ProfileSwitch(context.run_dir, ProfileRequest(ranks=tuple(ranks) or None))
+    switch = ProfileSwitch(context.run_dir) if distributed.environment.rank == 0 else None
 
     def event(event: Event, values: dict[str, Any]) -> None:
         with suppress(OSError):
@@ -215,7 +207,7 @@ def _profiling(context: AttemptContext, distributed: DistributedContext, ranks: 
 
     group = RankGroup(distributed.control_group)
     on_gpu = distributed.device.type == "cuda"
-    return Profiling(context.run_dir, group, on_gpu=on_gpu, switch=switch, event=event)
+    return Profiling(context.run_dir, group, ranks, on_gpu=on_gpu, switch=switch, event=event)
 
 
 def should_stop(asked: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""What every axis sends in a step, against sums by hand; and where its groups stand."""
+"""What every axis sends in a step, against sums by hand."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ LLAMA = ["model=llama3_8b", "parallel.param_dtype=bfloat16", "data.seq_len=8192"
 def traffic(words: list[str]) -> dict[str, Traffic]:
     config = compose([*LLAMA, *words])
     dims = validate(config)
-    work = Work(dims.micro_batch_size(config.train) * 8192 / dims.cp, dims.micro_batches(config.train))
-    return {each.axis: each for each in traffic_of(config, dims, DecoderShape.of(config.model), work)}
+    return {each.axis: each for each in traffic_of(Work(config, dims, DecoderShape.of(config.model), 8192))}
 
 
 def test_parameters_that_stay_gathered_are_gathered_once_a_step() -> None:
