@@ -1,24 +1,21 @@
 """From the files of a checkpoint into the tensors of any layout: verified first, then read; each byte once per host.
 
-The ranks of a host say which blocks they need and share them out. Each reads its share, digesting it in the same pass:
-into the staging buffer, except for bytes of tensors that were made for it (an optimiser's state), which are read into
-those directly. When all ranks know that everything is sound, the others are filled from the buffer. Blocks that another
-rank of the host has read are taken from the page cache. No rank ever holds more than its share.
+The ranks of a host say which blocks they need and share them out. Each reads its share into the staging buffer, digesting
+it in the same pass. When all ranks know that everything is sound, the tensors are filled from the buffer. Blocks that
+another rank of the host has read are taken from the page cache. No rank ever holds more than its share.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import random
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +24,12 @@ from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchErro
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
 from slurmtrain.checkpoint.format.boxes import Box
-from slurmtrain.checkpoint.format.headers import BoxLocation, Contents, parse_own_state, read_contents
-from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
+from slurmtrain.checkpoint.format.headers import BoxLocation, Contents, parse_own_state
+from slurmtrain.checkpoint.format.manifest import Manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensors import box_of, bytes_of, dtype_of, local
-from slurmtrain.choices import Verify
 
-SAMPLED_SHARE = 16  # one block in this many is compared
 SPAN_BYTES = 16 << 20  # the most that is read at once into memory of its own, unless a single row is longer
-STRAIGHT_BYTES = 4 << 10  # smaller parts are not worth a read of their own
 
 Blocks = dict[str, list[int]]  # numbers of blocks by file
 Need = dict[str, dict[int, int]]  # bytes that are needed of a block, by file and number
@@ -59,26 +53,6 @@ class Span:
     rows: tuple[int, ...]
     out: tuple[slice, ...]
     into: tuple[slice, ...]
-
-
-class ByteRange(NamedTuple):
-    """The bytes `begin` to `end` of a file, and the memory that holds them."""
-
-    begin: int
-    end: int
-    target: memoryview | None
-
-    @property
-    def size(self) -> int:
-        return self.end - self.begin
-
-    def between(self, begin: int, end: int) -> ByteRange | None:
-        """Return the part of it that lies in these bytes of the file, if any."""
-        first, last = max(begin, self.begin), min(end, self.end)
-        if first >= last:
-            return None
-        target = self.target[first - self.begin : last - self.begin] if self.target is not None else None
-        return ByteRange(first, last, target)
 
 
 def spans_of(name: str, wanted: Box, dtype: torch.dtype, sources: Sequence[BoxLocation]) -> list[Span]:
@@ -160,8 +134,7 @@ class Files:
         self._path, self._pool = path, pool
         self._descriptors: dict[str, int] = {}
         self._opening = threading.Lock()
-        self._held: dict[tuple[str, int], list[ByteRange]] = {}
-        self._in_place: set[int] = set()  # ids of the spans whose held bytes are where they belong
+        self._held: dict[tuple[str, int], memoryview] = {}
 
     def close(self) -> None:
         """Close the files and keep the blocks that are in memory."""
@@ -169,39 +142,22 @@ class Files:
             os.close(self._descriptors.popitem()[1])
 
     def verify(
-        self,
-        records: Mapping[str, FileRecord],
-        share: Blocks,
-        straight: Sequence[tuple[Span, memoryview]],
-        buffer: Callable[[int], memoryview],
+        self, records: Mapping[str, FileRecord], share: Blocks, buffer: Callable[[int], memoryview]
     ) -> list[str]:
         """Read blocks into memory, digesting them in the same pass, and return what is damaged.
 
         Args:
-            straight: bytes that are read directly into their final memory, which may be written before everything is
-                verified.
-            buffer: returns memory of a size, for the others.
+            buffer: returns memory of a size, for the blocks.
         """
-        final: dict[str, list[ByteRange]] = {}
-        for span, memory in sorted(straight, key=lambda entry: entry[0].begin):
-            final.setdefault(span.file, []).append(ByteRange(span.begin, span.end, memory))
-        self._in_place = {id(span) for span, _ in straight}
-        held = {
-            (file, number): _parts(number, records[file].size, final.get(file, []))
+        sizes = {
+            (file, number): min(BLOCK_BYTES, records[file].size - number * BLOCK_BYTES)
             for file, numbers in share.items()
             for number in numbers
         }
-        rest = buffer(sum(part.size for parts in held.values() for part in parts if part.target is None))
-        for block, parts in held.items():
-            self._held[block] = []
-            for part in parts:
-                if part.target is None:
-                    part, rest = part._replace(target=rest[: part.size]), rest[part.size :]
-                self._held[block].append(part)
-        return blocks.compare(self._path, records, share, self._pool, into=self._memory_of_block)
-
-    def _memory_of_block(self, file: str, number: int) -> list[memoryview]:
-        return [part.target for part in self._held[file, number] if part.target is not None]
+        rest = buffer(sum(sizes.values()))
+        for block, size in sizes.items():
+            self._held[block], rest = rest[:size], rest[size:]
+        return blocks.compare(self._path, records, share, self._pool, into=lambda *block: self._held[block])
 
     def fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
         """Copy the bytes of the spans into the local parts of `tensors`, converting to their dtype."""
@@ -220,30 +176,24 @@ class Files:
             tensor = local(tensors[span.name]).detach()
             target = memory_of(span, tensor)
             if target is not None:
-                self.read(span.file, span.begin, span.end, target, in_place=id(span) in self._in_place)
+                self.read(span.file, span.begin, span.end, target)
             else:
                 rows = _buffer(span.end - span.begin).view(span.dtype).view(span.rows)
                 self.read(span.file, span.begin, span.end, bytes_of(rows))
                 _copy(rows[span.out], tensor[span.into], span.name)
 
-    def read(self, file: str, begin: int, end: int, target: memoryview, *, in_place: bool = False) -> None:
-        """Read bytes of a file, from memory if this rank holds them.
-
-        Args:
-            in_place: the bytes that this rank holds are in `target` already.
-        """
+    def read(self, file: str, begin: int, end: int, target: memoryview) -> None:
+        """Read bytes of a file, from memory if this rank holds them."""
         position = begin
         while position < end:
             number = position // BLOCK_BYTES
             stop = min(end, (number + 1) * BLOCK_BYTES)
-            held = self._held.get((file, number))
+            held, part = self._held.get((file, number)), target[position - begin : stop - begin]
             if held is None:
-                self._read_from_disk(file, target[position - begin : stop - begin], position)
-            elif not in_place:
-                for whole in held:
-                    part = whole.between(position, stop)
-                    if part is not None and part.target is not None:
-                        target[part.begin - begin : part.end - begin] = part.target
+                self._read_from_disk(file, part, position)
+            else:
+                first = position - number * BLOCK_BYTES
+                part[:] = held[first : first + len(part)]
             position = stop
 
     def _read_from_disk(self, file: str, target: memoryview, position: int) -> None:
@@ -274,23 +224,6 @@ def _buffer(size: int) -> Tensor:
         _local.buffer = torch.empty(max(size, SPAN_BYTES), dtype=torch.uint8, device="cpu")
     buffer: Tensor = _local.buffer[:size]
     return buffer
-
-
-def _parts(number: int, size: int, straight: Sequence[ByteRange]) -> list[ByteRange]:
-    """Return a block of a file of `size` bytes as consecutive parts, each with its final memory in `straight`, or None."""
-    position, stop = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
-    parts = []
-    for index in range(bisect_right(straight, position, key=lambda part: part.end), len(straight)):
-        part = straight[index].between(position, stop)
-        if part is None:
-            break
-        if position < part.begin:
-            parts.append(ByteRange(position, part.begin, None))
-        parts.append(part)
-        position = part.end
-    if position < stop or not parts:
-        parts.append(ByteRange(position, stop, None))
-    return parts
 
 
 def memory_of(span: Span, tensor: Tensor) -> memoryview | None:
@@ -324,16 +257,6 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def sampled(share: Blocks, records: Mapping[str, FileRecord]) -> Blocks:
-    """Return a random part of the blocks, always with the first and the last of every file."""
-    chosen = {}
-    choice = random.Random()  # the global generator belongs to the training
-    for file, numbers in share.items():
-        ends = {0, blocks.block_count(records[file].size) - 1}
-        chosen[file] = [number for number in numbers if number in ends or choice.randrange(SAMPLED_SHARE) == 0]
-    return chosen
-
-
 def read_tensors(
     path: Path,
     contents: Contents,
@@ -341,10 +264,9 @@ def read_tensors(
     targets: Mapping[str, Tensor],
     own_file: str | None,
     *,
-    live: Collection[str],
     ranks: RankGroup,
     on_this_host: RankGroup,
-    mode: str,
+    digests: bool,
     buffer: Callable[[int], memoryview],
     fetch: Callable[[Collection[str]], list[str]] | None = None,
 ) -> tuple[list[str], Any]:
@@ -352,16 +274,15 @@ def read_tensors(
 
     Args:
         targets: tensors to fill, by name.
-        live: names of the targets that must not be touched before everything is known to be sound.
         own_file: the file with the plain state that this rank has for itself, if there is one.
-        mode: "full", "sampled" or "off": which of the needed blocks are compared with their digest.
+        digests: compare the needed blocks with their digests.
         buffer: returns memory of a size, to hold this rank's share.
         fetch: brings the files that this rank needs, of which this host may not have all, and returns why it cannot; called
             by all ranks together.
 
     Returns:
-        All damage found by any rank, one sentence each, and this rank's own plain state. If there is damage, no live
-            tensor has been touched.
+        All damage found by any rank, one sentence each, and this rank's own plain state. If there is damage, no target
+            has been touched.
     """
 
     def plan() -> list[Span]:
@@ -382,25 +303,15 @@ def read_tensors(
     if damage:
         return damage, None
     share: Blocks = {}
-    if mode != Verify.OFF:
+    if digests:
         # As pairs, since JSON has no numbers as keys.
         needs = on_this_host.gather(lambda: {file: [*numbers.items()] for file, numbers in need_of(ranges).items()})
         of_ranks = [{file: dict(pairs) for file, pairs in need.items()} for need in needs]
         share = share_out(of_ranks, on_this_host.rank)
-    straight = []
-    for span in spans if mode == Verify.FULL else ():
-        if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:
-            memory = memory_of(span, local(targets[span.name]).detach())
-            if memory is not None:
-                straight.append((span, memory))
     with blocks.threads() as pool, closing(Files(path, pool)) as files:
-
-        def verify() -> list[str]:
-            if mode == Verify.FULL:
-                return files.verify(records, share, straight, buffer)
-            return blocks.compare(path, records, sampled(share, records), pool)
-
-        damage = sorted({sentence for found in ranks.gather(verify) for sentence in found})
+        # Without digests nothing is read here, and no rank waits for this.
+        found = ranks.gather(lambda: files.verify(records, share, buffer)) if digests else []
+        damage = sorted({sentence for each in found for sentence in each})
         if damage:
             return damage, None
 
@@ -432,23 +343,11 @@ def read_whole(path: Path, contents: Contents, manifest: Manifest, names: Iterab
         manifest.files,
         tensors,
         None,
-        live=(),
         ranks=alone,
         on_this_host=alone,
-        mode="full",
+        digests=True,
         buffer=lambda size: memoryview(bytearray(size)),
     )
     if damage:
         raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
     return tensors
-
-
-def load(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by name, whole, in the memory of one process: to look at, or to compute with.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-    """
-    manifest = read_manifest(path)
-    contents = read_contents(path, manifest)
-    return read_whole(path, contents, manifest, contents.facts)

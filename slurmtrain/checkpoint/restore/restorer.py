@@ -38,6 +38,7 @@ from slurmtrain.checkpoint.restore import compatibility
 from slurmtrain.checkpoint.restore.reader import read_tensors
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
+from slurmtrain.choices import Verify
 from slurmtrain.system.patience import refresh
 
 if TYPE_CHECKING:
@@ -287,10 +288,9 @@ class Restorer:
             manifest.files,
             targets | {in_file(name): tensor for name, tensor in own_targets.items()},
             own_file,
-            live=wanted | {in_file(name) for name in compatibility.names_of(request.own_objects)},
             ranks=self._ranks,
             on_this_host=self._ranks_on_host,
-            mode=self._verify,
+            digests=self._verify != Verify.OFF,
             buffer=self._borrow_buffer,
             fetch=None if copies is None else partial(copies.fetch, path, manifest),
         )

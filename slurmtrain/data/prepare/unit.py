@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -109,15 +110,12 @@ def read_record(task: Task, unit: Unit) -> UnitRecord | None:
             size.
     """
     try:
-        value = json.loads(_record_file(task, unit).read_bytes())
-        pieces = [PieceCounts(**{**each, "bad": [tuple(bad) for bad in each["bad"]]}) for each in value["pieces"]]
-        shards = {split: Shard(**shard) for split, shard in value["shards"].items()}
-        record = UnitRecord(value["plan"], pieces, shards)
-        for split, shard in shards.items():
+        record = msgspec.json.decode(_record_file(task, unit).read_bytes(), type=UnitRecord)
+        for split, shard in record.shards.items():
             for kind, size in shard.file_sizes(task.settings.facts.dtype).items():
                 if shard_file(task.output, split, shard.name, kind).stat().st_size != size:
                     return None
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError):
         return None
     return record if record.plan == task.digest else None
 
