@@ -40,7 +40,7 @@ def _prune(arguments: argparse.Namespace) -> int:
             "this would remove every run that has ended, with its checkpoints",
             hint=f"say which: --older-than DAYS, or --state {' '.join(prune.ENDED)}; --dry-run shows them",
         )
-    say_unreadable(runs_root())
+    say_unreadable(lookup.runs_and_unreadable(runs_root())[1])
     decided = prune.plan(
         runs_root(),
         now=time.time(),
@@ -76,7 +76,7 @@ def _compare(options: argparse.Namespace) -> int:
             for key, *values in found.config
         ]
         sides = {side: fields_of(run, "id path") | {"code": run.info().get("code")} for side, run in runs.items()}
-        names = "files same_changes environment steps data weights divergences final first_divergence"
+        names = "files environment steps data weights divergences final first_divergence"
         print_json({**sides, "tolerance": options.tolerance, "config": config, **fields_of(found, names)})
         return 0
     for side, run in runs.items():
@@ -126,8 +126,6 @@ def _sentences(found: Comparison, tolerance: float) -> Iterator[str]:
         yield f"{plural(len(found.files), 'file')} of the snapshots of the code differ: {_names(found.files)}"
     elif found.files is not None:
         yield "no file of the snapshots of the code differs"
-    elif found.same_changes is not None:
-        yield f"git's diffs of tracked files {'are equal' if found.same_changes else 'differ'}"
     else:
         yield "the files of the code are not compared, since there are no snapshots of both"
 

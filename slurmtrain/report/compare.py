@@ -19,7 +19,7 @@ from slurmtrain.errors import ConfigError, UnavailableRecordError, UnreadableRec
 from slurmtrain.observe.metrics import is_measured
 from slurmtrain.report.collect import metrics_of
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.software import read_code_record, read_environment
+from slurmtrain.runs.software import read_environment
 from slurmtrain.system.process_facts import FactDifference, ProcessFacts, fact_differences
 from slurmtrain.system.records import is_scalar
 
@@ -43,8 +43,6 @@ class Comparison:
     Attributes:
         config: (dotted key, value in a, value in b) of each difference; MISSING if there is no such key.
         files: paths of files that differ between the snapshots of the code; None when one ran in place.
-        same_changes: whether both have the same changes to tracked files of the same revision, by git's diffs, where a run
-            ran in place; None where that is not known, or the files say it.
         environment: what the newest attempt of each ran with, as far as it differs.
         steps: steps that both have logged.
         data: comparison of the samples that they have seen.
@@ -55,7 +53,6 @@ class Comparison:
 
     config: list[tuple[str, Any, Any]]
     files: list[str] | None
-    same_changes: bool | None
     environment: Environments
     steps: list[int]
     data: Data
@@ -125,11 +122,9 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0, weights: bool = Fal
         UnreadableRecordError: one of the logs or snapshots cannot be read.
     """
     logs = by_step(metrics_of(a)), by_step(metrics_of(b))
-    in_place = _in_place(a) or _in_place(b)
     return Comparison(
         config_differences(_config(a), _config(b)),
-        None if in_place else code_differences(snapshot_of(a), snapshot_of(b)),
-        _same_changes(a, b) if in_place else None,
+        None if _in_place(a) or _in_place(b) else code_differences(snapshot_of(a), snapshot_of(b)),
         compare_environments(a, b),
         sorted(logs[0].keys() & logs[1].keys()),
         compare_data(a, b),
@@ -260,16 +255,6 @@ def _final(*logs: Mapping[int, Mapping[str, float]]) -> dict[str, tuple[float | 
 def _in_place(run_dir: RunDir) -> bool:
     """Return whether the run ran where it was submitted; then the folder `code` has at most this package."""
     return str(run_dir.info().get("workdir", "/")).startswith("/")
-
-
-def _same_changes(a: RunDir, b: RunDir) -> bool | None:
-    """Return whether two runs of the same revision have the same changes to tracked files; None: it is not known."""
-    one, other = (read_code_record(run.code_record_file) for run in (a, b))
-    if one is None or other is None or one.revision is None or one.revision != other.revision:
-        return None
-    if one.diff is None or other.diff is None:
-        return None
-    return one.diff == other.diff
 
 
 def _files(tree: Path) -> dict[str, Path]:

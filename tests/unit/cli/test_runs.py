@@ -25,7 +25,6 @@ from slurmtrain.report.compare import divergences
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.software import CodeRecord, write_code_record
 from slurmtrain.system.files import disk_usage, write_json
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
@@ -291,16 +290,6 @@ def test_a_single_common_step_and_values_that_differ_in_the_last_digits_are_show
     (row,) = [line for line in text.splitlines() if line.startswith("loss ")]
     left, _, right = row.split()[-3:]
     assert (float(left), float(right)) == (13.0962001, b_loss)
-
-
-def test_runs_in_place_are_compared_in_their_changes_to_what_git_tracks(make: Make) -> None:
-    a, b = make("finished"), make("finished")
-    write_code_record(a.code, CodeRecord(revision="0" * 40, dirty=True, diff="-x\n+y\n"))
-    for revision, diff, same in (("0", "-x\n+y\n", True), ("0", "-x\n+z\n", False), ("1", "-x\n+y\n", None)):
-        write_code_record(b.code, CodeRecord(revision=revision * 40, dirty=True, diff=diff))
-        assert compared(a, b)["same_changes"] is same
-        text = printed("runs", "compare", a.id, b.id)
-        assert same is None or f"git's diffs of tracked files {'are equal' if same else 'differ'}" in text
 
 
 @pytest.mark.parametrize(
