@@ -40,7 +40,7 @@ MADE_BY_EXPORTS = (CONFIG, "adapter_config.json")  # one of them is in each fold
 SHARD_BYTES = 5_000_000_000  # as transformers: "5GB"
 ALIGNMENT = 8  # alignment of the data in a safetensors file
 NAMES_SHOWN = 8  # of tensors whose values are not finite
-BATCH_BYTES, BLOCKS_OF_FILE = 2 << 30, 2  # of tensors; their blocks take as much
+BATCH_BYTES, BLOCKS_OF_FILE = 4 << 30, 4
 
 log = logging.getLogger(__name__)
 

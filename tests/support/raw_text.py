@@ -43,7 +43,7 @@ def write_all_formats(folder: Path) -> list[str]:
     table = pyarrow.table({"id": list(range(60)), "text": documents["d"]})
     pyarrow.parquet.write_table(table, folder / "d.parquet", row_group_size=7)
     (folder / "e").mkdir()
-    pyarrow.parquet.write_table(pyarrow.table({"text": documents["e"]}), folder / "e" / "e.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": documents["e"]}), folder / "e" / "e.parquet", row_group_size=4)
     (folder / "f").mkdir()
     for number, text in enumerate(documents["f"]):
         path = folder / "f" / f"{number:02d}.txt"

@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -184,21 +184,30 @@ def open_file(path: Path) -> int:
     return descriptor
 
 
-def digest_block(descriptor: int, number: int, size: int, into: memoryview | None = None) -> str:
+def digest_block(descriptor: int, number: int, size: int, into: Sequence[memoryview] | None = None) -> str:
     """Return the SHA-256, in hex, of one block of a file of `size` bytes.
 
     Args:
-        into: buffer of the block's length that its bytes are read into.
+        into: buffers that the block's bytes are read into, one after another; together as long as the block.
     """
     checksum = hashlib.sha256()
     offset, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
     # No posix_fadvise: the kernel reads ahead in large pages by itself, and in small ones when advised.
-    for begin in range(0, end - offset, PIECE_BYTES):
-        length = min(PIECE_BYTES, end - offset - begin)
-        piece = _scratch()[:length] if into is None else into[begin : begin + length]
-        read_into(descriptor, piece, offset + begin)
+    for piece in _pieces(end - offset, into):
+        read_into(descriptor, piece, offset)
         checksum.update(piece)
+        offset += len(piece)
     return checksum.hexdigest()
+
+
+def _pieces(length: int, into: Sequence[memoryview] | None) -> Iterator[memoryview]:
+    if into is None:
+        for offset in range(0, length, PIECE_BYTES):
+            yield _scratch()[: min(PIECE_BYTES, length - offset)]
+    else:
+        for part in into:
+            for offset in range(0, len(part), PIECE_BYTES):
+                yield part[offset : offset + PIECE_BYTES]
 
 
 _local = threading.local()
@@ -264,7 +273,7 @@ def compare(
     numbers: Mapping[str, Sequence[int]],
     pool: ThreadPoolExecutor,
     *,
-    into: Callable[[str, int], memoryview | None] = lambda name, number: None,
+    into: Callable[[str, int], Sequence[memoryview] | None] = lambda name, number: None,
     from_disk: bool = False,
     progress: Callable[[int], None] = lambda count: None,
     check: Callable[[], None] = lambda: None,
@@ -274,7 +283,7 @@ def compare(
     Args:
         records: of the files, by name.
         numbers: of the blocks to compare, by file.
-        into: returns a buffer that a block is read into; see `digest_block`.
+        into: returns buffers that a block is read into; see `digest_block`.
         from_disk, progress, check: see `find_damage`.
 
     Raises:
@@ -321,7 +330,13 @@ def _size(path: Path) -> int:
     return os.stat(path).st_size
 
 
-def digest_patiently(path: Path, descriptor: int, number: int, size: int, into: memoryview | None = None) -> str:
+def digest_patiently(
+    path: Path,
+    descriptor: int,
+    number: int,
+    size: int,
+    into: Sequence[memoryview] | None = None,
+) -> str:
     """Return what `digest_block` returns, also after a failure of the storage that passes.
 
     It is asked again through a new descriptor: one that a server has forgotten stays stale.

@@ -1,8 +1,9 @@
 """From the files of a checkpoint into the tensors of any layout: verified first, then read; each byte once per host.
 
-The ranks of a host say which blocks they need and share them out. Each reads its share into the staging buffer, digesting
-it in the same pass. When all ranks know that everything is sound, the tensors are filled from the buffer. Blocks that
-another rank of the host has read are taken from the page cache. No rank ever holds more than its share.
+The ranks of a host say which blocks they need and share them out. Each reads its share, digesting it in the same pass:
+into the staging buffer, except for bytes of tensors that were made for it (an optimiser's state), which are read into
+those directly. When all ranks know that everything is sound, the others are filled from the buffer. Blocks that another
+rank of the host has read are taken from the page cache. No rank ever holds more than its share.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import math
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensors import box_of, bytes_of, dtype_of, local
 
 SPAN_BYTES = 16 << 20  # the most that is read at once into memory of its own, unless a single row is longer
+STRAIGHT_BYTES = 4 << 10  # smaller parts are not worth a read of their own
 
 Blocks = dict[str, list[int]]  # numbers of blocks by file
 Need = dict[str, dict[int, int]]  # bytes that are needed of a block, by file and number
@@ -53,6 +56,26 @@ class Span:
     rows: tuple[int, ...]
     out: tuple[slice, ...]
     into: tuple[slice, ...]
+
+
+class ByteRange(NamedTuple):
+    """The bytes `begin` to `end` of a file, and the memory that holds them."""
+
+    begin: int
+    end: int
+    target: memoryview | None
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+    def between(self, begin: int, end: int) -> ByteRange | None:
+        """Return the part of it that lies in these bytes of the file, if any."""
+        first, last = max(begin, self.begin), min(end, self.end)
+        if first >= last:
+            return None
+        target = self.target[first - self.begin : last - self.begin] if self.target is not None else None
+        return ByteRange(first, last, target)
 
 
 def spans_of(name: str, wanted: Box, dtype: torch.dtype, sources: Sequence[BoxLocation]) -> list[Span]:
@@ -134,7 +157,8 @@ class Files:
         self._path, self._pool = path, pool
         self._descriptors: dict[str, int] = {}
         self._opening = threading.Lock()
-        self._held: dict[tuple[str, int], memoryview] = {}
+        self._held: dict[tuple[str, int], list[ByteRange]] = {}
+        self._in_place: set[int] = set()  # ids of the spans whose held bytes are where they belong
 
     def close(self) -> None:
         """Close the files and keep the blocks that are in memory."""
@@ -142,22 +166,39 @@ class Files:
             os.close(self._descriptors.popitem()[1])
 
     def verify(
-        self, records: Mapping[str, FileRecord], share: Blocks, buffer: Callable[[int], memoryview]
+        self,
+        records: Mapping[str, FileRecord],
+        share: Blocks,
+        straight: Sequence[tuple[Span, memoryview]],
+        buffer: Callable[[int], memoryview],
     ) -> list[str]:
         """Read blocks into memory, digesting them in the same pass, and return what is damaged.
 
         Args:
-            buffer: returns memory of a size, for the blocks.
+            straight: bytes that are read directly into their final memory, which may be written before everything is
+                verified.
+            buffer: returns memory of a size, for the others.
         """
-        sizes = {
-            (file, number): min(BLOCK_BYTES, records[file].size - number * BLOCK_BYTES)
+        final: dict[str, list[ByteRange]] = {}
+        for span, memory in sorted(straight, key=lambda entry: entry[0].begin):
+            final.setdefault(span.file, []).append(ByteRange(span.begin, span.end, memory))
+        self._in_place = {id(span) for span, _ in straight}
+        held = {
+            (file, number): _parts(number, records[file].size, final.get(file, []))
             for file, numbers in share.items()
             for number in numbers
         }
-        rest = buffer(sum(sizes.values()))
-        for block, size in sizes.items():
-            self._held[block], rest = rest[:size], rest[size:]
-        return blocks.compare(self._path, records, share, self._pool, into=lambda *block: self._held[block])
+        rest = buffer(sum(part.size for parts in held.values() for part in parts if part.target is None))
+        for block, parts in held.items():
+            self._held[block] = []
+            for part in parts:
+                if part.target is None:
+                    part, rest = part._replace(target=rest[: part.size]), rest[part.size :]
+                self._held[block].append(part)
+        return blocks.compare(self._path, records, share, self._pool, into=self._memory_of_block)
+
+    def _memory_of_block(self, file: str, number: int) -> list[memoryview]:
+        return [part.target for part in self._held[file, number] if part.target is not None]
 
     def fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
         """Copy the bytes of the spans into the local parts of `tensors`, converting to their dtype."""
@@ -176,24 +217,30 @@ class Files:
             tensor = local(tensors[span.name]).detach()
             target = memory_of(span, tensor)
             if target is not None:
-                self.read(span.file, span.begin, span.end, target)
+                self.read(span.file, span.begin, span.end, target, in_place=id(span) in self._in_place)
             else:
                 rows = _buffer(span.end - span.begin).view(span.dtype).view(span.rows)
                 self.read(span.file, span.begin, span.end, bytes_of(rows))
                 _copy(rows[span.out], tensor[span.into], span.name)
 
-    def read(self, file: str, begin: int, end: int, target: memoryview) -> None:
-        """Read bytes of a file, from memory if this rank holds them."""
+    def read(self, file: str, begin: int, end: int, target: memoryview, *, in_place: bool = False) -> None:
+        """Read bytes of a file, from memory if this rank holds them.
+
+        Args:
+            in_place: the bytes that this rank holds are in `target` already.
+        """
         position = begin
         while position < end:
             number = position // BLOCK_BYTES
             stop = min(end, (number + 1) * BLOCK_BYTES)
-            held, part = self._held.get((file, number)), target[position - begin : stop - begin]
+            held = self._held.get((file, number))
             if held is None:
-                self._read_from_disk(file, part, position)
-            else:
-                first = position - number * BLOCK_BYTES
-                part[:] = held[first : first + len(part)]
+                self._read_from_disk(file, target[position - begin : stop - begin], position)
+            elif not in_place:
+                for whole in held:
+                    part = whole.between(position, stop)
+                    if part is not None and part.target is not None:
+                        target[part.begin - begin : part.end - begin] = part.target
             position = stop
 
     def _read_from_disk(self, file: str, target: memoryview, position: int) -> None:
@@ -224,6 +271,23 @@ def _buffer(size: int) -> Tensor:
         _local.buffer = torch.empty(max(size, SPAN_BYTES), dtype=torch.uint8, device="cpu")
     buffer: Tensor = _local.buffer[:size]
     return buffer
+
+
+def _parts(number: int, size: int, straight: Sequence[ByteRange]) -> list[ByteRange]:
+    """Return a block of a file of `size` bytes as consecutive parts, each with its final memory in `straight`, or None."""
+    position, stop = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
+    parts = []
+    for index in range(bisect_right(straight, position, key=lambda part: part.end), len(straight)):
+        part = straight[index].between(position, stop)
+        if part is None:
+            break
+        if position < part.begin:
+            parts.append(ByteRange(position, part.begin, None))
+        parts.append(part)
+        position = part.end
+    if position < stop or not parts:
+        parts.append(ByteRange(position, stop, None))
+    return parts
 
 
 def memory_of(span: Span, tensor: Tensor) -> memoryview | None:
@@ -264,6 +328,7 @@ def read_tensors(
     targets: Mapping[str, Tensor],
     own_file: str | None,
     *,
+    live: Collection[str],
     ranks: RankGroup,
     on_this_host: RankGroup,
     digests: bool,
@@ -274,6 +339,7 @@ def read_tensors(
 
     Args:
         targets: tensors to fill, by name.
+        live: names of the targets that must not be touched before everything is known to be sound.
         own_file: the file with the plain state that this rank has for itself, if there is one.
         digests: compare the needed blocks with their digests.
         buffer: returns memory of a size, to hold this rank's share.
@@ -281,8 +347,8 @@ def read_tensors(
             by all ranks together.
 
     Returns:
-        All damage found by any rank, one sentence each, and this rank's own plain state. If there is damage, no target
-            has been touched.
+        All damage found by any rank, one sentence each, and this rank's own plain state. If there is damage, no live
+            tensor has been touched.
     """
 
     def plan() -> list[Span]:
@@ -308,9 +374,15 @@ def read_tensors(
         needs = on_this_host.gather(lambda: {file: [*numbers.items()] for file, numbers in need_of(ranges).items()})
         of_ranks = [{file: dict(pairs) for file, pairs in need.items()} for need in needs]
         share = share_out(of_ranks, on_this_host.rank)
+    straight = []
+    for span in spans if digests else ():
+        if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:
+            memory = memory_of(span, local(targets[span.name]).detach())
+            if memory is not None:
+                straight.append((span, memory))
     with blocks.threads() as pool, closing(Files(path, pool)) as files:
-        # Without digests nothing is read here, and no rank waits for this.
-        found = ranks.gather(lambda: files.verify(records, share, buffer)) if digests else []
+        # Without digests nothing is read here, and no rank waits for the others.
+        found = ranks.gather(lambda: files.verify(records, share, straight, buffer)) if digests else []
         damage = sorted({sentence for each in found for sentence in each})
         if damage:
             return damage, None
@@ -343,6 +415,7 @@ def read_whole(path: Path, contents: Contents, manifest: Manifest, names: Iterab
         manifest.files,
         tensors,
         None,
+        live=(),
         ranks=alone,
         on_this_host=alone,
         digests=True,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint import module_state, state
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import (
@@ -274,7 +274,7 @@ class Restorer:
         own_file: str | None = file_name(self._ranks.rank)
         if own_file not in contents.files or request.as_start:
             own_file = None  # a rank that did not exist, or another training
-        wanted = self._ranks.all_do(lambda: compatibility.names_of(request.objects))
+        wanted = self._ranks.all_do(lambda: set(module_state.module_tensors(request.objects)))
         on_any_rank = wanted
         if self._ranks.maximum(int(bool(compatibility.of_modules(request.objects, contents.facts) - wanted))):
             on_any_rank = set().union(*self._ranks.gather(lambda: sorted(wanted)))
@@ -288,6 +288,7 @@ class Restorer:
             manifest.files,
             targets | {in_file(name): tensor for name, tensor in own_targets.items()},
             own_file,
+            live=wanted | {in_file(name) for name in module_state.module_tensors(request.own_objects)},
             ranks=self._ranks,
             on_this_host=self._ranks_on_host,
             digests=self._verify != Verify.OFF,
@@ -354,7 +355,7 @@ class Restorer:
         if not own:
             return targets, {}
         own_facts = {name: facts[called] for name, called in own_names(facts, self._ranks.rank).items()}
-        names = compatibility.names_of(own_objects)
+        names = module_state.module_tensors(own_objects)
         compatibility.check_names(path, own_objects, names, names, own_facts, None, allow)
         own_templates = state.templates(own_objects, own_facts)
         return targets, compatibility.check_tensors(path, own_objects, own_templates, own_facts, allow)

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmtrain.data.format.tokenizers import needed
-from slurmtrain.data.prepare.bad_record import BadRecord
-from slurmtrain.data.prepare.conversation import Conversation, conversation_of, kind_of
+from slurmtrain.data.prepare.conversation import BadRecord, Conversation, conversation_of, kind_of
 from slurmtrain.data.prepare.sources import InputFile
 from slurmtrain.data.prepare.unit_plan import InputPiece
 from slurmtrain.errors import ConfigError

@@ -26,6 +26,7 @@ from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore import reader
 from slurmtrain.checkpoint.restore.reader import Need, share_out
+from slurmtrain.checkpoint.save.staging import Staging
 from tests.support.descriptors import open_below
 
 BLOCK, PIECE = 4096, 1000  # a piece does not divide the block
@@ -169,6 +170,27 @@ def test_after_a_failed_save_no_thread_writes_into_somebody_else_s_file(
     assert others and [Path(other.name).read_bytes() for other in others] == [b""] * len(others)
     for other in others:
         other.close()
+
+
+def test_moments_are_read_straight_into_their_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer holds the parameters, which are live, and not the optimiser's state, which is twice as much."""
+    (model, optimizer), (fresh, fresh_optimizer) = trained(2), trained(0)
+    with closing(Checkpointer(tmp_path)) as checkpointer:
+        checkpointer.save(1, model=model, optimizer=optimizer).result()
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    asked: list[int] = []
+    borrow = Staging.borrow
+
+    def noted(staging: Staging, size: int) -> memoryview:
+        asked.append(size)
+        return borrow(staging, size)
+
+    monkeypatch.setattr(Staging, "borrow", noted)
+    restore(tmp_path, fresh, optimizer=fresh_optimizer)
+    assert parameters < asked[0] < 1.5 * parameters
+    for before, after in zip(optimizer.state.values(), fresh_optimizer.state.values(), strict=True):
+        assert all(torch.equal(before[field], after[field]) for field in before)
+    assert_equal(fresh, model)
 
 
 def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -30,11 +30,11 @@ from slurmtrain.cli import main
 from slurmtrain.config.schema import Config, PrepareConfig
 from slurmtrain.data.format.manifest import Manifest, read_manifest
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
-from slurmtrain.data.prepare.bad_record import BadRecord
+from slurmtrain.data.prepare.conversation import BadRecord
 from slurmtrain.data.prepare.finish import finish
 from slurmtrain.data.prepare.reading import Reading
 from slurmtrain.data.prepare.sources import find_sources
-from slurmtrain.data.prepare.unit import Task, prepare_unit
+from slurmtrain.data.prepare.unit import prepare_unit
 from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on, make_plan
 from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.data.prepare.worker_pool import Tally, work
@@ -92,7 +92,7 @@ def plan_of(inputs: Path | Sequence[Path], output: Path, **settings: Any) -> Pre
 def do_units(plan: PreparePlan, part: int = 0, parts: int = 1) -> None:
     tokenizer, _ = load_tokenizer(plan.settings.tokenizer)
     for unit in plan.share(part, parts):
-        prepare_unit(Task.of(plan), unit, tokenizer, lambda progress: None)
+        prepare_unit(plan, unit, tokenizer, lambda progress: None)
 
 
 def records_of(path: Path) -> list[tuple[int, Any]]:
