@@ -144,7 +144,7 @@ def _stop_and_start_again(
     if now.status in WAITING and action == RunAction.REQUEUE and now.job_id is not None:
         if now.status == RunStatus.HELD:
             client(run_dir).release(now.job_id)
-        client(run_dir).start_now(now.job_id)
+        client(run_dir).update_pending(now.job_id, StartTime="now")  # SLURM holds a requeued one for 121 s otherwise
         return f"run {run_dir.id} is asked to start now", now
     if now.status in CANNOT_STOP:
         raise _cannot(run_dir, now)
@@ -201,19 +201,19 @@ def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list
 
     Return nothing if SLURM does not say how long a preempted job may take.
     """
-    from slurmtrain.slurm.facts import preemption_times
-    from slurmtrain.slurm.read_facts import read_preemption
+    from slurmtrain.slurm.facts import preemption_of
+    from slurmtrain.slurm.read_facts import read_facts
 
     cluster = load_frozen(run_dir.config_file, with_secrets=False).cluster
-    facts = read_preemption(client(run_dir).glance)
-    times = preemption_times(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
-    if times is None or (within_s := times.to_leave_s) is None:
+    facts = read_facts(client(run_dir).glance, whole=False)
+    its = preemption_of(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
+    if (within_s := its.to_leave_s) is None:
         return []
     log.info("waiting until it has stopped, for %.0f s at most", within_s)
     deadline = time.monotonic() + within_s
     while (attempt := read_attempt(run_dir, now.attempts[-1].number)).ended is None and time.monotonic() <= deadline:
         time.sleep(POLL_S)
-    gives = f"{times.grace_of} gives" if times.grace_s is not None else "SLURM's KillWait gives"
+    gives = f"{its.of} gives" if its.grace_s is not None else "SLURM's KillWait gives"
     if attempt.ended is None:
         late = f"it has not stopped within the {within_s:.0f} s that {gives}: a preemption would have killed it"
         return [f"{late}, and it would go on from its last checkpoint"]

@@ -11,24 +11,23 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO
 
 import msgspec
 
 from slurmtrain.system import process
 from slurmtrain.system.patience import begin
 
-T = TypeVar("T")
-
 # A process that has registered faulthandler for it writes its stacks. Real-time signals are used by nothing else here: USR1
 # is NCCL's, USR2 and TERM are SLURM's. Forked children inherit the handler, so a data worker that hangs can be asked.
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 WATCHING_THREADS = ("watchdog", "heartbeats", "watch", "stop-signals")
 DUMP_WAIT_S = 1.0
+DUMP_LIMIT_S = 2.0  # for torch to tell its last collectives
 DUMP_BYTES = 200_000
 STATES = {
     "R": "running",
@@ -238,20 +237,12 @@ class Collective:
 def last_collectives() -> dict[str, Collective]:
     """Return the newest collective of each process group, by its name, from torch's flight recorder, if that can be read."""
     found: dict[str, Collective] = {}
-    module = sys.modules.get("torch._C._distributed_c10d")
+    module: Any = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump: Callable[[bool, bool], bytes] = getattr(module, name, lambda *_: b"{}")
-        text = _within(2.0, partial(dump, True, False), b"{}")
-        with contextlib.suppress(msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeError):
+        with contextlib.suppress(Exception):  # torch has no such function, or it asks a driver that never answers
+            text = begin(partial(getattr(module, name), True, False)).result(DUMP_LIMIT_S)
             for entry in msgspec.json.decode(text).get("entries", []):
                 number, group = int(entry["collective_seq_id"]), str(entry["process_group"][0])
                 if group not in found or number >= found[group].number:
                     found[group] = Collective(entry["profiling_name"], number, entry["time_created_ns"] / 1e9)
     return found
-
-
-def _within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
-    """Return the result of a call that may never return, such as one that asks the driver of a device that hangs."""
-    with contextlib.suppress(Exception):
-        return begin(call).result(seconds)
-    return otherwise

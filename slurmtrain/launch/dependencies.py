@@ -122,7 +122,7 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
     if not versions.STARTS_PREEMPTED_JOBS_ONCE_MORE.applies_to(client.version()):
         return
     try:
-        freed = client.free_dependents(job_id)
+        freed = client.pass_on_dependents(job_id, None)
     except ClusterError as error:  # if the job ends as PREEMPTED, they show DependencyNeverSatisfied
         log.warning("jobs that wait for this run may start late or never: %s", error.message)
         return

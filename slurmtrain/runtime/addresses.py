@@ -64,9 +64,8 @@ def listening_address(environment: Environment, interface: str) -> str:
             )
         return all_known[interface]
     known = {name: address for name, address in all_known.items() if name != "lo"}
-    variables = os.environ
-    names = (variables.get("MASTER_ADDR"), environment.node, socket.getfqdn(), socket.gethostname())
-    for host in (*names, variables.get("SLURM_LAUNCH_NODE_IPADDR")):
+    names = (environment.node, socket.getfqdn(), socket.gethostname())
+    for host in (os.environ.get("MASTER_ADDR"), *names, os.environ.get("SLURM_LAUNCH_NODE_IPADDR")):
         if host and (address := address_of(host)) in known.values():
             return address
     up = {name: address for name, address in known.items() if not _is_down(name)}
@@ -77,16 +76,11 @@ def listening_address(environment: Environment, interface: str) -> str:
         towards = interface_towards(address_of(node)) if node != environment.node else None
         if towards in up:
             return up[towards]
-    networks = ", ".join(f"{name} ({address})" for name, address in sorted(up.items()))
+    networks = ", ".join(f"{name} ({address})" for name, address in sorted(up.items())) or "none that is up"
     raise EnvironmentMismatchError(
-        f"rank 0 on {environment.node} cannot know which of its networks the other ranks use: "
-        + (
-            f"it has {networks}, and neither its own name nor those of the other nodes"
-            if up
-            else "it has none that is up,"
-        )
-        + (" resolve to an address of one" if up else " but the loopback"),
-        hint="cluster.network_interface=NAME names the one" if up else "see `ip address` there",
+        f"rank 0 on {environment.node} cannot know which of its networks the other ranks use: it has {networks}, and neither "
+        "its own name nor those of the other nodes resolve to an address of one",
+        hint="cluster.network_interface=NAME names the one; `ip address` there shows them all",
     )
 
 

@@ -69,14 +69,19 @@ def given_attempt(run_dir: RunDir) -> AttemptContext | None:
     return AttemptContext(run_dir, int(number), supervised=True) if number else None
 
 
-def rendezvous_directory(environment: Environment, runs_dir: Path) -> Path:
-    """Return the folder where ranks started by hand under SLURM publish rank 0's address: one per step and restart.
+def rendezvous_directory(context: AttemptContext | None, environment: Environment, runs_dir: Path) -> Path | None:
+    """Return the folder where rank 0 publishes its address; None where nobody needs one.
 
-    It lies in a folder of this user, since others may share `runs_dir`: whoever could write the address would get the ranks.
+    It is that of the attempt. Ranks started by hand under SLURM have one per step and restart, in a folder of this user, since
+    others may share `runs_dir`: whoever could write the address would get the ranks.
 
     Raises:
         EnvironmentMismatchError: somebody else has made that folder, or can write to it.
     """
+    if context is not None:
+        return context.attempt_dir.path
+    if environment.source != "slurm" or environment.world_size == 1:
+        return None
     runs_dir.mkdir(parents=True, exist_ok=True)
     own = runs_dir / f"{MEETINGS}{os.geteuid()}"
     if not make_own_folder(own, closed=0o022):

@@ -18,8 +18,7 @@ from slurmtrain.errors import EnvironmentMismatchError, PreflightError
 from slurmtrain.runtime.rendezvous import CONNECT_S, meet
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment, no_gpu
 from slurmtrain.system.activity import waiting
-from slurmtrain.system.gpu import PATIENCE_S, NoAnswerError, read_gpus
-from slurmtrain.system.patience import begin
+from slurmtrain.system.gpu import ask_gpus
 from slurmtrain.system.signals import StopFlag
 
 # A collective of NCCL that times out ends the process with SIGABRT, whatever it is about to say. Ranks that wait for each other
@@ -117,8 +116,8 @@ def init_distributed(
 
     Args:
         directory: folder where rank 0 publishes its address; not needed under torchrun or for a single rank.
-        on_met: called when several ranks have met, with what they share so far: a store, and no group yet. NCCL has no
-            time-out for the start of a group, so whoever watches over the ranks has to begin now.
+        on_met: called when the ranks have met, with what they share so far: a store, and no group yet. NCCL has no time-out
+            for the start of a group, so whoever watches over the ranks has to begin now.
 
     Raises:
         EnvironmentMismatchError: a GPU was asked for that does not exist.
@@ -131,21 +130,16 @@ def init_distributed(
     else:
         torch.cuda.set_device(own)
     if environment.world_size == 1:
-        return DistributedContext(environment, own)
+        alone = DistributedContext(environment, own)
+        on_met(alone)
+        return alone
     timeout = timedelta(seconds=cluster.collective_timeout_s)
     if dist.is_initialized():
         _choose_interface(cluster.network_interface, None)
         met = DistributedContext(environment, own, store_address=_address_of_store())
         on_met(met)
         return _with_groups(met, timeout)
-    rendezvous = meet(
-        environment,
-        directory or Path("."),
-        timeout_s=cluster.rendezvous_timeout_s,
-        stop_requested=lambda: stop_flag.requested,
-        interface=cluster.network_interface,
-        ports=cluster.ports,
-    )
+    rendezvous = meet(environment, directory or Path("."), cluster, lambda: stop_flag.requested)
     met = DistributedContext(environment, own, store_address=rendezvous.address)
     on_met(met)
     if own.type == "cuda":
@@ -230,7 +224,7 @@ def choose_device(device: str, environment: Environment, *, gpus_per_node: int =
             ""
             if torch.version.cuda or torch.version.hip
             else f", and its torch {torch.__version__} is built for CPUs only",
-            driver_says() if torch.version.cuda else None,
+            ask_gpus()[1] if torch.version.cuda else None,
         )
     if visible == 1:
         return torch.device("cuda", 0)
@@ -244,20 +238,6 @@ def choose_device(device: str, environment: Environment, *, gpus_per_node: int =
             nodes=(environment.node,) if asked and environment.source == "slurm" else (),
         )
     return torch.device("cuda", environment.local_rank)
-
-
-def driver_says() -> str | None:
-    """Return what the driver says of why there is no GPU; None if it says nothing, or nobody can ask it."""
-    asked = begin(read_gpus)
-    try:
-        asked.result(PATIENCE_S)
-    except NoAnswerError as error:
-        return str(error)
-    except TimeoutError:
-        return f"nothing within {PATIENCE_S:.0f} s"
-    except Exception:
-        return None
-    return None
 
 
 def _check_own_gpu(store: dist.Store, environment: Environment, device: torch.device) -> None:

@@ -11,10 +11,9 @@ import logging
 import multiprocessing
 import os
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurmtrain.checkpoint.errors import CheckpointMismatchError, LostPeersError, NonFiniteError, SupersededError
@@ -24,6 +23,7 @@ from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runtime.addresses import RendezvousError
 from slurmtrain.system import signals
 from slurmtrain.system.logs import show_error
+from slurmtrain.system.patience import begin
 
 if TYPE_CHECKING:
     from slurmtrain.runtime.watchdog.watchdog import Watchdog
@@ -167,9 +167,4 @@ def close_client_loggers(within_s: float = WITHIN_S) -> None:
             mlflow.MlflowClient().set_terminated(of_mlflow.info.run_id, "KILLED")
 
     closing = [close for run, close in ((of_wandb, close_wandb), (of_mlflow, close_mlflow)) if run is not None]
-    threads = [threading.Thread(target=close, daemon=True) for close in closing]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + within_s
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    wait([begin(close) for close in closing], within_s)

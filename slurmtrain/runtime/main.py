@@ -146,8 +146,6 @@ class Rank:
         if self.given is None:
             self._begin()
             self._watch(self.distributed)
-        elif self.watchdog is None:  # a rank that has met nobody
-            self._watch(self.distributed)
         run_preflight(self.config, self.distributed, self.context)
         self.timeline.mark("preflight")
         start_gpu_sampler(self.context.attempt_dir, self.environment)
@@ -189,10 +187,7 @@ class Rank:
             self.timeline.begin(
                 "waiting for the other rank" if others == 1 else f"waiting for the other {others} ranks"
             )
-        rendezvous_dir = None
-        if given is None and environment.source == "slurm" and environment.world_size > 1:
-            rendezvous_dir = attempt_context.rendezvous_directory(environment, Path(config.job.runs_dir))
-        directory = given.attempt_dir.path if given else rendezvous_dir
+        directory = attempt_context.rendezvous_directory(given, environment, Path(config.job.runs_dir))
 
         def on_met(met: DistributedContext) -> None:
             if given is not None:  # else the ranks have yet to agree on the attempt
@@ -204,7 +199,7 @@ class Rank:
         self.timeline.mark("rendezvous")
         if given is None:
             self.context = attempt_context.agree_on_attempt(
-                environment, find_or_create, self.distributed.broadcast_text, rendezvous_dir
+                environment, find_or_create, self.distributed.broadcast_text, directory
             )
 
     def _watch(self, distributed: DistributedContext) -> None:

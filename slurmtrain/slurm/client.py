@@ -20,13 +20,7 @@ from types import MappingProxyType
 from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.answers import is_no_answer
 from slurmtrain.slurm.command_environment import clean_environment
-from slurmtrain.slurm.job_facts import (
-    JobFacts,
-    QueuedJob,
-    met_dependency,
-    moved_dependency,
-    parse_show_job,
-)
+from slurmtrain.slurm.job_facts import JobFacts, QueuedJob, changed_dependency, parse_show_job
 from slurmtrain.slurm.job_states import GONE, JobState
 from slurmtrain.slurm.nodelist import AT_WORK
 from slurmtrain.slurm.parse_values import parse_show_config, parse_time
@@ -263,33 +257,23 @@ class SlurmClient:
         """Return the release that the controller runs, as in (24, 5); None when it cannot be asked."""
         return parse_version(self.configuration().get("SLURM_VERSION", ""))
 
-    def pass_on_dependents(self, job_id: str, successor: str) -> list[str]:
+    def pass_on_dependents(self, job_id: str, successor: str | None) -> list[str]:
         """Let the user's jobs that wait for the success of this one wait for its successor instead, and return them.
 
         To be called before the job has ended: after that they can never start.
 
-        Raises:
-            ClusterError: squeue or scontrol is missing or refused.
-        """
-        return self._change_dependencies(lambda dependency: moved_dependency(dependency, job_id, successor))
-
-    def free_dependents(self, job_id: str) -> list[str]:
-        """Let the user's jobs that wait for the success of this one wait for it no more, and return them.
-
-        To be called before the job has ended: after that they can never start.
+        Args:
+            successor: None: the job succeeds, and is waited for no more.
 
         Raises:
             ClusterError: squeue or scontrol is missing or refused.
         """
-        return self._change_dependencies(lambda dependency: met_dependency(dependency, job_id))
-
-    def _change_dependencies(self, change: Callable[[str], str | None]) -> list[str]:
         # Without --array, and by the id of the array: its tasks all wait for the same, and may be thousands.
         answer = self._call([*SQUEUE, "--me", f"--states={JobState.PENDING}", "--format=%F|%E"])
         changed: dict[str, str] = {}
         for line in answer.splitlines():
             waiting, _, dependency = line.strip().partition("|")
-            new = change(dependency)
+            new = changed_dependency(dependency, job_id, successor)
             if new is not None:
                 changed[waiting] = new
         for waiting, new in changed.items():
@@ -350,10 +334,6 @@ class SlurmClient:
 
     def release(self, job_id: str) -> None:
         self._call(["scontrol", "release", job_id])
-
-    def start_now(self, job_id: str) -> None:
-        """Ask SLURM to start a pending job at once. It holds a requeued one for about 121 s otherwise."""
-        self._call(["scontrol", "update", f"JobId={job_id}", "StartTime=now"])
 
     def _call(
         self, command: Sequence[str], before: Sequence[str] = (), variables: Mapping[str, str] = NO_VARIABLES

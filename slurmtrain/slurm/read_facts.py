@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from slurmtrain.errors import EnvironmentMismatchError
-from slurmtrain.slurm.facts import NOT_AT_ALL, Association, ClusterFacts, NodeGroup, Partition, Qos
-from slurmtrain.slurm.nodelist import AT_WORK, expand_nodelist
+from slurmtrain.slurm.facts import Association, ClusterFacts, NodeGroup, Partition, Qos
+from slurmtrain.slurm.nodelist import AT_WORK, GROUP, expand_nodelist
 from slurmtrain.slurm.parse_values import parse_duration, parse_show_config
 from slurmtrain.system.trust import own_user
 
@@ -93,26 +93,6 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
     return _with_accounts(found, answers, user) if found.keeps_accounts else found
 
 
-def read_preemption(ask: Ask, *, user: str | None = None) -> ClusterFacts:
-    """Return the facts by which jobs are preempted: partitions, and where QOS preempt each other, those and this user's.
-
-    It takes one command where nothing is preempted, two where partitions preempt each other, and five where QOS do.
-
-    Args:
-        ask, user: as for `read_facts`.
-    """
-    answers = _asked(ask, CONFIG)
-    found = ClusterFacts(config=parse_config(answers.get(CONFIG) or ""))
-    by = found.config.get("PreemptType", "")
-    if by not in NOT_AT_ALL:
-        user = user or own_user()
-        by_accounts = by == "preempt/qos" and found.keeps_accounts
-        answers |= _asked(ask, PARTITIONS, *(_of_accounts(user) if by_accounts else ()))
-        found = replace(found, partitions=parse_partitions(answers.get(PARTITIONS) or ""))
-        found = _with_accounts(found, answers, user) if by_accounts else found
-    return found
-
-
 def _of_accounts(user: str) -> tuple[Command, ...]:
     """Return the commands that show what a user may use."""
     return associations_command(user), QOS, default_account_command(user)
@@ -166,7 +146,6 @@ def _partition(fields: Mapping[str, str]) -> Partition:
         preempt_mode=fields.get("PreemptMode", ""),
         grace_s=parse_duration(fields.get("GraceTime", "")),
         exclusive=fields.get("OverSubscribe") == "EXCLUSIVE",
-        root_only=fields.get("RootOnly") == "YES",
         cpus_per_node=parse_count(fields.get("MaxCPUsPerNode", "")),
         memory_mb=parse_count(fields.get("MaxMemPerNode", "")),
         memory_per_cpu_mb=parse_count(fields.get("MaxMemPerCPU", "")),
@@ -261,7 +240,7 @@ def with_nodes(groups: Iterable[NodeGroup], text: str) -> tuple[NodeGroup, ...]:
 
 def first_name(names: str) -> str:
     """Return the first name of SLURM's list of nodes, "rack[1-2]-n[01-04],x" -> "rack1-n01"; "" if it cannot be read."""
-    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+(?=,|$)", names)
+    first = re.match(f"{GROUP}(?=,|$)", names)
     if first is None:
         return ""
     # Of a range only its beginning: a list of all names of a large cluster is long.

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slurmtrain.system.patience import begin
+
+log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 # Values of nvmlReturn_t (nvml.h). With the first, NVML cannot be asked at all, which tells nothing of the GPUs: not supported,
@@ -133,6 +136,26 @@ def _words(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def ask_gpus(
+    patience_s: float = PATIENCE_S, read: Callable[[], tuple[GpuFacts, ...] | None] = read_gpus
+) -> tuple[tuple[GpuFacts, ...] | None, str | None]:
+    """Return the GPUs that belong to this job, and what is wrong with their driver; None for what is not known.
+
+    Args:
+        patience_s: longest wait for the driver.
+        read: asks it.
+    """
+    try:
+        return begin(read).result(patience_s), None
+    except NoAnswerError as error:
+        return None, str(error)
+    except TimeoutError:
+        return None, f"nothing within {patience_s:.0f} s"
+    except Exception as error:
+        log.debug("the GPUs could not be read: %s: %s", type(error).__name__, error)
+        return None, None
+
+
 def broken_gpus(patience_s: float = PATIENCE_S, *, before: Collection[str] | None = None) -> str | None:
     """Say what is broken on GPUs of this node: "GPU 3 has 2 uncorrectable ECC errors"; None if nothing is, or is known.
 
@@ -143,11 +166,8 @@ def broken_gpus(patience_s: float = PATIENCE_S, *, before: Collection[str] | Non
     Args:
         before: what was said of its GPUs before, which is not said again; None: it is not known.
     """
-    try:
-        gpus = begin(read_gpus).result(patience_s) or ()
-    except Exception:
-        return None
-    counts = [gpu for gpu in gpus if before is not None or gpu.remap_failed or gpu.remap_pending is not False]
+    gpus, _ = ask_gpus(patience_s)
+    counts = [gpu for gpu in gpus or () if before is not None or gpu.remap_failed or gpu.remap_pending is not False]
     found = [words for gpu in counts if (words := gpu.broken) is not None and words not in (before or ())]
     return "; ".join(found) or None
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format import blocks, manifest
+from slurmtrain.checkpoint.format import manifest
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.data.loading.loader import BatchLoader
@@ -154,55 +152,6 @@ def test_a_damaged_checkpoint_is_set_aside_loudly_and_when_all_are_no_rank_start
     assert "damaged" in refused(None, directory, incarnation=4)
 
 
-def fail_on_one_rank(distributed: DistributedContext, directory: Path, failing: int) -> tuple[str, list[str]]:
-    rank = Rank(distributed, directory)
-    rank.steps(1)
-    rank.save(1)
-    original = blocks.write_all
-    if rank.rank == failing:
-
-        def full(descriptor: int, data: memoryview[int], offset: int) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        blocks.write_all = full
-    try:
-        rank.save(2)
-        error = "saved"
-    except CheckpointError as failure:
-        error = str(failure)
-    dist.barrier(group=distributed.control_group)
-    there = [path.name for path in committed(directory)]
-    blocks.write_all = original
-    rank.save(3)  # there is space again
-    return error, there
-
-
-def test_a_full_disk_on_one_rank_is_everybodys_error_and_the_older_checkpoint_stays(
-    gloo_ranks: GlooRanks, tmp_path: Path
-) -> None:
-    directory = tmp_path / "checkpoints"
-    for error, there in gloo_ranks(3, fail_on_one_rank, directory, 2):
-        assert "rank 2" in error
-        assert "No space left on device" in error
-        assert there == ["checkpoint_0000001"]
-    assert [path.name for path in committed(directory)] == ["checkpoint_0000001", "checkpoint_0000003"]
-
-
-def test_an_older_life_is_fenced_off_while_a_newer_one_runs(tmp_path: Path) -> None:
-    old = Rank(None, tmp_path, incarnation=1)
-    old.steps(1)
-    old.save(1)
-    new = Rank(None, tmp_path, incarnation=2)
-    with pytest.raises(CheckpointError, match=r"incarnation 1 .* may not commit"):
-        old.save(2)
-    new.restore()
-    new.steps(1)
-    new.save(2)
-    with pytest.raises(CheckpointError, match="has started"):
-        Rank(None, tmp_path, incarnation=1)
-    assert [path.name for path in committed(tmp_path)] == ["checkpoint_0000001", "checkpoint_0000002"]
-
-
 def test_a_life_that_is_overtaken_during_its_save_does_not_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,21 +203,6 @@ def children_end_while_saving(distributed: DistributedContext, directory: Path) 
 def test_forked_children_end_without_harm_to_themselves_or_to_the_save(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
     answers = gloo_ranks(2, children_end_while_saving, tmp_path / "checkpoints")
     assert answers == [[[0, 0, 0], 1, "checkpoint_0000002"]] * 2
-
-
-def save_and_restore_in_one_life(distributed: DistributedContext, directory: Path) -> tuple[int | None, bool]:
-    """By one Checkpointer after another, on two nodes with two ranks each."""
-    node = "ab"[distributed.environment.rank // 2]
-    first = Rank(distributed, directory, node=node)
-    first.steps(1)
-    first.save(1)
-    first.checkpointer.close()
-    second = Rank(distributed, directory, 2, seed=5, node=node)
-    return second.restore(), second.weights() == first.weights()
-
-
-def test_a_process_may_make_one_checkpointer_after_another(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
-    assert gloo_ranks(4, save_and_restore_in_one_life, tmp_path) == [(1, True)] * 4
 
 
 def test_a_step_back_on_purpose_is_not_removed_behind_ones_back(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import slurmtrain
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.store import commit
-from tests.faults.kills import NEWEST, OLDER, RANKS, check, facts
+from tests.faults.kills import NEWEST, OLDER, RANKS, check
 from tests.faults.processes import CLONE_NEWNS, LIBC, Lane
 from tests.faults.rows import Outcome, Trial, row
 from tests.faults.saves import LATER, attempt, look, mounted
@@ -144,25 +144,8 @@ def change_clock(jump_s: float) -> None:
     time.time = lambda: now() + jump_s
 
 
-def save_under_a_jumping_clock(rank: int, group: dist.ProcessGroup, directory: Path, jump_s: float) -> None:
-    """OLDER; the clock jumps; NEWEST, in which it jumps once more."""
-    training = Training(rank=rank)
-    writer = checkpointer(directory, group, order=None)
-    for step in (OLDER, NEWEST):
-        training.steps(step - training.done)
-        saving = writer.save(step, per_rank=training.per_rank, **training.objects)
-        change_clock(-jump_s)
-        saving.result()
-    writer.close()
-
-
-def go_on_earlier(rank: int, group: dist.ProcessGroup, directory: Path, jump_s: float) -> Report:
-    change_clock(-3 * jump_s)
-    return restore(directory, rank, group, order=None)
-
-
 def save_by_interface(directory: Path, jump_s: float, steps: tuple[int, ...]) -> list[str | None]:
-    """As `job`, with the names of the package; the clock orders the lives of such a script."""
+    """As `job`, with the names of the package, in a life whose clock is so much ahead."""
     change_clock(jump_s)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ[name] = "1" if name.endswith("SIZE") else "0"
@@ -182,17 +165,6 @@ def save_by_interface(directory: Path, jump_s: float, steps: tuple[int, ...]) ->
 def date_files(directory: Path, ahead_s: float) -> None:
     for path in sorted(directory.rglob("*")):
         os.utime(path, (time.time() + ahead_s,) * 2)
-
-
-@row("a clock that jumps back", Outcome.NEWEST, full=20, short=2)
-def clock(lane: Lane) -> Trial:
-    directory = lane.directory / "checkpoints"
-    jump_s = lane.random.choice([1.0, 3600.0, 86400.0 * 400])
-    for child in lane.ranks(RANKS, save_under_a_jumping_clock, directory, jump_s):
-        child.result()
-    date_files(directory, jump_s)
-    found = [child.result() for child in lane.ranks(RANKS, go_on_earlier, directory, jump_s)]
-    return classify(found, facts(lane), newest=NEWEST, older=None, detail=f"by {jump_s} s")
 
 
 @row("a clock that jumps back between two lives", Outcome.NEWEST, full=20, short=2)

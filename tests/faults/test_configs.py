@@ -102,7 +102,3 @@ def test_the_command_lines_that_are_spoilt_are_fine_without_what_spoils_them(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert command_line(base) == 0, capsys.readouterr().err
-
-
-def test_each_hostile_value_is_another_one() -> None:
-    assert len(set(VALUES)) == len(VALUES) > 80

@@ -12,7 +12,6 @@ import pytest
 from tests.faults.hostile_runs import mutate_and_read
 from tests.faults.matrix import Matrix
 from tests.faults.rows import BAD, ROWS, Outcome, Tally, load, table
-from tests.faults.training import Facts, Report, classify
 
 load()
 
@@ -65,26 +64,3 @@ def test_shapes_of_a_run_directory_that_were_once_a_traceback_are_not(tmp_path: 
     ) as process:  # which it limits, and whose view of SLURM it replaces
         found = process.submit(mutate_and_read, tmp_path, FOUND).result()
     assert [wrong for _, wrong in found if wrong] == []
-
-
-FACTS = {(step, rank): Facts(step, f"{step}", f"{step} {rank}", (0.5 * step,)) for step in (3, 5) for rank in (0, 1)}
-
-
-@pytest.mark.parametrize(
-    ("reports", "outcome"),
-    [
-        ([Report(FACTS[5, 0]), Report(FACTS[5, 1])], Outcome.NEWEST),
-        ([Report(FACTS[3, 0]), Report(FACTS[3, 1])], Outcome.OLDER),
-        ([Report(FACTS[3, 0]), Report(FACTS[5, 1])], Outcome.WRONG),
-        ([Report(FACTS[5, 0]), Report(FACTS[5, 0])], Outcome.WRONG),
-        ([Report(Facts(5, "5", "5 0", (2.0,)))], Outcome.WRONG),
-        ([Report(Facts(5, "3", "5 0", (2.5,)))], Outcome.WRONG),
-        ([Report(Facts(4, "4", "4 0", (2.0,)))], Outcome.WRONG),
-        ([Report(FACTS[5, 0]), Report()], Outcome.WRONG),
-        ([Report(), Report()], Outcome.LOST),
-        ([Report(error="damaged"), Report(error="damaged")], Outcome.ERROR),
-        ([Report(error="damaged"), Report(FACTS[3, 1])], Outcome.UNEXPLAINED),
-    ],
-)
-def test_what_ranks_report_is_classified(reports: list[Report], outcome: Outcome) -> None:
-    assert classify(reports, FACTS, newest=5, older=3).outcome == outcome

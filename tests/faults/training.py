@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,10 +137,9 @@ def restore(
         for parameter in training.model.parameters():
             parameter.fill_(0.123)
     try:
-        reader = checkpointer(directory, group, order, **options)
-        restored = reader.restore(path=path, per_rank=training.per_rank, **training.objects)
-        said = tuple(reader.said)  # type: ignore[attr-defined]
-        reader.close()
+        with closing(checkpointer(directory, group, order, **options)) as reader:  # else no other may be made here
+            restored = reader.restore(path=path, per_rank=training.per_rank, **training.objects)
+            said = tuple(reader.said)  # type: ignore[attr-defined]
     except CheckpointError as error:
         return Report(error=str(error), said=said)
     if restored is None:

@@ -75,51 +75,6 @@ def test_a_site_that_can_do_it_all_passes_in_every_way(patient: Cluster, tmp_pat
     print(f"the drill took {found['took_s']:.0f} s")
 
 
-def test_without_a_requeue_a_run_does_not_come_back_and_a_chain_does(sandbox: Cluster, tmp_path: Path) -> None:
-    code, ways, found = drill(sandbox, tmp_path, "requeue=off", "--ways", "early_signal,requeue")
-    assert code == 1, found
-    assert ways["early_signal"]["result"] == "failed"
-    assert (
-        "requeue.mode=off" in ways["early_signal"]["sentence"] and "requeue=chain" in ways["early_signal"]["hints"][0]
-    )
-    assert ways["requeue"]["result"] == "not tried" and "requeue.mode=off" in ways["requeue"]["sentence"]
-    assert Path(found["kept"]).is_dir()
-    code, ways, found = drill(sandbox, tmp_path, "requeue=chain", "--ways", "early_signal")
-    assert (code, ways["early_signal"]["result"]) == (0, "passed"), found
-    assert ways["early_signal"]["back_by"].startswith("in the next job")
-    assert jobs_of_drills(sandbox) == []
-
-
-@pytest.fixture
-def no_requeue_by_default(sandbox: Cluster) -> Iterator[Cluster]:
-    """A cluster with JobRequeue=0: a job is requeued only if it was submitted with --requeue."""
-    with reconfigured(sandbox, PATIENCE | {"JobRequeue=1": "JobRequeue=0"}) as cluster:
-        assert "JobRequeue              = 0" in cluster.run(["scontrol", "show", "config"]).stdout
-        yield cluster
-
-
-def test_where_jobs_are_not_requeued_by_default_ours_are(no_requeue_by_default: Cluster, tmp_path: Path) -> None:
-    code, ways, found = drill(no_requeue_by_default, tmp_path, "--ways", "requeue,preemption")
-    assert (code, [each["result"] for each in ways.values()]) == (0, ["passed", "passed"]), found
-
-
-@pytest.fixture
-def short_grace(sandbox: Cluster) -> Iterator[Cluster]:
-    """A cluster that gives a preempted job GraceTime and KillWait: 3 s and 10 s."""
-    sandbox.run(["scontrol", "update", "PartitionName=low", "GraceTime=3"])
-    yield sandbox
-    sandbox.run(["scontrol", "update", "PartitionName=low", "GraceTime=30"])
-
-
-def test_a_grace_that_is_too_short_for_a_save_is_told_with_its_seconds(short_grace: Cluster, tmp_path: Path) -> None:
-    code, ways, found = drill(short_grace, tmp_path, "--ways", "preemption", "--leaving", "40")
-    way = ways["preemption"]
-    assert (code, way["result"], way["time_s"]) == (1, "failed", 13), found
-    assert "killed before it had saved, and partition low gives 13 s" in way["sentence"]
-    assert "GraceTime" in way["hints"][0] and "save more often" in way["hints"][0]
-    assert way["resumed_at"] == way["saved_step"] == 4  # of the last save before
-
-
 def test_ctrl_c_takes_all_jobs_back(sandbox: Cluster, tmp_path: Path) -> None:
     line = [*words_of(sandbox), "drill", "--ways", "early_signal,requeue"]
     process = subprocess.Popen(line, cwd=tmp_path, env=sandbox.env(), stderr=subprocess.PIPE, text=True)

@@ -69,7 +69,3 @@ def verdicts_of(evaluations: list[RunDir]) -> list[str | None]:
 def evaluations(run: Run) -> list[dict[str, Any]]:
     shown: dict[str, Any] = json.loads(run.cli("status", run.run_dir.id, "--json"))
     return list(shown["evaluations"])
-
-
-def without(record: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name not in names}

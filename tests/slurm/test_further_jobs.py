@@ -12,8 +12,8 @@ import pytest
 
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.facts import PreemptionTimes, preemption_times
-from slurmtrain.slurm.read_facts import read_preemption
+from slurmtrain.slurm.facts import Preemption, preemption_of
+from slurmtrain.slurm.read_facts import read_facts
 from tests.slurm.project import Project, Run, assert_counted_once, counting, events, make_project
 from tests.support.slurm_cluster import Cluster
 
@@ -200,6 +200,6 @@ def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_
 
 def test_how_long_a_preempted_job_lives_is_read_from_slurm_itself(sandbox: Cluster) -> None:
     client = SlurmClient(str(sandbox.sandbox.slurm_conf))
-    facts = read_preemption(client.glance)
-    assert preemption_times(facts, None) == PreemptionTimes(10.0, 30.0, "partition low")
-    assert preemption_times(facts, "high") == PreemptionTimes(10.0)
+    facts = read_facts(client.glance, whole=False)
+    assert preemption_of(facts, None) == Preemption("REQUEUE", "partition low", 30.0, 10.0)
+    assert preemption_of(facts, "high") == Preemption("OFF", "partition high", None, 10.0)

@@ -22,7 +22,6 @@ import pytest
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
 from tests.slurm.project import SMALL, Project, Run, assert_counted_once, counting, make_project
-from tests.support.local_runs import assert_same_bits
 from tests.support.slurm_cluster import Cluster, Job
 
 # Fails for some seeds, until a file says that somebody has mended it; else it counts.
@@ -275,22 +274,6 @@ def test_packed_runs_share_a_job_and_each_ends_resumes_and_obeys_for_itself(swee
     assert sweeper.state(sweep)["states"] == {"finished": 6}
     for run in runs:
         assert_counted_once(run, 40)
-
-
-@pytest.mark.slow
-def test_packed_trainings_that_were_preempted_have_the_bits_of_one_that_was_never_packed(sweeper: Sweeper) -> None:
-    words = [*SMALL, "+model.pause_s=0.2", "train.steps=40", "cluster.nodes=1", "cluster.tasks_per_node=2"]
-    sweep = sweeper.submit(*words, "train.seed=1,2", "sweep.pack=2")
-    first, second = runs = [Run(run_dir, sweeper.cluster, sweeper.path) for run_dir in sweep.run_dirs().values()]
-    for run in runs:
-        run.wait_for_step(2)
-    first.preempt_by_high()
-    alone = Project(sweeper.path, sweeper.cluster).submit(*words, "train.seed=1", small=False)
-    for run in (*runs, alone):
-        run.finish()
-    assert [[attempt.reason for attempt in run.attempts()] for run in runs] == [["preempted", "finished"]] * 2
-    assert_same_bits(first, alone)
-    assert first.losses() != second.losses()
 
 
 def test_two_shells_at_the_same_moment_make_one_sweep(sweeper: Sweeper) -> None:

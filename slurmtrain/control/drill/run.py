@@ -52,7 +52,7 @@ from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.reasons import Verdict as Next
 from slurmtrain.runs.run_dir import DRILLS, RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.facts import ClusterFacts, PreemptionTimes, preemption_times
+from slurmtrain.slurm.facts import ClusterFacts, preemption_of
 from slurmtrain.slurm.job_states import GONE
 from slurmtrain.system.files import write_text
 
@@ -433,9 +433,7 @@ def time_given(way: Way, config: Config, facts: ClusterFacts) -> tuple[float | N
         return None, ""
     if way is Way.EARLY_SIGNAL:
         return float(cluster.signal_lead_s), "cluster.signal_lead_s"
-    times = preemption_times(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
+    its = preemption_of(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
     if way is Way.PREEMPTION:
-        return times.to_leave_s if times is not None else None, (
-            times.grace_of if times is not None else ""
-        ) or "KillWait"
-    return (times or PreemptionTimes()).kill_wait_s, "KillWait"
+        return its.to_leave_s, its.of if its.grace_s is not None else "KillWait"
+    return its.kill_wait_s, "KillWait"

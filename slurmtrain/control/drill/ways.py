@@ -191,7 +191,7 @@ def preemptors(
         return "SLURM preempts nothing here (PreemptType=preempt/none)"
     if own is None:
         return f"SLURM does not show partition {partition}" if partition else "there is no default partition"
-    found = preemption_of(facts, own, account=account, qos=qos)
+    found = preemption_of(facts, own.name, account=account, qos=qos)
     if not found.ends_jobs:
         return f"preempted jobs of {found.of} do not end (PreemptMode={found.mode})"
     if by == "preempt/partition_prio":

@@ -88,7 +88,7 @@ class ProgramStopper:
                 return
 
     def _end(self, took_s: float) -> None:
-        left = process.living_below()
+        left = process.living_descendants(os.getpid())
         if not left or self._closed.is_set():
             return
         rule = (
@@ -101,12 +101,12 @@ class ProgramStopper:
             )
         while left and not self._closed.wait(KILL_EVERY_S):
             process.send(signal.SIGKILL, left)
-            left = process.living_below()
+            left = process.living_descendants(os.getpid())
 
 
 def _processes() -> list[ProgramProcess]:
     found = []
-    for pid in process.living_below():
+    for pid in process.living_descendants(os.getpid()):
         if process.status_of(pid, "Name") not in HELPERS:
             with contextlib.suppress(ProcessLookupError):
                 found.append(ProgramProcess(pid, os.getpgid(pid), process.caught_signals(pid)))

@@ -23,7 +23,7 @@ from slurmtrain.runtime.addresses import Pauses, look
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.preflight.compare import Gathered, compare, matters
-from slurmtrain.runtime.preflight.facts import RankFacts, Readers, begin_node_facts, gpus_of, rank_facts
+from slurmtrain.runtime.preflight.facts import RankFacts, Readers, gpus_of, node_facts, rank_facts
 from slurmtrain.runtime.preflight.findings import Finding, error_of, without
 from slurmtrain.system.files import write_json
 
@@ -74,8 +74,7 @@ def _gather(
     """Return the facts of all ranks, on rank 0; none on the others."""
     environment = distributed.environment
     leads = environment.local_rank == 0
-    node_facts = begin_node_facts(config, context.run_dir, readers) if leads else None
-    own = rank_facts(config, environment)
+    own, of_node = rank_facts(config, environment), node_facts(config, context.run_dir, readers) if leads else None
     probe = (readers.folder or context.attempt_dir.path) / "preflight-began.json"
     begin = None
     if environment.rank == 0:
@@ -86,10 +85,10 @@ def _gather(
             token = ""
         begin = json.dumps([token, readers.clock()])
     token, clock_of_rank_0 = json.loads(distributed.broadcast_text(begin))
-    if node_facts is not None:
+    if of_node is not None:
         ahead_at_most = readers.clock() - clock_of_rank_0
         after_s = _seconds_until_seen(probe, token, readers.folder_limit_s) if token else 0.0
-        node = replace(node_facts(), folder_after_s=after_s, folder_limit_s=readers.folder_limit_s)
+        node = replace(of_node, folder_after_s=after_s, folder_limit_s=readers.folder_limit_s)
         own = replace(own, of_node=replace(node, clock=(readers.clock(), ahead_at_most)))
     # When the last facts are here, rank 0's clock shows more than any node's did as it sent its own.
     texts = distributed.gather_texts(msgspec.json.encode(own).decode())

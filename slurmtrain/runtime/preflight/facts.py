@@ -17,8 +17,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from slurmtrain.choices import Device, FindingKind
 from slurmtrain.config.schema import Config
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.environment import Environment, has_gpu_files
-from slurmtrain.system.gpu import GpuFacts, NoAnswerError, read_gpus
+from slurmtrain.system.gpu import GpuFacts, ask_gpus, read_gpus
 from slurmtrain.system.paths import URL
 from slurmtrain.system.patience import begin
 from slurmtrain.system.process_facts import ProcessFacts, gather_facts
@@ -50,8 +49,8 @@ class NodeFacts:
     """The facts of a node, reported by its first rank.
 
     Attributes:
-        same: what all nodes should share, by kind of finding and name: the versions of packages, Python, CUDA and the driver;
-            config.yaml; what is at the paths of the config, in words.
+        same: what all nodes should share, by kind of finding and name: the versions of packages, Python, CUDA and the driver,
+            and the models of GPUs; config.yaml; what is at the paths of the config, in words.
         disks: by folder in which the job writes, why it cannot; empty if it can.
         gpus: those of this job; None where NVML cannot be asked, or none was requested.
         driver_error: why the driver does not answer.
@@ -150,19 +149,19 @@ class Readers:
     folder_limit_s: float = 30.0
 
 
-def begin_node_facts(config: Config, run_dir: RunDir, readers: Readers) -> Callable[[], NodeFacts]:
-    """Begin to read the facts of this node, and return the function that waits for them."""
+def node_facts(config: Config, run_dir: RunDir, readers: Readers) -> NodeFacts:
+    """Read the facts of this node, for `LIMIT_S` seconds at most."""
     until = time.monotonic() + LIMIT_S
     least = {
         run_dir.path: config.preflight.min_free_gb,
         Path(tempfile.gettempdir()): LEAST_TMP_GB,
         **({Path(config.checkpoint.local): LEAST_TMP_GB} if config.checkpoint.local else {}),
     }
-    process, code = begin(readers.process), begin(lambda: _digest(run_dir.config_file))
+    wants_gpus = gpus_of(config) > 0 and (readers.gpus is not read_gpus or has_gpu_files())
+    asked = begin(partial(ask_gpus, LIMIT_S, readers.gpus if wants_gpus else lambda: None))
+    process, config_file = begin(readers.process), begin(lambda: _digest(run_dir.config_file))
     paths = {str(path): begin(partial(readers.path, path)) for path in paths_of(config)}
     disks = {str(path): begin(partial(readers.disk, path, least_gb)) for path, least_gb in least.items()}
-    wants_gpus = gpus_of(config) > 0 and (readers.gpus is not read_gpus or has_gpu_files())
-    gpus = begin(readers.gpus if wants_gpus else lambda: None)
 
     def read(future: Any, what: str) -> Any:
         """Return what a reader has found; None if it has failed, or is not done in time."""
@@ -172,29 +171,20 @@ def begin_node_facts(config: Config, run_dir: RunDir, readers: Readers) -> Calla
             log.debug("preflight: %s could not be read: %s: %s", what, type(error).__name__, error)
         return None
 
-    def end() -> NodeFacts:
-        found: dict[str, dict[str, str] | None] = {
-            FindingKind.VERSIONS: versions_of(known) if (known := read(process, "the packages")) else None,
-            FindingKind.CODE: {"config.yaml": f"has the digest {digest}"}
-            if (digest := read(code, "config.yaml"))
-            else None,
-            FindingKind.DATA: {name: said for name, each in paths.items() if (said := read(each, name)) is not None},
-        }
-        facts = NodeFacts(
-            same={kind: values for kind, values in found.items() if values},
-            disks={name: said for name, each in disks.items() if (said := read(each, name)) is not None},
-        )
-        try:
-            return replace(facts, gpus=gpus.result(max(0.0, until - time.monotonic())))
-        except NoAnswerError as error:
-            return replace(facts, driver_error=str(error))
-        except FutureTimeoutError:
-            return replace(facts, driver_error=f"nothing within {LIMIT_S:.0f} s")
-        except Exception as error:
-            log.debug("preflight: the GPUs could not be read: %s: %s", type(error).__name__, error)
-        return facts
-
-    return end
+    known, digest = read(process, "the packages"), read(config_file, "config.yaml")
+    gpus, driver_error = asked.result()
+    models = ", ".join(sorted({gpu.name for gpu in gpus or () if gpu.name}))
+    found: dict[str, dict[str, str]] = {
+        FindingKind.VERSIONS: (versions_of(known) if known is not None else {}) | ({"GPU": models} if models else {}),
+        FindingKind.CODE: {"config.yaml": f"has the digest {digest}"} if digest is not None else {},
+        FindingKind.DATA: {name: said for name, each in paths.items() if (said := read(each, name)) is not None},
+    }
+    return NodeFacts(
+        same={kind: values for kind, values in found.items() if values},
+        disks={name: said for name, each in disks.items() if (said := read(each, name)) is not None},
+        gpus=gpus,
+        driver_error=driver_error,
+    )
 
 
 def rank_facts(config: Config, environment: Environment) -> RankFacts:

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.boxes import SPLIT_BYTES, Box, TensorFacts, share
+from slurmtrain.checkpoint.format.boxes import Box, share
 from slurmtrain.checkpoint.format.headers import Contents, FileContents, HeaderReader
 from slurmtrain.checkpoint.restore.reader import spans_of
-from slurmtrain.checkpoint.save.plan import check_coverage
 from tests.support.checkpoint_files import part_of, write_files
 
 ITEMSIZE = 4
@@ -127,29 +126,6 @@ def test_a_box_outside_of_its_tensor_is_refused(folder: Path) -> None:
     manifest = write_files(folder, [[("t", Box((2, 0), (3, 2)), torch.zeros(3, 2))]], {"t": tensor})
     with pytest.raises(CheckpointError, match="a piece lies outside of its tensor"):
         HeaderReader(folder, manifest).read(sorted(manifest.files))
-
-
-def test_a_plan_that_leaves_out_elements_is_refused_by_the_name_of_the_tensor() -> None:
-    facts = {"a": TensorFacts((), "float32"), "b": TensorFacts((4, 3), "float32"), "c": TensorFacts((0,), "int8")}
-    check_coverage(facts, [1, 12, 0])
-    with pytest.raises(CheckpointError, match=r"9 of 12 elements of b would be written$"):
-        check_coverage(facts, [1, 9, 0])
-
-
-# ------------------------------------------------------------------------------------------------------------- sharing
-
-
-@given(tilings(), st.integers(1, 9), st.sampled_from([1, 4, SPLIT_BYTES]))
-def test_holders_share_every_box_exactly(tiling: Tiling, holders: int, itemsize: int) -> None:
-    """Itemsize 1 MiB stands for large tensors: each box is above the limit then."""
-    shape, boxes = tiling
-    times = torch.zeros(shape)
-    for box in boxes:
-        parts = [share(box, itemsize, "name", index, holders) for index in range(holders)]
-        for part in parts:
-            if part is not None and part.numel:
-                times[part.within(Box.whole(shape))] += 1
-    assert (times == 1).all()
 
 
 def test_small_tensors_are_spread_over_all_holders() -> None:

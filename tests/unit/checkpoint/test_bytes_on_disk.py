@@ -226,10 +226,3 @@ def test_each_block_is_read_once_by_one_that_needs_much_of_it(needs: list[Need])
                 assert 2 * need[file][number] > most
                 read.append((file, number))
     assert sorted(read) == sorted(wanted)
-
-
-@given(st.integers(1, 8), st.integers(1, 40))
-def test_replicas_share_evenly(ranks: int, count: int) -> None:
-    need = {"a": dict.fromkeys(range(count), BLOCK_BYTES)}
-    shares = [len(share_out([need] * ranks, rank).get("a", [])) for rank in range(ranks)]
-    assert max(shares) - min(shares) <= 1 and sum(shares) == count

@@ -11,12 +11,10 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import committed, set_aside, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.store import commit
-from slurmtrain.checkpoint.store.commit import Incarnation, check_fence, claim
+from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from tests.support.checkpoint_files import manifest_of, record_of
 
 FIRST, SECOND = Incarnation(1, "job 7, restart 0"), Incarnation(2, "job 7, restart 1")
@@ -90,18 +88,12 @@ def test_after_a_save_a_power_cut_loses_no_byte_and_no_name_of_the_checkpoint_an
         synced[os.fstat(descriptor).st_ino] = state(descriptor)
 
     monkeypatch.setattr(os, "fsync", record)
-    Checkpointer(tmp_path).save(1, model=nn.Linear(3, 3)).result()
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, model=nn.Linear(3, 3)).result()
+    checkpointer.close()  # until then files come and go, by which it looks for what others have written
     paths = [tmp_path, *tmp_path.rglob("*")]
     assert {path.name for path in paths} >= {"00000001", "COMPLETE", "manifest.json", "rank00000.safetensors"}
     assert [path for path in paths if synced.get(path.stat().st_ino) != state(path)] == []
-
-
-def test_lives_without_a_number_follow_one_another_and_fence_off_those_before(directory: Path) -> None:
-    third = claim(directory, None, label="pid 3")
-    fourth = claim(directory, None, label="pid 4")
-    assert (third.order, fourth.order) == (2, 3)
-    with pytest.raises(CheckpointError, match=r"incarnation 2 \(pid 3\) may not commit"):
-        check_fence(directory, third)
 
 
 def test_two_jobs_with_the_same_number_do_not_share_a_directory(directory: Path) -> None:
@@ -122,41 +114,6 @@ def test_a_manifest_of_another_step_under_this_name_is_no_checkpoint(directory: 
     save(directory, 1).rename(directory / "checkpoint_0000009")
     with pytest.raises(CheckpointError, match=r"manifest\.json is of step 1, so it belongs to another checkpoint"):
         read_manifest(directory / "checkpoint_0000009")
-
-
-def test_every_kind_of_damage_is_named(directory: Path) -> None:
-    path = save(directory, 1)
-    manifest = read_manifest(path)
-
-    def damage(*, verify: bool = True) -> list[str]:
-        return blocks.find_damage(path, {SHARD: manifest.files[SHARD]}, contents=verify, late_s=0.0)
-
-    (path / SHARD).write_text("weightz")
-    assert damage() == [f"{SHARD} is not what was written: its digest differs"]
-    assert damage(verify=False) == []
-    (path / SHARD).write_text("weight")
-    assert damage(verify=False) == [f"{SHARD} has 6 bytes instead of 7"]
-    (path / SHARD).unlink()
-    assert damage(verify=False) == [f"{SHARD} cannot be read: No such file or directory"]
-
-
-def test_a_manifest_that_was_changed_is_refused(directory: Path) -> None:
-    path = save(directory, 1)
-    text = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(text.replace('"step": 1', '"step": 9'))
-    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
-        read_manifest(path)
-    (path / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
-        read_manifest(path)
-
-
-@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "sub/shard", ".."])
-def test_a_manifest_that_names_a_path_outside_is_refused(directory: Path, name: str) -> None:
-    temporary = commit.begin(directory, 1, FIRST)
-    path = commit.commit(temporary, manifest_of(1, {name: FileRecord(1, "00")}, FIRST), FIRST)
-    with pytest.raises(CheckpointError, match="other files than one for each of its 1 ranks"):
-        read_manifest(path)
 
 
 def test_a_checkpoint_that_is_set_aside_is_out_of_sight_but_kept(directory: Path) -> None:

@@ -63,16 +63,6 @@ def test_the_time_between_failures_goes_from_the_published_to_the_observed_one(
     assert found == pytest.approx(mean_s, rel=within)
 
 
-@given(nodes=st.integers(1, 4096), failures=st.integers(0, 1000), observed_s=st.floats(0, 1e8), more=st.floats(1, 1e6))
-def test_a_quiet_time_raises_and_a_failure_lowers_the_mean(
-    nodes: int, failures: int, observed_s: float, more: float
-) -> None:
-    now = mean_time_between_failures(nodes, observed_failures=failures, observed_s=observed_s)
-    assert mean_time_between_failures(nodes, observed_failures=failures, observed_s=observed_s + more) > now
-    assert mean_time_between_failures(nodes, observed_failures=failures + 1, observed_s=observed_s) < now
-    assert mean_time_between_failures(nodes + 1, observed_failures=failures, observed_s=observed_s) < now
-
-
 # ----------------------------------------------------------------------------------------------------- when one is due
 
 

@@ -94,15 +94,12 @@ def directory(tmp_path: Path) -> Path:
 FIRST, SECOND = Incarnation(1, "first"), Incarnation(2, "second")
 
 
-def checkpoint(
-    directory: Path, step: int, incarnation: Incarnation = FIRST, *, names: tuple[str, ...] = (), loss: float = 0.0
-) -> Path:
+def checkpoint(directory: Path, step: int, incarnation: Incarnation = FIRST, *, loss: float = 0.0) -> Path:
     claim(directory, incarnation)
     temporary = commit.begin(directory, step, incarnation)
     with blocks.threads() as pool:
         records = {name: blocks.write(temporary / name, memoryview(data), pool) for name, data in FILES.items()}
-    files = records | dict.fromkeys(names, records["rank00004.safetensors"])
-    manifest = manifest_of(step, files, incarnation, world_size=WORLD, metrics={"valid_loss": loss})
+    manifest = manifest_of(step, records, incarnation, world_size=WORLD, metrics={"valid_loss": loss})
     return commit.commit(temporary, manifest, incarnation)
 
 
@@ -241,16 +238,6 @@ def test_a_copy_under_anothers_name_is_refused(store: Mirror, directory: Path) -
         put_manifest(store, other, texts)
         with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
             store.manifest(other)
-
-
-@pytest.mark.parametrize("file", ["COMPLETE", "../x"])
-def test_a_manifest_that_names_what_would_commit_or_lies_elsewhere_is_refused(
-    store: Mirror, directory: Path, file: str
-) -> None:
-    path = checkpoint(directory, 1, names=(file,))
-    put_manifest(store, copy_name(path, 1), read_manifest_bytes(path))
-    with pytest.raises(CheckpointError, match=f"has other files than one for each of its 5 ranks: '{file}'"):
-        store.manifest(copy_name(path, 1))
 
 
 def test_copies_of_another_format_are_named_and_stay_as_they_are(store: Mirror, directory: Path) -> None:

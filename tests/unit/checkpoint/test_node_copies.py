@@ -12,25 +12,12 @@ import pytest
 
 from slurmtrain.checkpoint import node_folder
 from slurmtrain.checkpoint.errors import NodeFolderError
-from slurmtrain.checkpoint.node_folder import DEAD_S, NodeFolder, remove_run, run_folder
+from slurmtrain.checkpoint.node_folder import DEAD_S, NodeFolder, run_folder
 from slurmtrain.system.files import write_json
 
 
 def folder_of(root: Path, run_id: str = "run") -> NodeFolder:
     return NodeFolder(root, run_folder(root, root / "checkpoints", run_id), "node1", order=1)
-
-
-def test_the_folder_is_for_nobody_else_and_nothing_of_it_stays(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
-    folder.open()
-    for path in (folder.path, folder.path.parent, folder.path.parent.parent):
-        assert path.stat().st_mode & 0o777 == 0o700
-    assert folder.path.parent.parent.name == f"slurmtrain-{os.geteuid()}"
-    folder.remove()
-    assert list(tmp_path.iterdir()) == []
-    folder.open()
-    remove_run(tmp_path, tmp_path / "checkpoints", "run")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("trap", ["everybody may enter", "a link"])

@@ -120,12 +120,6 @@ def test_whatever_is_asked_for_the_newest_and_what_is_read_are_never_removed(
         assert max(step for value, step in finite if value == best) not in gone
 
 
-@given(checkpoints=checkpoints_lists, keep=keeps)
-def test_removing_the_surplus_leaves_no_surplus(checkpoints: list[Kept], keep: Keep) -> None:
-    gone = surplus(checkpoints, keep)
-    assert surplus([one for one in checkpoints if one.step not in gone], keep) == []
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

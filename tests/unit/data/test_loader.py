@@ -133,19 +133,6 @@ def test_micro_batch_m_of_rank_r_is_where_the_documentation_says() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_resumed_loader_continues_exactly_after_the_steps_handed_out(workers: int) -> None:
-    whole = run_steps(30, 10)
-    data = Counted(30)
-    with loader(data, num_workers=workers) as first:
-        before = [ids(next(first).micro_batches) for _ in range(4)]
-        state = first.state_dict()
-        data.wait_for(32 if workers == 0 else 40)  # what is read ahead must not count
-        assert first.state_dict() == state == {"samples_consumed": 32}
-    after = run_steps(30, 6, num_workers=workers, samples_consumed=state["samples_consumed"])
-    assert before + after == whole
-
-
-@pytest.mark.parametrize("workers", [0, 2])
 def test_loading_a_state_drops_what_was_read_ahead(workers: int) -> None:
     whole = run_steps(30, 10)
     with loader(Numbers(30), num_workers=workers) as batches:

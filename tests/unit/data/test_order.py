@@ -27,16 +27,6 @@ def test_huge_domains_stay_one_to_one_and_in_range(n: int, key: int, data: st.Da
     assert permuted.min() >= 0 and permuted.max() < n
 
 
-@settings(max_examples=40, deadline=None)
-@given(n=st.integers(1, 10**12), seed=KEYS, start=st.integers(0, 10**13), counts=st.lists(st.integers(0, 40)))
-def test_an_order_read_in_pieces_is_the_order_read_at_once(n: int, seed: int, start: int, counts: list[int]) -> None:
-    pieces, at = [np.empty(0, dtype=np.int64)], start
-    for count in counts:
-        pieces.append(sample_ids(at, count, n=n, seed=seed))
-        at += count
-    assert np.array_equal(np.concatenate(pieces), sample_ids(start, at - start, n=n, seed=seed))
-
-
 def test_each_epoch_holds_every_sample_once_in_an_order_of_its_own() -> None:
     epochs = sample_ids(0, 3 * 1000, n=1000, seed=5).reshape(3, 1000)
     assert all(sorted(epoch) == list(range(1000)) for epoch in epochs)

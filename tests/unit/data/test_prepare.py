@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
@@ -46,6 +45,7 @@ from slurmtrain.system import signals
 from slurmtrain.system.process import lives
 from tests.support.children import children
 from tests.support.commands import Cli
+from tests.support.gloo import wait_until
 from tests.support.raw_text import (
     content,
     documents_of,
@@ -254,13 +254,6 @@ def pool_of(pid: int) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def units_done(output: Path) -> int:
     folder = output / ".prepare/units"
     return sum(path.suffix == ".json" for path in folder.iterdir()) if folder.is_dir() else 0
@@ -274,11 +267,11 @@ def test_killed_at_random_moments_and_resumed_it_is_the_undisturbed_one(
     while kills < 3:
         target = units_done(output) + moments.randint(1, total // 6)
         with started(raw, output, settings, hangs_after=target + 3) as process:
-            wait_until(lambda target=target: units_done(output) >= target)  # type: ignore[misc]
-            wait_until(lambda process=process: len(pool_of(process.pid)) == 2)  # type: ignore[misc]
+            wait_until(lambda target=target: units_done(output) >= target, "so many units done")  # type: ignore[misc]
+            wait_until(lambda process=process: len(pool_of(process.pid)) == 2, "two processes")  # type: ignore[misc]
             pool = pool_of(process.pid)
             process.kill()
-            wait_until(lambda pool=pool: not any(map(lives, pool)))  # type: ignore[misc]
+            wait_until(lambda pool=pool: not any(map(lives, pool)), "the end of the pool")  # type: ignore[misc]
         assert not (output / "manifest.json").exists()
         kills += 1
     done = {path: path.stat().st_mtime_ns for path in (output / ".prepare/units").glob("*.json")}
@@ -295,7 +288,7 @@ def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
     raw: Path, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     with started(raw, tmp_path / "out", settings, hangs_after=3) as process:
-        wait_until(lambda: units_done(tmp_path / "out") > 0)
+        wait_until(lambda: units_done(tmp_path / "out") > 0, "a unit done")
         pool = pool_of(process.pid)
         for pid in (*pool, process.pid):  # as a terminal does
             os.kill(pid, signal.SIGINT)
@@ -324,7 +317,7 @@ def test_what_somebody_else_is_writing_stays_until_he_is_gone(tmp_path: Path) ->
 
 def test_a_process_that_is_killed_is_told(raw: Path, settings: dict[str, Any], tmp_path: Path) -> None:
     with started(raw, tmp_path / "out", settings, hangs_after=3) as process:
-        wait_until(lambda: units_done(tmp_path / "out") > 0)
+        wait_until(lambda: units_done(tmp_path / "out") > 0, "a unit done")
         os.kill(pool_of(process.pid)[0], signal.SIGKILL)
         said, _ = process.communicate(timeout=180)
     assert process.returncode == 1

@@ -32,7 +32,6 @@ from slurmtrain.errors import ConfigError, DataError
 from tests.support.descriptors import open_below
 from tests.support.prepared import write_prepared
 
-CONF = Path(__file__).parents[3] / "conf"
 # Token 10 d + k is the k-th of document d: each says where it stands.
 DOCUMENTS = [[10 * d + k for k in range(length)] for d, length in enumerate([5, 1, 9, 3, 2, 8, 4, 6, 7, 2, 10, 3])]
 SHARDS = [DOCUMENTS[:4], [], DOCUMENTS[4:5], DOCUMENTS[5:]]
@@ -92,22 +91,6 @@ def test_masked_samples_have_every_pair_of_every_document_once_and_say_which_is_
         assert end == len(targets) or end == 0 or documents[end] == documents[end - 1] + 1
 
 
-@pytest.mark.parametrize(
-    ("packing", "mask"), [("concat", None), ("concat", True), ("best_fit", None), ("documents", None)]
-)
-def test_samples_are_the_same_however_many_bytes_a_token_has(
-    packing: str, mask: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = []
-    for vocab_size in (256, 257, 70_000):  # tokens of one, two and four bytes
-        folder = tmp_path / str(vocab_size)
-        write_prepared(folder, {"train": SHARDS}, vocab_size=vocab_size)
-        source = PreparedText(str(folder), 7, packing=packing, document_mask=mask)
-        found.append({name: values.tolist() for name, values in everything(source.train).items()})
-    assert found[0] == found[1] == found[2]
-
-
 def test_masks_and_packings_as_configured(data: Path) -> None:
     assert "documents" in PreparedText(str(data), 8, packing="best_fit").train[0]
     assert "documents" not in PreparedText(str(data), 8, packing="best_fit", document_mask=False).train[0]
@@ -152,19 +135,6 @@ def test_no_pair_is_lost_or_doubled_in_any_shape(
         assert pairs(everything(plain)) == [(a, a + 1) for a in range(1, last)]
 
 
-def test_a_batch_is_its_samples_stacked(data: Path) -> None:
-    for packing in ("concat", "best_fit"):
-        train = PreparedText(str(data), 7, packing=packing, document_mask=True).train
-        order = np.array([3, 0, len(train) - 1, 3])
-        batch = train.get_batch(order)
-        for name, got in batch.items():
-            assert torch.equal(got, torch.stack([train[int(i)][name] for i in order]))
-        with pytest.raises(IndexError):
-            train.get_batch(np.array([len(train)]))
-        with pytest.raises(IndexError):
-            train[-1]
-
-
 @pytest.mark.parametrize(
     ("other", "mask"), [("best_fit", True), ("best_fit", False), ("concat", True), ("documents", None)]
 )
@@ -178,20 +148,6 @@ def test_batches_of_a_mixture_are_its_samples_stacked(data: Path, other: str, ma
             expected.setdefault("documents", torch.zeros_like(expected["inputs"], dtype=torch.int32))
         got = train.get_batch(np.array(of_batch))
         assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
-
-
-def test_a_border_is_found_among_many_documents(tmp_path: Path) -> None:
-    lengths = np.random.default_rng(0).integers(1, 6, 3000)
-    borders = np.cumsum(lengths)
-    cuts = [0, 1700, 1701, 3000]
-    write_prepared(tmp_path, {"train": [[[7] * n for n in lengths[a:b]] for a, b in itertools.pairwise(cuts)]})
-    train = PreparedText(str(tmp_path), 16, document_mask=True).train
-    for index in np.random.default_rng(1).integers(0, len(train) - 1, 100):
-        window = np.arange(index * 16, index * 16 + 17)
-        number = np.searchsorted(borders, window, side="right")
-        sample = train[int(index)]
-        assert sample["documents"].tolist() == (number - number[0])[:-1].tolist()
-        assert (sample["targets"] == -100).tolist() == (np.diff(number) > 0).tolist()
 
 
 def test_the_source_says_what_it_is(data: Path) -> None:

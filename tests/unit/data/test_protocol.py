@@ -99,33 +99,6 @@ def test_an_object_that_has_only_train_is_a_data_object_and_a_member_that_is_non
     assert named.evaluation_sets == {"valid": [2], "more": [3]} and named.fingerprint == "7"
 
 
-class Costly(Batched):
-    """A data set that can be trained on, but not say more."""
-
-    @property
-    def num_bytes(self) -> int:
-        raise RuntimeError("read")
-
-    @property
-    def document_mask(self) -> bool:
-        raise RuntimeError("read")
-
-    def __bool__(self) -> bool:
-        raise ValueError("ambiguous")
-
-
-def test_a_costly_member_is_read_only_where_it_is_used() -> None:
-    spec = inspect_dataset(Costly())
-    for name in ("num_bytes", "document_mask"):
-        with pytest.raises(RuntimeError, match="read"):
-            getattr(spec, name)
-
-
-def test_the_fingerprint_of_a_data_set_without_a_truth_value_is_its_length() -> None:
-    assert inspect_source(Source(train=Costly())).fingerprint == "3 samples"
-    assert inspect_source(Source()).fingerprint == "0 samples"
-
-
 def test_a_mixture_in_a_mixture_does_not_have_to_know_its_vocabulary() -> None:
     inner = Mixture({"a": Source(train=ByteWindows(TEXT, 4))})
     assert Mixture({"inner": inner, "b": Source(train=ByteWindows(TEXT, 4), vocab_size=256)}).vocab_size == 256

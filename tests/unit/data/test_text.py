@@ -43,17 +43,6 @@ def test_no_target_is_lost_at_any_length(size: int) -> None:
     assert kept == windows.num_targets == max(size - 1, 0)
 
 
-def test_a_batch_is_its_samples_stacked() -> None:
-    windows = ByteWindows(np.random.default_rng(0).integers(0, 256, 1003).astype(np.uint8), seq_len=16)
-    indices = np.array([5, len(windows) - 1, 0, 5])
-    batch = windows.get_batch(indices)
-    assert batch["inputs"].dtype == batch["targets"].dtype == torch.int64
-    for name in ("inputs", "targets"):
-        assert torch.equal(batch[name], torch.stack([windows[int(i)][name] for i in indices]))
-    with pytest.raises(IndexError):
-        windows.get_batch(np.array([len(windows)]))
-
-
 def test_whole_files_are_held_out_and_nothing_is_lost(tmp_path: Path) -> None:
     contents = {f"part{i:02d}/{i}.txt": chr(ord("A") + i) * (20 + i) for i in range(26)}
     write_files(tmp_path, contents)

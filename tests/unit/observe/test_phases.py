@@ -48,38 +48,6 @@ def read(phases: PhaseClock) -> PhaseTimes:
     return found
 
 
-def test_each_part_of_a_step_is_told_and_all_add_up_to_it(clock: Clock) -> None:
-    phases = PhaseClock(HostTimer(clock))
-    phases.start()
-    for _ in range(4):
-        step(phases, clock)
-    times = read(phases)
-    assert times.steps == 4
-    assert {phase.value: times.per_step(phase) for phase in Phase} == {
-        "data": 1.0,
-        "forward_backward": 3.5,
-        "communication": 0.5,
-        "optimizer": 2.0,
-        "checkpoint": 0.0,
-        "evaluation": 0.0,
-        "other": 0.25,
-    }
-    assert sum(times.seconds.values()) == clock.now - 100.0
-    assert times.communication_share == 0.5 / 7.25
-
-
-def test_a_window_has_its_own_steps_and_nothing_of_the_one_before(clock: Clock) -> None:
-    phases = PhaseClock(HostTimer(clock))
-    phases.start()
-    step(phases, clock, data=8.0)
-    assert read(phases).per_step(Phase.DATA) == 8.0
-    step(phases, clock, data=2.0, save=10.0)
-    step(phases, clock, data=4.0)
-    times = read(phases)
-    assert (times.steps, times.per_step(Phase.DATA), times.per_step(Phase.CHECKPOINT)) == (2, 3.0, 5.0)
-    assert phases.read(phases.cut()) is None  # no step has ended since
-
-
 def test_communication_within_a_save_or_an_evaluation_counts_to_these(clock: Clock) -> None:
     phases = PhaseClock(HostTimer(clock))
     phases.start()
@@ -123,14 +91,6 @@ def test_marks_of_a_device_are_read_only_when_it_has_passed_them(clock: Clock) -
     times = phases.read(window)
     assert times is not None and times.steps == 6
     assert sum(times.seconds.values()) == clock.now - 100.0
-
-
-def test_the_times_of_single_steps_are_there_for_those_who_compare_them(clock: Clock) -> None:
-    phases = PhaseClock(HostTimer(clock))
-    phases.start()
-    for data in (1.0, 2.0, 3.0):
-        step(phases, clock, data=data)
-    assert [each[Phase.DATA] for each in phases.take_steps()] == [1.0, 2.0, 3.0]
 
 
 def test_a_new_beginning_forgets_what_was_before(clock: Clock) -> None:

@@ -111,44 +111,6 @@ def test_steps_take_about_as_long_as_published(name: str) -> None:
     assert row in (PACKAGE / "docs" / "planning.md").read_text(), row
 
 
-@pytest.mark.parametrize("how", ["", ", compiled"])
-def test_16_times_the_nodes_cost_as_much_speed_as_published(how: str) -> None:
-    one, sixteen = (f"torchtitan, 8B, {gpus} H100{how}" for gpus in (8, 128))
-    speeds = [planned([*LLAMA, *PUBLISHED[name][0]]).tokens_per_s for name in (one, sixteen)]
-    assert speeds[1] / speeds[0] / 16 == pytest.approx(PUBLISHED[sixteen][1] / PUBLISHED[one][1], abs=0.015)
-
-
-def test_a_pipeline_waits_for_its_slowest_stage() -> None:
-    """Qwen2.5 72B on 16 x 8 GPUs, TP 8 x PP 2: 80 layers in two stages, the second with the output."""
-    words = ["model=qwen2_5_72b", "cluster.nodes=16", "parallel=fsdp_tp_pp", "parallel.tp=8", "parallel.pp=2"]
-    found = planned([*LLAMA, *words, "data.seq_len=4096", "train.global_batch_size=512", "train.micro_batch_size=1"])
-    layer = 2 * 8192**2 + 2 * 1024 * 8192 + 3 * 29568 * 8192
-    each = 3 * 4096 * 40 * (2 * layer + 2 * 8192 * 4096) / 8  # operations of a micro batch in a rank of the first stage
-    output = 3 * 4096 * 2 * 152064 * 8192 / 8
-    rate = 0.70 / (1 + 2450 / 8192) * UNCOMPILED * 989.4e12
-    assert found.seconds["computation"] == pytest.approx(64 * (each + output / 2) / rate)
-    assert found.seconds["imbalance"] == pytest.approx(64 * (output / 2) / rate)
-    assert found.seconds["bubble"] == pytest.approx((each + output) / rate)  # one micro batch: pp - 1
-    assert found.bubble_share == pytest.approx(1 / 65)
-
-
-def test_what_is_computed_again_takes_time_and_is_no_use() -> None:
-    words = [*LLAMA, "model=llama3_8b", "train.global_batch_size=16"]
-    kept, again = planned(words), planned([*words, FULL])
-    blocks = 32 * 218_103_808 * 2 + 2 * 32 * 4096 * 8192
-    assert again.seconds["computation"] / kept.seconds["computation"] == pytest.approx(
-        1 + blocks / (3 * (blocks + 2 * 128256 * 4096))
-    )
-    assert again.flops_per_token == kept.flops_per_token
-
-
-def test_adapters_take_two_thirds_of_the_time() -> None:
-    words = [*LLAMA, "model=llama3_8b", "train.global_batch_size=16"]
-    whole, adapters = planned(words), planned([*words, "lora.r=16"])
-    assert adapters.seconds["computation"] / whole.seconds["computation"] == pytest.approx(2 / 3, abs=0.05)
-    assert adapters.flops_per_token / whole.flops_per_token == pytest.approx(2 / 3, abs=0.09)
-
-
 def test_communication_that_takes_longer_than_computation_shows() -> None:
     """A node with one adapter of 100 Gbit/s: 16 nodes cannot gather 8 billion parameters while they compute."""
     words = [*LLAMA, "cluster.nodes=16", "model=llama3_8b", "train.global_batch_size=128"]

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.cli import main
 from slurmtrain.report.gpu_hours.causes import goodput_of, of_history
 from slurmtrain.report.gpu_hours.goodput import Cause, Goodput, over_all
 from slurmtrain.report.gpu_hours.history import AttemptTimes, History
@@ -95,24 +94,6 @@ def test_the_steps_after_the_last_checkpoint_of_a_run_that_has_ended_for_good_ar
     found = goodput(monkeypatch)
     assert found["seconds"]["lost"] == pytest.approx(30)
     assert found["lost_gpu_seconds"]["crash"] == pytest.approx(GPUS * (5 + 5 + 20 + 50 + 30))
-
-
-def test_torn_and_foreign_records_cost_only_what_they_say(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = interrupted_run(runs / "train" / RUN_ID)
-    with run.events_file.open("a") as file:
-        file.write('{"time": "soon", "event": "checkpoint"}\n[1]\n{"time": NaN, "event": "evaluated", "attempt": 1}\n')
-        file.write(json.dumps({"time": T0 + 200, "event": "evaluated", "attempt": 1, "seconds": "long"}) + "\n")
-        file.write(json.dumps({"time": T0 + 200, "event": "caught up", "attempt": [1]}) + "\n")
-        file.write('{"time": 1700000200.0, "event": "evalu')
-    found = goodput(monkeypatch)
-    assert found["wall_s"] == pytest.approx(5210)
-    assert found["seconds"]["checkpoint"] == pytest.approx(30)
-    run.attempt(2).record_file.write_text('{"stepping": "soon"}')
-    capsys.readouterr()
-    assert main(["status", "last"]) == 2
-    assert "stepping: expected" in capsys.readouterr().err
 
 
 FINISHED: dict[str, Any] = {"reason": "finished", "verdict": "done"}

@@ -461,14 +461,15 @@ def test_ranks_started_by_hand_in_a_teams_folder_meet_where_only_their_user_can_
     team: Path, stranger: Stranger
 ) -> None:
     """Each of the team has a folder for that; one that somebody else has made ready would give them the ranks."""
-    step = Environment("slurm", job_id="17", step_id="0")
-    assert rendezvous_directory(step, team).is_dir()
-    stranger.does(lambda: rendezvous_directory(step, team), groups=[stranger.gid])
+    step = Environment("slurm", world_size=2, job_id="17", step_id="0")
+    found = rendezvous_directory(None, step, team)
+    assert found is not None and found.is_dir()
+    stranger.does(lambda: rendezvous_directory(None, step, team), groups=[stranger.gid])
     mine = team / f".meetings-{os.geteuid()}"
     shutil.rmtree(mine)
     stranger.does(mine.mkdir, groups=[stranger.gid])
     with pytest.raises(EnvironmentMismatchError, match="not a folder that only you can write to"):
-        rendezvous_directory(step, team)
+        rendezvous_directory(None, step, team)
 
 
 def read_all(path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_node_without_a_gpu_is_at_fault_unless_something_else_hides_it(
 ) -> None:
     see(gpus, 0)
     gpus.setattr(torch.version, "cuda", cuda)
-    gpus.setattr(distributed_context, "driver_says", lambda: "Driver/library version mismatch")
+    gpus.setattr(distributed_context, "ask_gpus", lambda: (None, "Driver/library version mismatch"))
     gpus.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         gpus.setenv("CUDA_VISIBLE_DEVICES", hidden)

@@ -75,20 +75,6 @@ def test_of_a_model_with_adapters_these_alone_have_gradients() -> None:
     assert found.optimizer == 2 * FLOAT32 * adapters + 4 * 16 * 7 * 2  # a counter for each of the two matrices
 
 
-LLAMA_70B = ["model=llama3_70b", "model.n_layers=16", "train.global_batch_size=512"]
-LLAMA_70B_LAYER = 2 * 8192 * 8192 + 2 * 1024 * 8192 + 3 * 28672 * 8192  # and two norms
-
-
-def test_512_ranks_of_tp_8_and_fsdp_64() -> None:
-    config = compose(["cluster=a100x8", "cluster.nodes=64", *LLAMA_70B, "parallel=fsdp_tp", "parallel.tp=8"])
-    assert str(parallel_dims_of(config)) == "512 ranks = 64 data-parallel groups (64 shards) x TP 8"
-    (one,) = dry_run(config)
-    rows = 251  # of 128256 / 8 tokens, which 64 shards cannot cut evenly; the first has most
-    held = 16 * (LLAMA_70B_LAYER // 512 + 2 * 8192 // 64) + 2 * rows * 8192 + 8192 // 64
-    assert one.parameters == one.gradients == FLOAT32 * held
-    assert one.optimizer == 2 * FLOAT32 * held + 4 * (16 * 9 + 3)
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -125,7 +125,10 @@ PROGRAMS = {
         "printf '{\"step\": 7' >>$SLURMTRAIN_RUN_DIR/metrics.jsonl; exit 75",
         (ONCE,),
     ),
-    "reports no chunks": Program("exit 75", (TWICE,)),
+    "reports no chunks": Program(
+        "echo $WANDB_RUN_ID $WANDB_RESUME $MLFLOW_RUN_ID >>given; exit 75",
+        ("observe.wandb.enabled=true", "observe.wandb.mode=offline", "observe.mlflow.enabled=true", TWICE),
+    ),
     "reports steps again": Program(
         f"{COUNT}for step in 5 10; do {PROGRESS} $step; done; [ $n = 1 ] && exit 75; {PROGRESS} 10; exit 75", (ONCE,)
     ),
@@ -288,6 +291,15 @@ def test_a_program_is_given_one_port_of_the_range_for_all_its_ranks(ended: Ended
     (given,) = {(end.folder / f"at-{rank}").read_text().strip() for rank in range(2)}
     host, port = given.split()
     assert host == "127.0.0.1" and 21000 <= int(port) <= 31999
+
+
+def test_a_program_that_knows_nothing_of_loggers_goes_on_in_the_same_run_of_each(ended: Ended) -> None:
+    pytest.importorskip("mlflow")
+    end = ended("reports no chunks", 75)
+    first, second = (end.folder / "given").read_text().splitlines()
+    assert first == second
+    wandb, resume, mlflow = first.split()
+    assert (wandb, resume, len(mlflow)) == (end.status()["id"], "allow", 32)
 
 
 def test_a_program_that_asks_for_gpus_where_none_can_be_is_not_started(ended: Ended) -> None:

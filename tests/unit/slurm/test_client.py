@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.command_environment import clean_environment
-from slurmtrain.slurm.job_facts import JobFacts, QueuedJob, met_dependency, moved_dependency, parse_show_job
+from slurmtrain.slurm.job_facts import JobFacts, QueuedJob, changed_dependency, parse_show_job
 from slurmtrain.slurm.parse_values import parse_duration
 from slurmtrain.slurm.versions import parse_version
 from tests.support.fake_slurm import FakeSlurm
@@ -139,15 +139,15 @@ def test_who_waits_for_a_run_waits_for_its_next_job_and_no_more_when_it_has_fini
     )
     moved = {"afterok:12(unfulfilled)": "afterok:99", SEVERAL: "afterok:3,afterok:99,singleton", **others}
     moved["afterok:12"] = "afterok:99"  # without a remark
-    assert {text: moved_dependency(text, "12", "99") for text in moved} == moved
+    assert {text: changed_dependency(text, "12", "99") for text in moved} == moved
     left = {"afterok:12(unfulfilled)": "", SEVERAL: "afterok:3,singleton", **others}
     left["afterok:12(unfulfilled)?afterok:13(unfulfilled)"] = ""  # one of them was enough
-    assert {text: met_dependency(text, "12") for text in left} == left
+    assert {text: changed_dependency(text, "12", None) for text in left} == left
 
 
 def test_a_sweep_that_waits_is_freed_with_one_call(slurm: FakeSlurm) -> None:
     client, ran = answers("55|afterok:12(unfulfilled)\n55|afterok:12(unfulfilled)\n56|(null)\n")
-    assert client.free_dependents("12") == ["55"]
+    assert client.pass_on_dependents("12", None) == ["55"]
     assert [command for command in ran if "update" in command] == [["scontrol", "update", "JobId=55", "Dependency="]]
 
 
@@ -191,7 +191,7 @@ esac""",
     client = SlurmClient()
     assert client.queue(["17"])["17"].state == "RUNNING"
     assert client.find_by_comment("slurmtrain:t") == ["17"]
-    assert client.free_dependents("17") == ["18"]
+    assert client.pass_on_dependents("17", None) == ["18"]
 
 
 # Asking.
@@ -269,7 +269,7 @@ ACTIONS: list[Callable[[SlurmClient], object]] = [
     lambda client: client.cancel("1"),
     lambda client: client.signal("1", "TERM"),
     lambda client: client.release("1"),
-    lambda client: client.start_now("1"),
+    lambda client: client.update_pending("1", StartTime="now"),
     lambda client: client.find_by_comment("x"),
 ]
 
