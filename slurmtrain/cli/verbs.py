@@ -309,7 +309,7 @@ VERBS: dict[str, Verb] = {
         },
     ),
     "checkpoints": Verb(
-        "List, verify, prune or export the checkpoints of a run; import weights. RUN may also be a directory of "
+        "List, verify, prune or export the checkpoints of a run. RUN may also be a directory of "
         "checkpoints, or one checkpoint; for import, it is the folder to create.",
         (option("RUN", f"{_RUN}; or the path of a directory of checkpoints, or of a checkpoint"), JSON),
         "checkpoints",
@@ -343,14 +343,6 @@ VERBS: dict[str, Verb] = {
                     option("--only NAME", "the object that was saved as NAME", default="model"),
                     option("--dtype float32|float16|bfloat16|float64", "convert floating-point tensors"),
                     option("--force", "replace OUT if it exists"),
-                ),
-            ),
-            "import": Verb(
-                "Convert another program's weights into a checkpoint in the folder RUN. It has step 0, for "
-                "checkpoint.restore_from with checkpoint.restore_only=model. Nothing in SOURCE is executed.",
-                (
-                    option("SOURCE", "a folder of Hugging Face; FILE.safetensors; a file of torch.save"),
-                    option("--only NAME", "the tensors whose names begin with NAME and a dot (default: the model's)"),
                 ),
             ),
         },

@@ -414,7 +414,7 @@ class CheckpointConfig:
     # "refuse": fail and name them; "warn": report this once and save the copy of the lowest rank, which then writes all
     # of it
     on_replica_drift: choices.ReplicaDrift = choices.ReplicaDrift.REFUSE
-    # how much of restored files to compare with their digests: "full", "sampled" (one sixteenth) or "off" (sizes only)
+    # how restored files are compared with what was written: "full" (their digests) or "off" (sizes only)
     verify: choices.Verify = choices.Verify.FULL
     # URL of a folder in an object store; checkpoints are copied to <mirror>/<job.name>/<run id>
     mirror: str | None = None
@@ -622,7 +622,7 @@ class PrepareConfig:
     # files, glob patterns (including **), and folders, of which all files are used
     inputs: list[str] = field(default_factory=list)
     output: str | None = None  # folder of the prepared data set
-    # "auto": by suffix, with or without .gz/.zst; or "jsonl", "parquet", "text", "hf" for all inputs
+    # "auto": by suffix, with or without .gz/.zst; or "jsonl", "parquet" or "text" for all inputs
     format: choices.RawFormat = choices.RawFormat.AUTO
     text_field: str = "text"  # field of a JSON line, or column, that holds the document
     # what a record is: "text": a document; "chat": a conversation, or a question and its answer (text_field is ignored)
