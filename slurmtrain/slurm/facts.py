@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from slurmtrain.slurm.parse_values import parse_duration
 from slurmtrain.slurm.versions import Version, parse_version
 
 DEFAULT_QOS = "normal"  # which SLURM's database always has (slurmctld's job_mgr.c)
@@ -294,26 +293,6 @@ class Preemption:
         return self.mode in ("REQUEUE", "CANCEL")
 
 
-@dataclass(frozen=True)
-class PreemptionTimes:
-    """The times for which a job lives on when it is preempted, in seconds; None when it is not, or when they are not known.
-
-    Attributes:
-        kill_wait_s: seconds from SIGTERM at the end to SIGKILL, also at the time limit.
-        grace_s: seconds from the announcement to that SIGTERM.
-        grace_of: origin of that setting: "partition low", "QOS cheap".
-    """
-
-    kill_wait_s: float | None = None
-    grace_s: float | None = None
-    grace_of: str = ""
-
-    @property
-    def to_leave_s(self) -> float | None:
-        """Seconds from the announcement of a preemption to SIGKILL; None if SLURM does not say."""
-        return None if self.kill_wait_s is None else (self.grace_s or 0.0) + self.kill_wait_s
-
-
 def preemption_of(
     facts: ClusterFacts, partition: Partition, *, account: str | None = None, qos: str | None = None
 ) -> Preemption:
@@ -326,28 +305,6 @@ def preemption_of(
         return Preemption(cluster, None, f"QOS {qos}" if qos else "its QOS")
     mode = its.preempt_mode.upper()
     return Preemption(cluster if mode in ("", "CLUSTER") else mode, its.grace_s, f"QOS {its.name}")
-
-
-def preemption_times(
-    facts: ClusterFacts, partition: str | None, *, account: str | None = None, qos: str | None = None
-) -> PreemptionTimes | None:
-    """Return the times of a job in this partition, account and QOS; None when SLURM has said nothing.
-
-    Args:
-        partition: of several names, separated by commas, the first counts: where the job will run is not known yet. None: the
-            default one.
-        account, qos: None: the default ones.
-    """
-    if not facts.config:
-        return None
-    kill_wait_s = parse_duration(facts.config.get("KillWait", ""))
-    its = facts.partition(first_partition(partition))
-    if its is None or facts.config.get("PreemptType", "") in NOT_AT_ALL:
-        return PreemptionTimes(kill_wait_s)
-    found = preemption_of(facts, its, account=account, qos=qos)
-    if not found.ends_jobs or (found.grace_s is None and qos is None):
-        return PreemptionTimes(kill_wait_s)
-    return PreemptionTimes(kill_wait_s, found.grace_s, found.of)
 
 
 def first_partition(names: str | None) -> str | None:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from slurmtrain.errors import EnvironmentMismatchError
-from slurmtrain.slurm.facts import NOT_AT_ALL, Association, ClusterFacts, NodeGroup, Partition, Qos
+from slurmtrain.slurm.facts import Association, ClusterFacts, NodeGroup, Partition, Qos
 from slurmtrain.slurm.nodelist import AT_WORK, expand_nodelist
 from slurmtrain.slurm.parse_values import parse_duration, parse_show_config
 from slurmtrain.system.trust import own_user
@@ -91,26 +91,6 @@ def read_facts(ask: Ask, *, whole: bool = True, user: str | None = None) -> Clus
         federation=federation.strip() if federation is not None else None,
     )
     return _with_accounts(found, answers, user) if found.keeps_accounts else found
-
-
-def read_preemption(ask: Ask, *, user: str | None = None) -> ClusterFacts:
-    """Return the facts by which jobs are preempted: partitions, and where QOS preempt each other, those and this user's.
-
-    It takes one command where nothing is preempted, two where partitions preempt each other, and five where QOS do.
-
-    Args:
-        ask, user: as for `read_facts`.
-    """
-    answers = _asked(ask, CONFIG)
-    found = ClusterFacts(config=parse_config(answers.get(CONFIG) or ""))
-    by = found.config.get("PreemptType", "")
-    if by not in NOT_AT_ALL:
-        user = user or own_user()
-        by_accounts = by == "preempt/qos" and found.keeps_accounts
-        answers |= _asked(ask, PARTITIONS, *(_of_accounts(user) if by_accounts else ()))
-        found = replace(found, partitions=parse_partitions(answers.get(PARTITIONS) or ""))
-        found = _with_accounts(found, answers, user) if by_accounts else found
-    return found
 
 
 def _of_accounts(user: str) -> tuple[Command, ...]:

@@ -11,9 +11,6 @@ from typing import NamedTuple
 import pytest
 
 from slurmtrain.runs.lookup import all_runs
-from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.facts import PreemptionTimes, preemption_times
-from slurmtrain.slurm.read_facts import read_preemption
 from tests.slurm.project import Project, Run, assert_counted_once, counting, events, make_project
 from tests.support.slurm_cluster import Cluster
 
@@ -196,10 +193,3 @@ def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_
     first, second = chained.attempts()
     assert (first.reason, second.first_step, second.job_id) == ("node failure", first.committed_step, jobs(chained)[1])
     assert events(chained, "rest of the chain cancelled")
-
-
-def test_how_long_a_preempted_job_lives_is_read_from_slurm_itself(sandbox: Cluster) -> None:
-    client = SlurmClient(str(sandbox.sandbox.slurm_conf))
-    facts = read_preemption(client.glance)
-    assert preemption_times(facts, None) == PreemptionTimes(10.0, 30.0, "partition low")
-    assert preemption_times(facts, "high") == PreemptionTimes(10.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from slurmtrain.choices import Backend, EvalMode, JobKind, PreflightMode, RequeueMode
 from slurmtrain.config.frozen import to_config, to_values
-from slurmtrain.config.schema import Config
+from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.errors import EnvironmentMismatchError, UsageError, nearest
 from slurmtrain.slurm.facts import (
     NOT_AT_ALL,
@@ -23,6 +23,7 @@ from slurmtrain.slurm.facts import (
     qos_of,
 )
 from slurmtrain.slurm.nodelist import expand_nodelist
+from slurmtrain.slurm.parse_values import parse_duration
 
 INTERRUPTION = "slurmtrain.training.hooks.interruption.Interruption"
 # If a command line has only these words, the site is drilled.
@@ -205,6 +206,17 @@ def preemptors(
     where = (f"--partition={partition}",) if partition else ()
     names = [each.name for each in facts.qos or () if its.name in each.preempt]
     return [(*where, f"--qos={name}") for name in names] or f"no QOS preempts QOS {its.name}"
+
+
+def time_given(way: Way, cluster: ClusterConfig, facts: ClusterFacts) -> float | None:
+    """Return the seconds from the signal until SLURM kills; None: it is not known, or nothing is told to stop."""
+    kill_wait_s = parse_duration(facts.config.get("KillWait", ""))
+    if way is Way.EARLY_SIGNAL and cluster.backend != Backend.LOCAL:
+        return float(cluster.signal_lead_s)
+    own = facts.partition(first_partition(cluster.partition))
+    if way is Way.PREEMPTION and own is not None and kill_wait_s is not None:
+        return kill_wait_s + (preemption_of(facts, own, account=cluster.account, qos=cluster.qos).grace_s or 0.0)
+    return kill_wait_s if way is Way.REQUEUE else None
 
 
 def _share_nodes(one: Partition, other: Partition) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.progress import Progress
@@ -90,6 +91,18 @@ class RunState:
     def readable(self) -> bool:
         """Whether its files can be used."""
         return self.status != RunStatus.UNREADABLE
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a program gets to know of it, by the names of `Run.status()` and of `status --json`."""
+        progress = ("step", "steps", "loss", "valid_loss", "logged", "tokens_per_s", "step_time_s", "eta_s")
+        return {
+            "state": self.status,
+            "sentence": self.explanation,
+            "job_id": self.job_id,
+            **{name: getattr(self.progress, name) for name in progress},
+            "reason": self.reason,
+            "expected_start": self.expected_start,
+        }
 
     def attempt_cells(self, attempt: Attempt, now: float) -> list[str]:
         """Return the cells below ATTEMPT_HEADER for one of its attempts, at this time in unix seconds."""

@@ -13,9 +13,7 @@ from slurmtrain.slurm.facts import (
     ClusterFacts,
     Partition,
     Preemption,
-    PreemptionTimes,
     preemption_of,
-    preemption_times,
     wall_limit,
 )
 from slurmtrain.slurm.read_facts import (
@@ -31,7 +29,6 @@ from slurmtrain.slurm.read_facts import (
     parse_partitions,
     parse_qos,
     read_facts,
-    read_preemption,
 )
 from tests.support.recorded_slurm import CLUSTERS, answers_of, facts_of
 
@@ -208,57 +205,35 @@ PARTITIONS = (
 )
 
 
-def read(answers: dict[str, str], asked: list[str] | None = None) -> ClusterFacts:
+def read(answers: dict[str, str]) -> ClusterFacts:
     """The facts of a cluster whose commands answer by a word in them; others give no answer."""
 
     def ask(command: Sequence[str]) -> str | None:
-        if asked is not None:
-            asked.append(" ".join(command))
         return next((text for word, text in answers.items() if word in command), None)
 
-    return read_preemption(ask, user="me")
+    return read_facts(ask, whole=False, user="me")
 
 
-def test_how_long_a_preempted_job_lives_takes_two_short_questions() -> None:
-    asked: list[str] = []
-    facts = read({"config": CONFIG, "partition": PARTITIONS}, asked)
-    assert asked == ["scontrol show config", "scontrol --all --oneliner show partition"]
-    for low in (None, "low", "low,high"):
-        assert preemption_times(facts, low) == PreemptionTimes(30, 120, "partition low")
-    assert preemption_times(facts, "high") == preemption_times(facts, "high,low") == PreemptionTimes(30)
-    assert preemption_times(facts, "nope") == PreemptionTimes(30)
-    asked.clear()
-    assert preemption_times(read({}, asked), None) is None
-    assert asked == ["scontrol show config"]  # a controller that does not answer is not asked on
-
-
-def test_where_nobody_is_preempted_or_jobs_are_suspended_only_the_time_to_kill_counts() -> None:
-    for config, mode in ((CONFIG.replace("partition_prio", "none"), "REQUEUE"), (CONFIG, "SUSPEND,GANG")):
-        facts = read({"config": config, "partition": PARTITIONS.replace("PreemptMode=REQUEUE", f"PreemptMode={mode}")})
-        assert preemption_times(facts, "low") == PreemptionTimes(30)
-
-
-def test_the_grace_of_a_qos_is_asked_for_where_qos_preempt_each_other() -> None:
+def test_the_grace_of_a_qos_is_known_where_qos_preempt_each_other() -> None:
     accounts = "AccountingStorageType = accounting_storage/slurmdbd\n"
     config = CONFIG.replace("partition_prio", "qos") + accounts
-    silent = read({"config": config, "partition": PARTITIONS})
-    assert preemption_times(silent, "low", qos="cheap") == PreemptionTimes(30, None, "QOS cheap")
-    assert preemption_times(silent, "low") == PreemptionTimes(30)
     row = "|".join(["cheap", "", "00:01:00", "", "cluster", *[""] * (len(QOS_COLUMNS) - 5)])
-    known = read({"config": config, "partition": PARTITIONS, "qos": f"{row}\n"})
-    assert preemption_times(known, "low", qos="cheap") == PreemptionTimes(30, 60, "QOS cheap")
-    assert preemption_times(known, "low") == PreemptionTimes(30)
+    for qos, grace_s in (("", None), (f"{row}\n", 60)):
+        facts = read({"config": config, "partition": PARTITIONS, "qos": qos})
+        assert preemption_of(facts, facts.partitions[0], qos="cheap") == Preemption("REQUEUE", grace_s, "QOS cheap")
+        assert preemption_of(facts, facts.partitions[0]) == Preemption("REQUEUE", None, "its QOS")
 
 
 def test_a_jobs_default_qos_is_that_of_its_account() -> None:
     answers = answers_of("alpha_22_05")
     shown = {command: text.replace("partition_prio", "qos") for command, text in answers.items()}
-    facts = read_preemption(lambda command: shown.get(" ".join(command)), user="me")
+    facts = read_facts(lambda command: shown.get(" ".join(command)), whole=False, user="me")
     assert facts.config["PreemptType"] == "preempt/qos" and facts.associations is not None
     high = [replace(each, default_qos="high") if each.account == "physics" else each for each in facts.associations]
     facts = replace(facts, associations=tuple(high))
-    assert preemption_times(facts, "gpu", account="physics") == PreemptionTimes(30, 30, "QOS high")
-    assert preemption_times(facts, "gpu", account="biology") == PreemptionTimes(30, 0, "QOS normal")
+    for account, qos, grace_s in (("physics", "high", 30), ("biology", "normal", 0)):
+        found = preemption_of(facts, Partition("gpu"), account=account)
+        assert (found.of, found.grace_s) == (f"QOS {qos}", grace_s)
 
 
 @pytest.mark.parametrize(("own", "found"), [("", "REQUEUE"), ("CANCEL", "CANCEL"), ("OFF", "OFF")])
