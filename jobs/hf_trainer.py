@@ -1,6 +1,6 @@
-"""Somebody's Hugging Face Trainer script; by the lines marked `# +` its checkpoints are slurmtrain's, and it resumes.
+"""Somebody's Hugging Face Trainer script; the lines marked `# +` stop, save and resume it.
 
-python jobs/hf_trainer.py                                                     by itself
+python jobs/hf_trainer.py                                            by itself
 python -m slurmtrain +cluster=a100x4 submit -- python jobs/hf_trainer.py
 """
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from slurmtrain.integrations.transformers import CheckpointedTrainer  # +  was: from transformers import Trainer
+from slurmtrain.integrations.transformers import SlurmtrainCallback, resume_from  # +
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--output", default=os.path.join(os.environ.get("SLURMTRAIN_RUN_DIR", "."), "trainer"))
@@ -46,10 +46,11 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     use_cpu=not torch.cuda.is_available(),
 )
-trainer = CheckpointedTrainer(  # +  was: trainer = Trainer(
+trainer = Trainer(
     model=LlamaForCausalLM(config),
     args=arguments,
     train_dataset=Counting(),
+    callbacks=[SlurmtrainCallback()],  # +
 )
-trainer.train()
+trainer.train(resume_from_checkpoint=resume_from(options.output))  # +  was: trainer.train()
 trainer.save_model(os.path.join(options.output, "final"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from slurmtrain.integrations.lightning import SlurmtrainCallback, SlurmtrainEnvironment  # +
+from slurmtrain.integrations.lightning import SlurmtrainCallback, SlurmtrainEnvironment, resume_from  # +
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--output", default=os.path.join(os.environ.get("SLURMTRAIN_RUN_DIR", "."), "weights.pt"))
@@ -54,9 +54,14 @@ trainer = lightning.Trainer(
     num_nodes=options.nodes,
     logger=False,
     enable_progress_bar=False,
-    callbacks=[SlurmtrainCallback(checkpointer=True, save_every=options.save_steps)],  # +
+    callbacks=[SlurmtrainCallback(save_every=options.save_steps)],  # +
     plugins=[SlurmtrainEnvironment()],  # +
 )
-trainer.fit(model, DataLoader(samples, batch_size=8, shuffle=True), DataLoader(samples, batch_size=64))
+trainer.fit(
+    model,
+    DataLoader(samples, batch_size=8, shuffle=True),
+    DataLoader(samples, batch_size=64),
+    ckpt_path=resume_from(),  # +
+)
 if trainer.is_global_zero:
     torch.save(model.state_dict(), options.output)

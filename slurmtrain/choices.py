@@ -88,7 +88,7 @@ PreflightMode = StrEnum("PreflightMode", "OFF QUICK FULL")
 FindingKind = StrEnum(
     "FindingKind",
     "GPU_MISSING GPU_DRIVER GPU_BROKEN GPU_SLOWED GPU_BUSY VERSIONS CODE DATA SHARED_FOLDER DISK_FULL CPUS CLOCK "
-    "SLOW_NODE SLOW_LINK BELOW_STATED",
+    "SLOW_NODE SLOW_LINK",
 )
 
 for _kind in list(globals().values()):

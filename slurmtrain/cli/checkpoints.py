@@ -389,11 +389,9 @@ def _export(target: Target, options: argparse.Namespace) -> int:
 
             done, notes = export_peft(path, out, force=options.force, progress=progress)
         else:
-            from slurmtrain.weights.dcp import export_dcp
             from slurmtrain.weights.export import export
 
-            write = export_dcp if kind == "dcp" else export
-            done = write(path, out, only=only, dtype=options.dtype, force=options.force, progress=progress)
+            done = export(path, out, only=only, dtype=options.dtype, force=options.force, progress=progress)
     print(f"{out}: {done.tensors} tensors of {only} from {path.name}, {format_size(done.size)}")
     for note in notes:
         print(f"note: {note}")
@@ -411,7 +409,7 @@ def _format_of(out: Path, asked: str | None) -> str:
         raise UsageError(
             f"{out} is not a valid name for --format {asked}", hint=f"end it in {' or '.join(SUFFIXES[asked])}"
         )
-    if asked in ("hf", "peft", "dcp") and by_suffix is not None:
+    if asked in ("hf", "peft") and by_suffix is not None:
         raise UsageError(f"--format {asked} writes a folder, and {out} is the name of a file")
     return asked or by_suffix or "safetensors"  # whose own check says what is wrong with the name
 

@@ -172,7 +172,7 @@ def progress(options: argparse.Namespace) -> int:
     Raises:
         UsageError: this process is not part of a run.
     """
-    from slurmtrain.runs import attempts, reached_step
+    from slurmtrain.runs import attempts
     from slurmtrain.runs.events import Event
     from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
     from slurmtrain.slurm.environment import rank_or_zero
@@ -196,7 +196,7 @@ def progress(options: argparse.Namespace) -> int:
     if attempt is not None:
         # For goodput: the first report of this attempt, and the one that is where an earlier attempt had been.
         logged = run_dir.metrics_file.stat().st_mtime if run_dir.metrics_file.exists() else 0.0
-        before = reached_step.last_logged_step(run_dir) if logged >= attempt.started else None
+        before = attempts.last_logged_step(run_dir) if logged >= attempt.started else None
         furthest = attempt.reported_before
         if before is None:
             run_dir.event(Event.FIRST_REPORT, attempt=attempt.number, step=step)

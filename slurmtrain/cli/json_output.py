@@ -116,18 +116,14 @@ def goodput_object(found: Goodput) -> dict[str, Any]:
     gpu_seconds   GPUs x seconds by cause, of those in which GPUs were held; {} on CPUs
     goodput       productive part of gpu_seconds, without those of unknown cause; on CPUs of the seconds in which nodes were
                   held; null if none are known
-    effective     productive seconds / seconds in which nodes were held or SLURM had not started the job, without those of
-                  unknown cause
-    startup_s     seconds of the start-ups, by stage
     lost_s, lost_gpu_seconds  seconds, and GPUs x seconds, lost, by why an attempt ended, or "rolled back"
     interruptions number of attempts that ended before the run had finished, by why
-    gpu_hours, lost_gpu_hours, held_s, gpu_count, running  sums; seconds in which nodes were held; GPUs of the newest attempt
+    gpu_hours, held_s, gpu_count, running  sums; seconds in which nodes were held; GPUs of the newest attempt
     """
     return {
         "goodput": found.share,
-        "effective": found.effective_share,
-        **fields_of(found, "wall_s held_s gpu_count gpu_hours lost_gpu_hours running"),
-        **fields_of(found, "seconds gpu_seconds startup_s lost_s lost_gpu_seconds interruptions"),
+        **fields_of(found, "wall_s held_s gpu_count gpu_hours running"),
+        **fields_of(found, "seconds gpu_seconds lost_s lost_gpu_seconds interruptions"),
     }
 
 

@@ -19,15 +19,21 @@ from slurmtrain.config.parallel_dims import (
 )
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, UsageError
-from slurmtrain.planner.calibration import calibrated
 from slurmtrain.planner.fit import most_bytes
 from slurmtrain.planner.hardware import Hardware, hardware_of
 from slurmtrain.planner.memory import in_gb
-from slurmtrain.planner.plan import Candidate, Plan, check_plannable, plan_of, search
+from slurmtrain.planner.plan import (
+    WORTH_IT,
+    Candidate,
+    Plan,
+    check_plannable,
+    first_not_worth_it,
+    plan_of,
+    search,
+)
 from slurmtrain.planner.saving import PARAMETER_BYTES
-from slurmtrain.planner.scaling import WORTH_IT, first_not_worth_it
 from slurmtrain.planner.shape import DecoderShape
-from slurmtrain.planner.step_time import Measured, StepTime, sequence_length
+from slurmtrain.planner.step_time import Measured, StepTime, calibrated, sequence_length
 from slurmtrain.report.page.units import plural
 from slurmtrain.report.step_times import config_of, read_step_times, save_times
 from slurmtrain.runs import lookup
@@ -213,12 +219,9 @@ def _speed(step: StepTime) -> dict[str, str]:
     parts = sorted(step.seconds.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name} {seconds / step.expected_s:.1%}" for name, seconds in parts if seconds > 0)
     text = f"{quantity(step.expected_s, 'seconds')} expected: {shares}"
-    if step.at_best_s is not None:
-        text += f"; not below {quantity(step.at_best_s, 'seconds')}, at the peak of GPUs and links"
     speed = f"{quantity(step.tokens_per_s, 'count')} tokens/s, {step.tokens_per_s / step.ranks:,.0f} on each rank"
     if step.mfu is not None:
-        most = f"mfu_attended {step.mfu_attended:.1%} of at most {step.mfu_attended_at_most:.1%}"
-        speed += f"; mfu {step.mfu:.1%}, {most}"
+        speed += f"; mfu {step.mfu:.1%}"
     return {"step": text, "speed": speed}
 
 
@@ -243,7 +246,7 @@ def _print_more_nodes(plan: Plan) -> None:
     rows = []
     for each in plan.more_nodes:
         cause = "" if each.cause is None else f"{each.cause} +{each.share:.0%}"
-        speed = [quantity(each.after.step_s, "seconds"), quantity(each.after.tokens_per_s, "count")]
+        speed = [quantity(each.after.expected_s, "seconds"), quantity(each.after.tokens_per_s, "count")]
         rows.append([str(each.after.nodes), *speed, f"{each.efficiency:.1%}", f"{each.total:.1%}", cause])
     if rows:
         print_table(["nodes", "step", "tokens/s", "efficiency", f"against {plan.nodes}", "costs more"], rows)

@@ -40,7 +40,7 @@ def _prune(arguments: argparse.Namespace) -> int:
             "this would remove every run that has ended, with its checkpoints",
             hint=f"say which: --older-than DAYS, or --state {' '.join(prune.ENDED)}; --dry-run shows them",
         )
-    say_unreadable(runs_root())
+    say_unreadable(lookup.runs_and_unreadable(runs_root())[1])
     decided = prune.plan(
         runs_root(),
         now=time.time(),

@@ -77,16 +77,15 @@ def runs_or_refuse(root: Path) -> list[RunDir]:
     Raises:
         UsageError: there are none.
     """
-    runs = lookup.all_runs(root)
-    say_unreadable(root)
+    runs, closed = lookup.runs_and_unreadable(root)
+    say_unreadable(closed)
     if not runs:
         raise lookup.nothing_under(root, "runs")
     return runs
 
 
-def say_unreadable(root: Path) -> None:
+def say_unreadable(closed: list[Path]) -> None:
     """Log how many folders are left out because they belong to another user."""
-    closed = lookup.unreadable(root)
     if closed:
         what = "1 folder is" if len(closed) == 1 else f"{len(closed)} folders are"
         first = printable(str(closed[0]))
@@ -198,7 +197,7 @@ def _say_troubles(facts: RunFacts) -> None:
 def _lines(facts: RunFacts) -> list[str]:
     """Return what there is to say of one run, without its attempts. What cannot be read is left out."""
     from slurmtrain.cli.usage import gpus_in_a_line, in_a_line
-    from slurmtrain.report import trouble
+    from slurmtrain.report.facts import trouble, trouble_of_checkpoints, trouble_of_ranks
 
     run_dir, now, info = facts.run_dir, facts.state, facts.info
     typed = [re.sub(r"^\+job\.args\.", "+", word) for word in info["overrides"] if not OF_PROGRAM.match(word)]
@@ -206,9 +205,9 @@ def _lines(facts: RunFacts) -> list[str]:
         "progress": _progress(now, facts.now),
         "goodput": in_a_line(facts.goodput) if facts.goodput is not None else "",
         "GPUs": gpus_in_a_line(facts.gpus) if facts.gpus is not None else "",
-        "numbers": trouble.trouble(facts.events),
-        "slow ranks": trouble.trouble_of_ranks(facts.slow_ranks),
-        "checkpoints": trouble.trouble_of_checkpoints(facts.events),
+        "numbers": trouble(facts.events),
+        "slow ranks": trouble_of_ranks(facts.slow_ranks),
+        "checkpoints": trouble_of_checkpoints(facts.events),
         "preflight": facts.findings,
         "left out": "; ".join(each.sentence(facts.now) for each in facts.left_out) if now.alive else "",
         "stacks": "".join(map(str, [*facts.hang_pages.values()][-1:])),

@@ -50,11 +50,12 @@ def show_status(sweep: Sweep, *, as_json: bool) -> None:
         print_json({"sweep": sweep.id, "states": columns.counts(now.values()), "points": rows})
         return
     print(f"{_headline(sweep, points, now)}\n")
-    header = ["point", *(points[0].varied if points else ()), "state", *columns.PROGRESS, "attempts", "run", ""]
+    varied = dict.fromkeys(key for point in points for key in point.varied)
+    header = ["point", *varied, "state", *columns.PROGRESS, "attempts", "run", ""]
     lines = []
     for point in points:
         its = now[point.run_id]
-        about = [*point.varied.values(), its.status, *columns.progress_cells(its)]
+        about = [*(point.varied.get(key, "") for key in varied), its.status, *columns.progress_cells(its)]
         lines.append([str(point.number), *about, str(len(its.attempts)), point.run_id, columns.remark(its)])
     columns.print_table(header, lines)
     columns.print_doubts(now.values())

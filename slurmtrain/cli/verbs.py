@@ -330,9 +330,9 @@ VERBS: dict[str, Verb] = {
             "export": Verb(
                 "Export the weights for other programs: a Hugging Face folder, or a file.",
                 (
-                    option("OUT", "a folder for --format hf, peft and dcp; FILE.safetensors, FILE.pt or FILE.pth"),
+                    option("OUT", "a folder for --format hf and peft; FILE.safetensors, FILE.pt or FILE.pth"),
                     option(
-                        "--format hf|peft|safetensors|torch|dcp",
+                        "--format hf|peft|safetensors|torch",
                         "hf merges adapters, peft has them alone; default: by suffix",
                     ),
                     STEP,
@@ -345,7 +345,7 @@ VERBS: dict[str, Verb] = {
                 "Convert another program's weights into a checkpoint in the folder RUN. It has step 0, for "
                 "checkpoint.restore_from with checkpoint.restore_only=model. Nothing in SOURCE is executed.",
                 (
-                    option("SOURCE", "a folder of Hugging Face or DCP; FILE.safetensors; a file of torch.save"),
+                    option("SOURCE", "a folder of Hugging Face; FILE.safetensors; a file of torch.save"),
                     option("--only NAME", "the tensors whose names begin with NAME and a dot (default: the model's)"),
                 ),
             ),

@@ -226,14 +226,13 @@ def _signal_ranks(run_dir: RunDir, now: RunState, action: RunAction, number: int
         raise _cannot(run_dir, now, RunStatus.STARTING)
     if not last.rank_0.lives():
         where = f"in another container on {last.host}" if last.rank_0_lives else f"on {last.host}"
-        if now.job_id is None or now.own_job:
-            raise ClusterError(f"run {run_dir.id} runs {where}", hint=f"type `{action} {run_dir.id}` there")
-        # A job that does more than this run must not be ended, and it is not known which of its steps is ours.
-        raise ClusterError(
-            f"run {run_dir.id} was started by hand inside job {now.job_id}, which may also do other things, {where}",
-            hint=f"Ctrl-C (twice for srun) where it was started, or `squeue --steps --jobs={now.job_id}` and "
-            f"`scancel --signal=TERM {now.job_id}.STEP`",
-        )
+        what, hint = "runs", f"type `{action} {run_dir.id}` there"
+        if now.job_id is not None and not now.own_job:  # which may do more than this run, whose step is not known
+            what = f"was started by hand inside job {now.job_id},"
+            hint = (
+                f"Ctrl-C there, or `squeue --steps --jobs={now.job_id}` and `scancel --signal=TERM {now.job_id}.STEP`"
+            )
+        raise ClusterError(f"run {run_dir.id} {what} {where}", hint=hint)
     with _asking(run_dir, action):
         try:
             signal_ranks(run_dir, last, number)

@@ -5,11 +5,6 @@
     trainer = Trainer(..., callbacks=[SlurmtrainCallback()], plugins=[SlurmtrainEnvironment()])
     trainer.fit(model, loader, ckpt_path=resume_from())
 
-or, saved by all ranks in the background, and restored without a path:
-
-    trainer = Trainer(..., callbacks=[SlurmtrainCallback(checkpointer=True)], plugins=[...])
-    trainer.fit(model, loader)
-
 It fits `import lightning` and `import pytorch_lightning`: the one that the script has imported before.
 """
 
@@ -39,7 +34,6 @@ from slurmtrain.integrations.reporting import ProgressReport
 from slurmtrain.parallel.ddp import warm_up_ddp_buckets
 from slurmtrain.runtime.api import init, session, should_stop
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.own_checkpointer import Checkpointer
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.signals import STOP_SIGNALS
 
@@ -71,13 +65,6 @@ _AsyncCheckpointIO: Any = importlib.import_module(f"{_pytorch.__name__}.plugins.
 _exceptions = importlib.import_module(f"{_pytorch.__name__}.utilities.exceptions")
 _SIGTERMException: Any = _exceptions.SIGTERMException
 _MisconfigurationException: type[Exception] = _exceptions.MisconfigurationException
-
-# What a Lightning checkpoint holds that the Checkpointer saves itself, or that only loading without a script needs.
-_SAVED_ELSEWHERE = ("state_dict", "optimizer_states")
-_FOR_LOADING_ALONE = (
-    *("hyper_parameters", "hparams_name", "hparams_type"),
-    *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
-)
 
 
 def _joined() -> DistributedContext:
@@ -150,31 +137,19 @@ class SlurmtrainEnvironment(_ClusterEnvironment):  # type: ignore[misc]
 class SlurmtrainCallback(_Callback):  # type: ignore[misc]
     """Stops all ranks after the same step when the job has to leave, saves, and ends with exit code 75: start me again.
 
-    It also reports the steps, and lets a resumed run go on with the next batch: Lightning by itself begins the epoch's
-    batches again, and has no random state in its checkpoints. Use one for one call of `fit`.
+    It saves through `Trainer.save_checkpoint`, in whatever form the strategy has; pass `resume_from()` to `fit`. It also
+    reports the steps, and lets a resumed run go on with the next batch: Lightning by itself begins the epoch's batches
+    again, and has no random state in its checkpoints. Use one for one call of `fit`.
 
     Args:
-        checkpointer: saves by this, asynchronously and by all ranks, and restores from it when `fit` begins. True: by
-            slurmtrain.Checkpointer(). False: saves through `Trainer.save_checkpoint`, in whatever form the strategy
-            has; pass `resume_from()` to `fit`.
         save_every: also save after every so many steps (`Trainer.global_step`); 0: only when the job has to leave, and
             at the end.
-        folder: without a checkpointer: where checkpoints go; None: `lightning` in the run directory, or ./lightning.
-        keep: without a checkpointer: how many checkpoints stay.
+        folder: where checkpoints go; None: `lightning` in the run directory, or ./lightning.
+        keep: how many checkpoints stay.
     """
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer | bool = False,
-        *,
-        save_every: int = 0,
-        folder: Path | str | None = None,
-        keep: int = 2,
-    ):
+    def __init__(self, *, save_every: int = 0, folder: Path | str | None = None, keep: int = 2):
         self._distributed = _joined()
-        self._checkpointer = (
-            (Checkpointer() if checkpointer else None) if isinstance(checkpointer, bool) else checkpointer
-        )
         self._save_every, self._keep = save_every, keep
         self._folder = own_folder() if folder is None else Path(folder)
         self._report: ProgressReport | None = None
@@ -195,7 +170,7 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
         if stage == "fit" and self._begun:
             raise ConfigError(
                 "SlurmtrainCallback was used by an earlier fit() already, whose checkpoints would be mixed up with these",
-                hint="create a Trainer with a new callback for each fit(), with another folder or Checkpointer directory",
+                hint="create a Trainer with a new callback for each fit(), with another folder",
             )
         self._begun = self._begun or stage == "fit"
         self._handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -210,23 +185,11 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
             self._resumed = True
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._checkpointer is None:
-            if isinstance(trainer.strategy.checkpoint_io, _AsyncCheckpointIO):
-                raise ConfigError(
-                    "AsyncCheckpointIO saves in the background, and does not report when a checkpoint is complete",
-                    hint="leave it out; SlurmtrainCallback(checkpointer=True) also saves in the background",
-                )
-            return
-        if trainer.strategy.restore_checkpoint_after_setup:
+        if isinstance(trainer.strategy.checkpoint_io, _AsyncCheckpointIO):
             raise ConfigError(
-                f"{type(trainer.strategy).__name__} keeps its state in its own way, which a Checkpointer cannot restore",
-                hint="SlurmtrainCallback() without one saves through Trainer; then fit(..., ckpt_path=resume_from())",
+                "AsyncCheckpointIO saves in the background, and does not report when a checkpoint is complete",
+                hint="leave it out",
             )
-        rest = _Rest(trainer)
-        restored = self._checkpointer.restore(per_rank={"position": self._position}, **self._objects(trainer, rest))
-        if restored is not None:
-            self._resumed, self._saved = True, restored.step
-            rest.hand_to_trainer()
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         self._take_signals_back()
@@ -269,8 +232,6 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._log(trainer)
         self._save(trainer)
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
         if self._report is not None:
             self._report.close()
 
@@ -298,28 +259,19 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
             self._values = values
             self._report.log(trainer.global_step, **changed)
 
-    def _objects(self, trainer: Any, rest: _Rest) -> dict[str, Any]:
-        optimizers = {f"optimizer_{index}": optimizer for index, optimizer in enumerate(trainer.optimizers)}
-        return {"module": trainer.strategy.model, **optimizers, "trainer": rest}
-
     def _save(self, trainer: Any) -> None:
         """Save the state after `trainer.global_step` steps, unless that is done."""
         step = trainer.global_step
         if step == self._saved:
             return
         self._position.note()
-        if self._checkpointer is not None:
-            self._checkpointer.save(
-                step, per_rank={"position": self._position}, **self._objects(trainer, _Rest(trainer))
-            )
-        else:
-            final = self._folder / f"step_{step:09d}.ckpt"
-            self._save_through(trainer, final)
-            if self._report is not None:
-                self._report.saved(step, final)
+        final = self._folder / f"step_{step:09d}.ckpt"
+        self._write(trainer, final)
+        if self._report is not None:
+            self._report.saved(step, final)
         self._saved = step
 
-    def _save_through(self, trainer: Any, final: Path) -> None:
+    def _write(self, trainer: Any, final: Path) -> None:
         temporary, first = temporary_name(final), self._distributed.environment.rank == 0
         if first:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -339,8 +291,6 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
 
     def _leave(self, step: int) -> NoReturn:
         """Leave by Lightning's own way out of a SIGTERM, so that loggers and callbacks come to their end."""
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
         self._distributed.leave_together()
         log.info("told to stop: exiting after step %d", step)
         raise _SIGTERMException(EXIT_REQUEUE)
@@ -371,30 +321,6 @@ def _total_steps(trainer: Any) -> int | None:
         total = trainer.estimated_stepping_batches
         return int(total) if 0 < total < float("inf") else None
     return None
-
-
-class _Rest:
-    """What a Lightning checkpoint holds beside module and optimisers: loops, schedules, callbacks, data module, scaler."""
-
-    def __init__(self, trainer: Any):
-        self._trainer, self._connector = trainer, trainer._checkpoint_connector
-        self._loaded: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        checkpoint = self._connector.dump_checkpoint(False)
-        left_out = {*_SAVED_ELSEWHERE, *_FOR_LOADING_ALONE}
-        return {key: value for key, value in checkpoint.items() if key not in left_out}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._loaded = dict(state)
-
-    def hand_to_trainer(self) -> None:
-        """Restore data module and callbacks, and leave the rest for Trainer, which restores it next."""
-        checkpoint = {**self._loaded, "state_dict": {}, "optimizer_states": []}
-        self._trainer.lightning_module.on_load_checkpoint(checkpoint)
-        self._connector._loaded_checkpoint = checkpoint
-        self._connector.restore_datamodule()
-        self._connector.restore_callbacks()
 
 
 class _Position:
@@ -544,7 +470,7 @@ def _leave_groups_at_exit() -> None:
 
 
 def own_folder() -> Path:
-    """Return where SlurmtrainCallback saves through Trainer: `lightning` in the run directory, or here."""
+    """Return where SlurmtrainCallback saves: `lightning` in the run directory, or here."""
     _joined()
     return session.context.run_dir.path / "lightning" if session.context is not None else Path("lightning")
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slurmtrain.checkpoint.format.directory import newest_committed_step
 from slurmtrain.choices import Allow, JobKind
 from slurmtrain.config.frozen import freeze, load_frozen, to_config, to_values
 from slurmtrain.config.known_models import is_our_decoder
@@ -37,7 +38,7 @@ from slurmtrain.launch.submit import facts_of_config, job_paths
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.planner.schedule import learning_rate
 from slurmtrain.report.compare import MISSING, config_differences
-from slurmtrain.runs import lookup, reached_step
+from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.software import CodeRecord, read_code_record, record_of
@@ -112,7 +113,7 @@ def change(
         finish_change(run_dir)
     changed_fields = {key: list(values) for key, values in differences(before, config).items()}
     run_dir.event(Event.CHANGED, set=words, changed=changed_fields, code=facts.get("code"))
-    return describe(before, config, reached_step.newest_checkpoint_step(run_dir))
+    return describe(before, config, newest_committed_step(run_dir.checkpoints))
 
 
 def finish_change(run_dir: RunDir) -> None:
@@ -148,7 +149,7 @@ def plan(run_dir: RunDir, before: Config, overrides: Sequence[str], cwd: Path) -
     if lookup.is_sweep(run_dir.path.parent):
         check_of_one_run(words, run_dir.info().get("varied") or ())
     config, dims = changed(before, words, cwd)
-    step = reached_step.newest_checkpoint_step(run_dir)
+    step = newest_committed_step(run_dir.checkpoints)
     check_meaning(before, config, step)
     check_fits(config, dims)
     check_prepared(config)

@@ -319,12 +319,5 @@ def check_in_snapshot(config: Config, workdir: Path, source: CodeSource, cwd: Pa
         f"{path} is not in the snapshot that the job runs, because {why_missing(path)}, so `{word}` does not name it there; "
         f"name it by its absolute path: {absolute(path, cwd)}"
         for word, path in dict.fromkeys(paths_in(command))
-        if not os.path.isabs(path) and _exists(cwd / path) and not _exists(workdir / path)
+        if not os.path.isabs(path) and os.path.exists(cwd / path) and not os.path.exists(workdir / path)
     ]
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # words that are no paths: too long, or with a null byte
-        return False

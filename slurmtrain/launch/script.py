@@ -66,7 +66,7 @@ def explained(config: Config, cwd: Path) -> list[Line]:
         *_with_reasons(dry_run(config, cwd, source, explain=True)),
         Line("", ""),
         Line("# `supervise` starts the ranks with:", ""),
-        *(each.line for each in srun),
+        *(Line(shlex.join(words), why) for words, why in srun),
     ]
 
 

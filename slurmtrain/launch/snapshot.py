@@ -22,6 +22,7 @@ from slurmtrain.system.modes import folder_mode, forbid_others_to_write, inherit
 from slurmtrain.system.process_facts import without_user
 
 IN_PLACE_S = 5.0  # seconds for git to say whether a work tree that is not copied has changes
+LONGEST_DIFF = 1 << 20  # characters of a diff that is kept; the snapshot has the files, however much differs
 
 
 def source_of_run(run_dir: RunDir) -> CodeSource:
@@ -93,21 +94,28 @@ def _git_state(source: CodeSource, files: Collection[str]) -> CodeRecord:
     others = "--untracked-files=all" if source.git else "--untracked-files=no"
     status = run("status", "--porcelain=v2", "--branch", "--no-renames", "-z", others)
     if status.returncode == TIMED_OUT:
-        return CodeRecord(run("rev-parse", "HEAD").stdout.strip() or None, dirty=None)
+        return CodeRecord(run("rev-parse", "HEAD").stdout.strip() or None, dirty=None, diff=None)
     if status.returncode:
         if source.git:
             raise git_failed(folder, status)
         return CodeRecord()
     lines = [line for line in status.stdout.split("\0") if line]
     head = dict(line.split(" ", 2)[1:] for line in lines if line.startswith("# branch."))
-    # An untracked file counts if it is copied. What ends with a slash is a repository inside.
-    dirty = any(line[0] not in "#?" or line.endswith("/") or line[2:] in files for line in lines)
+    new = [line[2:] for line in lines if line.startswith("? ")]  # counts if it is copied
+    untracked = [name for name in new if name in files]
+    # What ends with a slash is a repository inside.
+    dirty = bool(untracked) or any(line[0] not in "#?" or line.endswith("/") for line in lines)
     revision = None if head.get("branch.oid") == "(initial)" else head.get("branch.oid")
     branch = None if head.get("branch.head") == "(detached)" else head.get("branch.head")
     if not source.git and revision is None:
         return CodeRecord()
     remote = run("config", "--get", "remote.origin.url").stdout.strip()
-    return CodeRecord(revision, dirty, branch, without_user(remote) if remote else None)
+    state = CodeRecord(revision, dirty, branch, without_user(remote) if remote else None)
+    if not dirty or revision is None:
+        return state
+    answer = run("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
+    diff = answer.stdout if answer.returncode == 0 and len(answer.stdout) <= LONGEST_DIFF else None
+    return dataclasses.replace(state, diff=diff, untracked=tuple(untracked))
 
 
 def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:

@@ -99,8 +99,11 @@ def slurm_conf_of(config: Config) -> str | None:
         return in_shell if here is not None else None
     found = sandbox.find(config.cluster.sandbox)
     if found is None:
+        name = config.cluster.sandbox
+        named = f"--dir {name}" if "/" in name else f"--name {name}"
         raise ClusterError(
-            f"the sandbox {config.cluster.sandbox!r} is not running", hint="start it: python -m slurmtrain sandbox up"
+            f"the sandbox {name!r} is not running",
+            hint=f"start it: python -m slurmtrain sandbox up {named}; cluster.sandbox=NAME uses another one",
         )
     return str(found.slurm_conf)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 
 class Ending(StrEnum):
@@ -59,7 +59,6 @@ class LoggedRun:
     held: Held = field(default_factory=Held)
 
 
-@runtime_checkable
 class Logger(Protocol):
     """The methods of a logger. A class of your own that is derived from this one needs `log` only.
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,8 @@ NOTE_EVERY_S = 5.0  # between notes of what the logger has
 PAUSES_S = (5.0, 15.0, 60.0)  # after the first, second, and each further error in a row
 TRIES = 3  # of a record
 CLOSE_S = {Ending.FINISHED: 30.0, Ending.STOPPED: 5.0, Ending.FAILED: 5.0}  # the grace time of a stop is short
-AGAIN_S = (
-    2.0  # that must be left for another try at the end: the signal of a stop may have killed what serves the logger
-)
+# Seconds that must be left for another try at the end: the signal of a stop may have killed what serves the logger.
+AGAIN_S = 2.0
 BUILT_IN = {
     "wandb": "slurmtrain.observe.wandb_logger.WandbLogger",
     "mlflow": "slurmtrain.observe.mlflow_logger.MlflowLogger",
@@ -136,7 +135,7 @@ class LoggerThread:
         with contextlib.suppress(OSError, ValueError):  # without a note, the logger itself may know what it has
             self._note_file.parent.mkdir(mode=folder_mode(self._note_file.parent.parent), exist_ok=True)
             note = read_json(self._note_file) or {}
-            self._held = Held(_count(note.get("step")), _count(note.get("evaluated")))
+            self._held = records.typed_or_none(Held, note) or Held()
         while True:
             was_over = self._over.is_set()
             try:
@@ -214,15 +213,10 @@ class LoggerThread:
     def _note(self, *, durable: bool = False) -> None:
         """Note what the logger has."""
         self._noted = time.monotonic()
-        note = {"step": self._held.step, "evaluated": self._held.evaluated, "error": self._error}
         try:
-            write_json(self._note_file, note, durable=durable)
+            write_json(self._note_file, {**asdict(self._held), "error": self._error}, durable=durable)
         except OSError as error:  # a full disk
             log.warning("cannot note what the logger %s has: %s", self.name, error.strerror or error)
-
-
-def _count(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else -1
 
 
 class LoggerThreads:
@@ -268,13 +262,13 @@ def build_logger(name: str, config: Config) -> Logger:
     """Build a logger of the config: "wandb", "mlflow", or one of `observe.loggers`.
 
     Raises:
-        ConfigError: it cannot be built, or has not the methods of a logger.
+        ConfigError: it cannot be built.
     """
     from hydra.errors import InstantiationException
     from hydra.utils import get_object, instantiate
 
     if name in BUILT_IN:
-        built = get_object(BUILT_IN[name])(getattr(config.observe, name))
+        built: Logger = get_object(BUILT_IN[name])(getattr(config.observe, name))
     else:
         try:
             built = instantiate(config.observe.loggers[name], _convert_="all")
@@ -284,12 +278,6 @@ def build_logger(name: str, config: Config) -> Logger:
                 f"observe.loggers.{name}._target_={target}: {why_not_built(error, target)}",
                 hint="can it be imported where the job runs, and are its arguments spelled correctly?",
             ) from None
-    if not isinstance(built, Logger):
-        missing = [method for method in ("open", "log", "evaluated", "flush", "close") if not hasattr(built, method)]
-        raise ConfigError(
-            f"observe.loggers.{name} is not a logger: it has no {', '.join(missing)}",
-            hint="derive it from slurmtrain.observe.Logger",
-        )
     return built
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from slurmtrain.system import records
 from slurmtrain.system.files import fsync_directory, replace_file
@@ -21,8 +21,6 @@ from slurmtrain.system.patience import BestEffort
 
 log = logging.getLogger(__name__)
 
-BLOCK_BYTES = 1 << 18
-KEPT_BYTES = 64 << 20  # of records that wait for the storage: those of days
 # Names, or what they begin with, of metrics that describe the machine; besides those whose unit has seconds.
 MEASURED = ("tokens_per_s", "tflops_per_gpu", "mfu", "communication_share", "memory_", "slowest_rank")
 EVALUATION_KEYS = ("evaluation", "time")  # in a record of an evaluation job, besides the step and its metrics
@@ -34,14 +32,13 @@ class MetricsLog:
     """A metrics file to which records are appended; each is in the file when `write` returns, if the storage lets it.
 
     While the disk is full or fails, records are kept in memory, and are written before the next one that can be written:
-    the file never lacks one between two others, unless more than `KEPT_BYTES` wait; then the oldest of these are lost.
+    the file never lacks one between two others.
 
     Args:
         path: the file; its folder is made if need be.
         resume_step: the step of the checkpoint that this attempt continues from. Records of later steps, and a last
             line torn by a kill, are dropped. -1 starts from nothing.
         keep: called with each other record; those for which it returns false are dropped, too.
-        settled_step: all records up to this step are kept, and the part of the file that holds only them is not read.
 
     Raises:
         OSError: the file cannot be opened or shortened.
@@ -52,56 +49,43 @@ class MetricsLog:
         path: Path,
         resume_step: int,
         keep: Callable[[dict[str, Any]], bool] = lambda record: True,
-        settled_step: int | None = None,
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._descriptor: int | None = None
         self._unwritten: deque[bytes] = deque()
-        self._unwritten_bytes = 0
         self._begun = 0  # bytes of the first unwritten line that are in the file
-        self._lost = 0
         self._cuts: list[Callable[[], None]] = []  # to be made before anything is written
         self._storage = BestEffort(f"records for {path}", "are kept until they can be")
-        self._cut(resume_step, keep, settled_step)
+        self._cut(resume_step, keep)
         self._write_all()
 
     def write(self, step: int, **values: Value) -> None:
         """Append one record. Floats are written so that reading them gives the same bits (NaN as `NaN`)."""
-        line = json.dumps({"step": step, **values}).encode() + b"\n"
-        self._unwritten.append(line)
-        self._unwritten_bytes += len(line)
-        while self._unwritten_bytes > KEPT_BYTES and len(self._unwritten) > 1:
-            oldest = 1 if self._begun else 0  # the rest of a line that was begun has to follow
-            self._unwritten_bytes -= len(self._unwritten[oldest])
-            del self._unwritten[oldest]
-            self._lost += 1
+        self._unwritten.append(json.dumps({"step": step, **values}).encode() + b"\n")
         self._storage.attempt(self._write_all)
 
     def rewind(
         self,
         step: int,
         keep: Callable[[dict[str, Any]], bool] = lambda record: True,
-        settled_step: int | None = None,
     ) -> None:
         """Go back to `step`, as a log that is opened with these arguments; when the storage lets it, and before `write`."""
-        self._cut(step, keep, settled_step)
+        self._cut(step, keep)
         self._shut()
         wanted = [line for line, record in _whole(self._unwritten) if record["step"] <= step and keep(record)]
         self._unwritten, self._begun = deque(wanted), 0  # the cut drops what was begun of a line
-        self._unwritten_bytes = sum(map(len, wanted))
         self._storage.attempt(self._write_all)
 
     def close(self) -> None:
         """Close the file. Records that still cannot be written are lost."""
         self._storage.attempt(self._write_all)
         self._shut()
-        if lost := self._lost + len(self._unwritten):
-            log.warning("%s lacks %d records, which could not be written", self._path, lost)
+        if self._unwritten:
+            log.warning("%s lacks %d records, which could not be written", self._path, len(self._unwritten))
 
-    def _cut(self, step: int, keep: Callable[[dict[str, Any]], bool], settled_step: int | None) -> None:
-        settled = step if settled_step is None else min(settled_step, step)
-        self._cuts.append(lambda: _drop(self._path, lambda record: record["step"] <= step and keep(record), settled))
+    def _cut(self, step: int, keep: Callable[[dict[str, Any]], bool]) -> None:
+        self._cuts.append(lambda: _drop(self._path, lambda record: record["step"] <= step and keep(record)))
 
     def _write_all(self) -> None:
         """Make the cuts that are due, and write what is kept, in order.
@@ -119,7 +103,7 @@ class MetricsLog:
                 # One call for the whole line: a kill then leaves all of it, or at worst a torn last line.
                 self._begun += os.write(self._descriptor, self._unwritten[0][self._begun :])
                 if self._begun == len(self._unwritten[0]):
-                    self._unwritten_bytes -= len(self._unwritten.popleft())
+                    self._unwritten.popleft()
                     self._begun = 0
         except OSError:
             self._shut()  # a server that was started anew may not know the open file any more
@@ -181,47 +165,14 @@ def _is_record(value: object) -> bool:
     return isinstance(value, dict) and records.is_count(value.get("step"))
 
 
-def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool], settled_step: int) -> None:
-    """Keep only the wanted records in the file.
-
-    Only the end of a long file is read, and it is usually truncated in place.
-    """
+def _drop(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Keep only the wanted records in the file, which is usually truncated in place."""
     if not path.exists():
         return
-    with path.open("r+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        begin = _settled_bytes(file, size, settled_step)
-        file.seek(begin)
-        end = file.read()
-        kept = b"".join(line for line, record in _whole(end.splitlines(keepends=True)) if wanted(record))
-        if end.startswith(kept):
-            if len(kept) < len(end):
-                file.truncate(begin + len(kept))
-            return
-        file.seek(0)
-        before = file.read(begin)
-    replace_file(path, before + kept)  # not in place, so that a kill in the middle loses no record
-    fsync_directory(path.parent)
-
-
-def _settled_bytes(file: BinaryIO, size: int, settled_step: int) -> int:
-    """Return the size of the first part of the file that need not be read.
-
-    That part ends with a block of whole records, none of a later step.
-
-    Steps grow along the file; a whole block is checked, since a rank that was cut off may have added some lines of its
-    own.
-    """
-    end = size
-    while end > BLOCK_BYTES:
-        file.seek(end - BLOCK_BYTES)
-        block = file.read(BLOCK_BYTES)
-        first = block.find(b"\n") + 1
-        lines = block[first:].splitlines(keepends=True)
-        steps = [record["step"] for _, record in _whole(lines)]
-        if steps and len(steps) == len(lines) and max(steps) <= settled_step:
-            return end
-        if not first:  # a line that is longer than a block
-            return 0
-        end = end - BLOCK_BYTES + first
-    return 0
+    whole = path.read_bytes()
+    kept = b"".join(line for line, record in _whole(whole.splitlines(keepends=True)) if wanted(record))
+    if not whole.startswith(kept):
+        replace_file(path, kept)  # not in place, so that a kill in the middle loses no record
+        fsync_directory(path.parent)
+    elif len(kept) < len(whole):
+        os.truncate(path, len(kept))

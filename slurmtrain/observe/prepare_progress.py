@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from slurmtrain.data.prepare.worker_pool import Tally
-from slurmtrain.observe.display import display
-from slurmtrain.observe.progress import format_count, format_duration
+from slurmtrain.observe.progress import display, format_count, format_duration
 
 
 class Preparing:

@@ -18,7 +18,7 @@ class Reporter:
         self, *, metrics_file: Path, tensorboard: Path | None, total_steps: int, resume_step: int, evaluated_at: int
     ):
         self._folder, self._total_steps = tensorboard, total_steps
-        self._metrics = MetricsLog(metrics_file, resume_step, _made_once(evaluated_at), evaluated_at)
+        self._metrics = MetricsLog(metrics_file, resume_step, _made_once(evaluated_at))
         self._begin(resume_step)
 
     def _begin(self, step: int) -> None:
@@ -30,7 +30,7 @@ class Reporter:
         self._progress.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-        self._metrics.rewind(step, _made_once(evaluated_at), evaluated_at)
+        self._metrics.rewind(step, _made_once(evaluated_at))
         self._begin(step)
 
     def log(self, step: int, **values: float | str | None) -> None:

@@ -1,8 +1,8 @@
 """A text file per node for the node exporter of Prometheus: the numbers of the last logged step, labelled by run, job and user.
 
 The node exporter reads *.prom in the folder that its --collector.textfile.directory names. A thread writes the file, since
-the folder is not ours: one that hangs or is full must not hold up training. The file is replaced in one step, at most every
-10 s and at least every minute, so that `slurmtrain_updated_timestamp_seconds` tells what is stale; it is removed at the end.
+the folder is not ours: one that hangs or is full must not hold up training. The file is replaced in one step every 10 s, so
+that `slurmtrain_updated_timestamp_seconds` tells what is stale; it is removed at the end.
 A kill leaves it behind: the user's next run on that node removes it.
 
 Format: https://prometheus.io/docs/instrumenting/exposition_formats/
@@ -11,8 +11,8 @@ Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-import math
 import os
 import re
 import stat
@@ -28,7 +28,6 @@ from slurmtrain.system.redaction import redact
 log = logging.getLogger(__name__)
 
 EVERY_S = 10.0
-AT_LEAST_EVERY_S = 60.0
 STALE_S = 600.0  # a file that was not written for so long is left over
 CLOSE_S = 2.0
 MODE = 0o644  # the node exporter is another user
@@ -38,35 +37,19 @@ PREFIX = "slurmtrain_"
 def text_file_of(run_dir: RunDir, rank: int, node: str) -> tuple[str, dict[str, str]]:
     """Return the name of the text file of this node for a run, and the labels of its numbers."""
     info = run_dir.info()
-    labels = {
-        "run": run_dir.id,
-        "job": str(info["name"]),
-        "user": str(info["user"]),
-        "node": node,
-        "rank": str(rank),
-    }
+    labels = {"run": run_dir.id, "job": str(info["name"]), "user": str(info["user"]), "node": node, "rank": str(rank)}
     return f"{run_dir.id}-{rank}", labels
 
 
 def render(values: Mapping[str, float], labels: Mapping[str, str]) -> str:
     """Return the text for numbers by their names, each a gauge with these labels."""
-    shown = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+    # A label's value is escaped as a string in JSON is.
+    shown = ",".join(f"{name}={json.dumps(redact(value), ensure_ascii=False)}" for name, value in labels.items())
     lines = []
     for name, value in sorted(values.items()):
         metric = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-        lines.append(f"# TYPE {metric} gauge")
-        lines.append(f"{metric}{{{shown}}} {_number(value)}")
+        lines += [f"# TYPE {metric} gauge", f"{metric}{{{shown}}} {float(value)!r}"]
     return "\n".join(lines) + "\n"
-
-
-def _escaped(value: str) -> str:
-    return redact(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    return ("+Inf" if value > 0 else "-Inf") if math.isinf(value) else repr(float(value))
 
 
 class TextFile:
@@ -76,17 +59,10 @@ class TextFile:
         folder: of the node exporter.
         name: of the file, without `slurmtrain_` and `.prom`.
         labels: of every number.
-        every_s: seconds between two looks for other numbers.
+        every_s: seconds between two writes.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        labels: Mapping[str, str],
-        *,
-        every_s: float = EVERY_S,
-    ):
+    def __init__(self, folder: Path, name: str, labels: Mapping[str, str], *, every_s: float = EVERY_S):
         self._folder, self.path = folder, folder / f"{PREFIX}{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.prom"
         self._labels, self._every_s = dict(labels), every_s
         self._values: dict[str, float] = {}
@@ -105,12 +81,9 @@ class TextFile:
 
     def _work(self) -> None:
         self._remove_stale()
-        shown, due = dict[str, float](), 0.0
         while True:
-            values = self._values
-            if values and (values is not shown or time.monotonic() >= due):
-                self._write(values)
-                shown, due = values, time.monotonic() + AT_LEAST_EVERY_S
+            if self._values:
+                self._write(self._values)
             if self._ended.wait(self._every_s):
                 break
         with contextlib.suppress(OSError):
@@ -130,8 +103,7 @@ class TextFile:
         """Remove the files that runs of this user have left behind on this node."""
         with contextlib.suppress(OSError):
             for path in self._folder.glob(f"{PREFIX}*.prom"):
-                with contextlib.suppress(OSError):
-                    found = os.lstat(path)
-                    old = time.time() - found.st_mtime > STALE_S
-                    if old and found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
-                        path.unlink()
+                found = os.lstat(path)
+                old = time.time() - found.st_mtime > STALE_S
+                if old and found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
+                    path.unlink()

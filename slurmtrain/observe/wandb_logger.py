@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 KEY = "WANDB_API_KEY"
 KEYS = (KEY, "WANDB_IDENTITY_TOKEN_FILE")
-HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # of W&B's own service, by its version
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+SERVER = "api.wandb.ai"  # of W&B's own service
 CONNECT_S = 3.0
 OPEN_S = 60.0  # to begin a run with the server
 FINISH_S = 25.0  # to upload what is left when training has finished
@@ -56,40 +57,22 @@ def why_offline(wanted: WandbMode, variables: Mapping[str, str]) -> str | None:
         return None
     if asked in ("offline", "dryrun"):
         return "observe.wandb.mode or WANDB_MODE says so"
-    hosts = _hosts(variables)
-    if not any(variables.get(name) for name in KEYS) and not _is_in_netrc(hosts, variables):
-        return f"no API key is known here ({KEY}, or a netrc file)"
-    return None if _answers(hosts, variables) else "its server cannot be reached from this node"
-
-
-def _hosts(variables: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Return the servers that the numbers may go to, with their ports."""
-    url = variables.get("WANDB_BASE_URL")
-    if not url:
-        return [(host, 443) for host in HOSTS]
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
-        if parts.hostname:
-            return [(parts.hostname, parts.port or (80 if parts.scheme == "http" else 443))]
-    return []
-
-
-def _is_in_netrc(hosts: list[tuple[str, int]], variables: Mapping[str, str]) -> bool:
-    path = variables.get("NETRC") or os.path.expanduser("~/.netrc")
+    host, port = SERVER, 443
+    if url := variables.get("WANDB_BASE_URL"):
+        with contextlib.suppress(ValueError):
+            parts = urlsplit(url)
+            host, port = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
+    known = any(variables.get(name) for name in KEYS)
     with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
-        found = netrc.netrc(path).hosts
-        return any(host in found or f"{host}:{port}" in found for host, port in hosts)
-    return False
-
-
-def _answers(hosts: list[tuple[str, int]], variables: Mapping[str, str]) -> bool:
-    """Return whether a server takes connections. Behind a proxy only the proxy knows, so that counts as yes."""
-    if any(variables.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True
-    for address in hosts:
-        with contextlib.suppress(OSError), socket.create_connection(address, timeout=CONNECT_S):
-            return True
-    return False
+        found = netrc.netrc(variables.get("NETRC") or os.path.expanduser("~/.netrc")).hosts
+        known = known or host in found or f"{host}:{port}" in found
+    if not known:
+        return f"no API key is known here ({KEY}, or a netrc file)"
+    if any(variables.get(name) for name in PROXIES):  # only the proxy knows which servers answer
+        return None
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=CONNECT_S):
+        return None
+    return "its server cannot be reached from this node"
 
 
 def variables_of(config: WandbConfig, run: LoggedRun, *, online: bool) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from slurmtrain.choices import ActivationCheckpointing, Backend, Device, JobKind, PpSchedule, ReduceDtype
 from slurmtrain.config.known_models import is_our_decoder
@@ -21,7 +21,7 @@ from slurmtrain.config.parallel_dims import (
     parallel_dims_of,
     sequence_lengths,
 )
-from slurmtrain.config.schema import Config
+from slurmtrain.config.schema import Config, ParallelConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.planner.memory import ADAM_STATES, GIB, MemorySettings, StageMemory, in_gb, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
@@ -177,7 +177,8 @@ def _fitting(config: Config, limit: float, more: list[str]) -> Iterator[tuple[li
     for dims in nearest_layouts(config):
         if config.lora.r and dims.tp * dims.pp > 1:  # which adapters do not go with
             continue
-        ways = sorted(_ways(config, dims), key=lambda way: (len(way[1]), way[0]))
+        kinds = CHECKPOINTING[CHECKPOINTING.index(config.parallel.activation_checkpointing) :]
+        ways = sorted(forms_of(config, dims, kinds, config.parallel), key=lambda way: (len(way[1]), way[0]))
         if not ways or most_bytes(ways[-1][2], dims) > limit:  # the change that needs least memory
             continue
         for _, further, changed in ways:
@@ -191,17 +192,24 @@ def most_bytes(config: Config, dims: ParallelDims) -> float:
     return max((stage.total for stage in memory_of(config, dims) or []), default=math.inf)
 
 
-def _ways(config: Config, dims: ParallelDims) -> Iterator[tuple[int, list[str], Config]]:
-    """Yield the changes that are possible within a layout: the size of the change, the overrides, and the changed config."""
-    kinds = CHECKPOINTING[CHECKPOINTING.index(config.parallel.activation_checkpointing) :]
+def forms_of(
+    config: Config, dims: ParallelDims, kinds: Sequence[ActivationCheckpointing], parallel: ParallelConfig
+) -> Iterator[tuple[int, list[str], Config]]:
+    """Yield the forms of a layout: the size of the change, the overrides beside those of the layout, and the changed config.
+
+    Args:
+        kinds: kinds of activation checkpointing to try.
+        parallel: what is kept of the config's.
+    """
     for (slower, kind), (halvings, size) in itertools.product(
         enumerate(kinds), enumerate(micro_batch_sizes(config, dims))
     ):
-        parallel = dataclasses.replace(config.parallel, activation_checkpointing=kind)
-        train = dataclasses.replace(config.train, micro_batch_size=size) if halvings else config.train
         words = [f"train.micro_batch_size={size}"] if halvings else []
-        words += [f"parallel.activation_checkpointing={kind}"] if slower else []
-        yield slower + halvings, words, dataclasses.replace(config, parallel=parallel, train=train)
+        if kind != config.parallel.activation_checkpointing:
+            words.append(f"parallel.activation_checkpointing={kind}")
+        changed = dataclasses.replace(parallel, activation_checkpointing=kind)
+        train = dataclasses.replace(config.train, micro_batch_size=size)
+        yield slower + halvings, words, dataclasses.replace(config, parallel=changed, train=train)
 
 
 def micro_batch_sizes(config: Config, dims: ParallelDims) -> list[int]:

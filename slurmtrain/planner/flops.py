@@ -53,9 +53,19 @@ def decoder_flops(shape: DecoderShape) -> ModelFlops:
 
     The matrix that predicts tokens counts; the embedding is looked up, and counts only where it is the same matrix.
     """
-    block = sum(each.shape[0] * each.shape[1] for each in shape.block() if len(each.shape) == 2)
-    multiplied = shape.n_layers * block + shape.vocab_size * shape.dim
-    return ModelFlops(TRAINED * multiplied, attention_flops(shape.n_layers, shape.n_heads, shape.head_dim))
+    return ModelFlops(
+        TRAINED * multiplied_elements(shape), attention_flops(shape.n_layers, shape.n_heads, shape.head_dim)
+    )
+
+
+def matrix_elements(shape: DecoderShape) -> int:
+    """Return the elements of the matrices of one layer."""
+    return sum(each.shape[0] * each.shape[1] for each in shape.block() if len(each.shape) == 2)
+
+
+def multiplied_elements(shape: DecoderShape) -> int:
+    """Return the elements of all matrices that a token is multiplied with."""
+    return shape.n_layers * matrix_elements(shape) + shape.vocab_size * shape.dim
 
 
 def dense_pairs(rows: int, seq_len: int) -> int:

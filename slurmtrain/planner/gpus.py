@@ -7,12 +7,15 @@ a program reaches is less.
 
 from __future__ import annotations
 
+import csv
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 BF16, FP16, TF32, FP32 = "bfloat16", "float16", "tf32", "float32"
 DTYPES = (BF16, FP16, TF32, FP32)
-PCIE_3, PCIE_4, PCIE_5 = 16.0, 32.0, 64.0  # 10^9 bytes per second, one direction, of 16 lanes
+TABLE = Path(__file__).with_name("gpus.csv")
 
 
 @dataclass(frozen=True)
@@ -55,47 +58,16 @@ class Peak:
     why: str
 
 
+def _read_table() -> Iterator[Gpu]:
+    with TABLE.open(newline="", encoding="ascii") as file:
+        for row in csv.DictReader(file):
+            numbers = {name: float(cell) if cell else None for name, cell in row.items() if name != "name"}
+            yield Gpu(row["name"], **numbers)  # type: ignore[arg-type]
+
+
 # The network is that of DGX A100 (200 Gbit/s for each GPU), DGX H100, H200 and B200 (400), DGX B300 (800), and of AMD's
-# reference nodes (400). Of MI250X, which PyTorch sees as two GPUs, one.
-GPUS = (
-    Gpu("GB300", 279, 900, 100, 2500, 2500, 1250, 80),
-    Gpu("B300", 270, 900, 100, 2250, 2250, 1125, 75),
-    Gpu("GB200", 186, 900, 50, 2500, 2500, 1250, 80),
-    Gpu("B200", 180, 900, 50, 2250, 2250, 1125, 75),
-    Gpu("B100", 180, 900, 50, 1750, 1750, 875, 60),
-    Gpu("H200 NVL", 141, PCIE_5, None, 835.5, 835.5, 417.7, 60),
-    Gpu("GH200", 96, 450, 50, 989.4, 989.4, 494.7, 66.9),
-    Gpu("H200", 141, 450, 50, 989.4, 989.4, 494.7, 66.9),
-    Gpu("H100 NVL", 94, PCIE_5, None, 835.5, 835.5, 417.7, 60),
-    Gpu("H100 PCIe", 80, PCIE_5, None, 756, 756, 378, 51),
-    Gpu("H100", 80, 450, 50, 989.4, 989.4, 494.7, 66.9),
-    Gpu("H800", 80, 200, 50, 989.4, 989.4, 494.7, 66.9),
-    Gpu("H20", 96, 450, 50, 148, 148, 74, 44),
-    Gpu("A100 PCIe", 40, PCIE_4, None, 312, 312, 156, 19.5),
-    Gpu("A100", 40, 300, 25, 312, 312, 156, 19.5),
-    Gpu("A800 PCIe", 80, PCIE_4, None, 312, 312, 156, 19.5),
-    Gpu("A800", 80, 200, 25, 312, 312, 156, 19.5),
-    Gpu("A30", 24, PCIE_4, None, 165, 165, 82, 10.3),
-    Gpu("A40", 48, PCIE_4, None, 149.7, 149.7, 74.8, 37.4),
-    Gpu("A10G", 24, PCIE_4, None, 70, 70, 35, 35),
-    Gpu("A10", 24, PCIE_4, None, 125, 125, 62.5, 31.2),
-    Gpu("L40S", 48, PCIE_4, None, 362.05, 362.05, 183, 91.6),
-    Gpu("L40", 48, PCIE_4, None, 181.05, 181.05, 90.5, 90.5),
-    Gpu("L4", 24, PCIE_4, None, 121, 121, 60, 30.3),
-    Gpu("RTX 6000 Ada", 48, PCIE_4, None, 364.2, 364.2, 182.1, 91.1),
-    Gpu("RTX A6000", 48, PCIE_4, None, 154.8, 154.8, 77.4, 38.7),
-    Gpu("RTX 4090", 24, PCIE_4, None, 165.2, 165.2, 82.6, 82.6),
-    Gpu("RTX 3090", 24, PCIE_4, None, 71, 71, 35.6, 35.6),
-    Gpu("V100 PCIe", 16, PCIE_3, None, None, 112, None, 14),
-    Gpu("V100", 16, 150, None, None, 125, None, 15.7),
-    Gpu("T4", 16, PCIE_3, None, None, 65, None, 8.1),
-    Gpu("MI355X", 288, 538, 50, 2516.6, 2516.6, None, 157.3),
-    Gpu("MI350X", 288, 538, 50, 2306.9, 2306.9, None, 144.2),
-    Gpu("MI325X", 256, 448, 50, 1307.4, 1307.4, 653.7, 163.4),
-    Gpu("MI300X", 192, 448, 50, 1307.4, 1307.4, 653.7, 163.4),
-    Gpu("MI250X", 64, 100, 12.5, 191.5, 191.5, None, 47.9),
-    Gpu("MI210", 64, 100, None, 181, 181, None, 45.3),
-)
+# reference nodes (400). Of MI250X, which PyTorch sees as two GPUs, one. GPUs with PCI Express alone: 16 lanes of it.
+GPUS = tuple(_read_table())
 _WORDS = re.compile(r"rtx|[a-z]+\d*[a-z]*|\d+[a-z]*")
 _SIZE = re.compile(r"(?<![a-z0-9.])(\d{2,3}) ?g(?:i?b)?(?![a-z0-9])")
 _PART = re.compile(r"\bmig\b|\d+g[._]\d+gb", re.IGNORECASE)  # a part of a GPU has a part of its memory and its peak

@@ -6,8 +6,9 @@ All of it is arithmetic on the config, so that it answers at once on a machine w
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from slurmtrain.choices import ActivationCheckpointing, Backend, JobKind
@@ -22,12 +23,11 @@ from slurmtrain.config.parallel_dims import (
 )
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.planner.fit import ROOM, memory_of, micro_batch_sizes
+from slurmtrain.planner.fit import ROOM, forms_of, memory_of, most_bytes
 from slurmtrain.planner.gpus import gpu_of
 from slurmtrain.planner.hardware import Hardware, hardware_of
 from slurmtrain.planner.memory import GIB, StageMemory
 from slurmtrain.planner.saving import Saving, saving_of
-from slurmtrain.planner.scaling import Doubling, Size, doublings
 from slurmtrain.planner.step_time import Measured, StepTime, at_nodes, sequence_length, step_time
 
 ALIKE = 1.01  # the arithmetic does not tell steps apart whose times differ by less than this factor
@@ -35,6 +35,57 @@ DOUBLINGS = 5  # of the nodes that are looked at
 # Tokens of a sequence that a rank keeps at least before `search` divides sequences: context parallelism is for long ones, as
 # in Llama 3, which used it for those of 131,072 tokens only, over 16 ranks (arXiv:2407.21783, table 4).
 LONG_SEQUENCE = 8192
+WORTH_IT = 0.8  # efficiency at a doubling below which more nodes waste more than a fifth of themselves
+NOTICEABLE = 0.02  # share of a step's time below which a cause is noise
+
+
+# How well a job scales. A size is judged by the rank-seconds that a token costs: twice the ranks should take half the time for
+# the same tokens (strong scaling), or the same time for twice as many (weak scaling); either way a token costs what it did.
+
+
+@dataclass(frozen=True)
+class Doubling:
+    """What became of a job from one size to the next, larger one.
+
+    Attributes:
+        efficiency: 1: a token costs the rank-seconds that it did; 0.5: twice as many.
+        total: the same against the first size.
+        cause: what costs most that it did not cost before; None: nothing worth naming.
+        share: the cause's share of the larger size's step that it did not have before.
+    """
+
+    before: StepTime
+    after: StepTime
+    efficiency: float
+    total: float
+    cause: str | None
+    share: float
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether the efficiency is at least 80 % for each doubling of the ranks."""
+        return math.log(self.efficiency) >= math.log(WORTH_IT) * math.log2(self.after.ranks / self.before.ranks)
+
+
+def doublings(sizes: Sequence[StepTime]) -> list[Doubling]:
+    """Return what became of each size against the one before; sizes in ascending order."""
+    found = []
+    for before, after in itertools.pairwise(sizes):
+        cost = after.rank_seconds_per_token
+        costs = [{name: each.ranks * s / each.tokens for name, s in each.seconds.items()} for each in (before, after)]
+        lost = {name: (costs[1].get(name, 0.0) - costs[0].get(name, 0.0)) / cost for name in costs[0] | costs[1]}
+        worst = max(lost, key=lambda name: lost[name], default=None)
+        if worst is not None and lost[worst] < NOTICEABLE:
+            worst = None
+        efficiency, total = (size.rank_seconds_per_token / cost for size in (before, sizes[0]))
+        share = 0.0 if worst is None else lost[worst]
+        found.append(Doubling(before, after, efficiency, total, cause=worst, share=share))
+    return found
+
+
+def first_not_worth_it(found: Sequence[Doubling]) -> Doubling | None:
+    """Return the first step to more nodes that is not worth it."""
+    return next((each for each in found if not each.worth_it), None)
 
 
 @dataclass(frozen=True)
@@ -157,17 +208,17 @@ def plan_of(
     )
 
 
-def _sizes(config: Config, measured: Measured | None) -> tuple[list[Size], str | None]:
+def _sizes(config: Config, measured: Measured | None) -> tuple[list[StepTime], str | None]:
     """Return the time of a step on 1, 2, 4, ... times the nodes, and why there is no further one."""
     nodes = config.cluster.node_range.most
-    found: list[Size] = []
+    found: list[StepTime] = []
     for doubling in range(DOUBLINGS + 1):
         if doubling and config.cluster.backend == Backend.LOCAL:
             return found, "with cluster.backend=local there is one node"
         sized = on_nodes(config, nodes * 2**doubling)
         if isinstance(sized, str):
             return found, f"{nodes * 2**doubling} nodes: {sized}"
-        size = size_of(sized, measured)
+        size = step_time(sized, parallel_dims_of(sized), hardware_of(sized), measured)
         if size is not None:
             found.append(size)
     return found, None
@@ -191,14 +242,6 @@ def on_nodes(config: Config, nodes: int) -> Config | str:
     raise AssertionError("unreachable")
 
 
-def size_of(config: Config, measured: Measured | None = None) -> Size | None:
-    """Return a config's number of ranks and the time of its step; None: it is not known."""
-    found = step_time(config, parallel_dims_of(config), hardware_of(config), measured)
-    if found is None:
-        return None
-    return Size(config.cluster.node_range.most, found.ranks, found.tokens, found.expected_s, found.seconds)
-
-
 # The search for a layout.
 
 
@@ -213,7 +256,7 @@ class Candidate:
     config: Config
     dims: ParallelDims
     overrides: list[str]
-    memory: int
+    memory: float
     step: StepTime
 
 
@@ -236,13 +279,13 @@ def search(config: Config, measured: Measured | None = None) -> list[Candidate]:
     for dims in nearest_layouts(free):
         if dims.cp > longest or (config.lora.r and dims.tp * dims.pp > 1):  # which adapters do not go with
             continue
-        forms = [form for form in _forms(free, dims, most, hardware, measured) if form is not None]
-        if forms:
-            found.append(min(forms, key=lambda form: form.step.expected_s))
+        forms = _forms(free, dims, most, hardware, measured)
+        if (fastest := min(forms, key=lambda form: form.step.expected_s, default=None)) is not None:
+            found.append(fastest)
     return sorted(found, key=_rank)
 
 
-def _rank(each: Candidate) -> tuple[int, int, int]:
+def _rank(each: Candidate) -> tuple[int, int, float]:
     """Return the sort key by which the faster comes first, and of those as fast the simpler, and that with more room."""
     alike = round(math.log(each.step.expected_s) / math.log(ALIKE))
     return alike, sum(size > 1 for size in each.dims.shape), each.memory
@@ -250,30 +293,16 @@ def _rank(each: Candidate) -> tuple[int, int, int]:
 
 def _forms(
     config: Config, dims: ParallelDims, most: float, hardware: Hardware, measured: Measured | None
-) -> Iterator[Candidate | None]:
+) -> Iterator[Candidate]:
     """Yield a layout with every kind of activation checkpointing, and with the micro batches that may be the fastest."""
     laid = dataclasses.replace(config.parallel, **{axis: getattr(dims, axis) for axis in AXES})
-    for kind in ActivationCheckpointing:
-        parallel = dataclasses.replace(laid, activation_checkpointing=kind)
-        for size in micro_batch_sizes(config, dims):
-            train = dataclasses.replace(config.train, micro_batch_size=size)
-            form = dataclasses.replace(config, parallel=parallel, train=train)
-            memory = max(stage.total for stage in memory_of(form, dims) or [])
-            if memory > most:
-                continue
-            if dims.pp > 1 and not is_possible(form):
-                continue
-            step = step_time(form, dims, hardware, measured)
-            if step is not None:
-                yield Candidate(form, dims, _overrides(form, dims, config), memory, step)
-            if dims.pp == 1:  # smaller micro batches only gather more often
-                break
-
-
-def _overrides(form: Config, dims: ParallelDims, config: Config) -> list[str]:
-    words = as_overrides(dims, config).split()
-    if form.train.micro_batch_size != dims.micro_batch_size(config.train):
-        words.append(f"train.micro_batch_size={form.train.micro_batch_size}")
-    if form.parallel.activation_checkpointing != config.parallel.activation_checkpointing:
-        words.append(f"parallel.activation_checkpointing={form.parallel.activation_checkpointing}")
-    return words
+    done = set[ActivationCheckpointing]()
+    for _, words, form in forms_of(config, dims, tuple(ActivationCheckpointing), laid):
+        kind, memory = form.parallel.activation_checkpointing, most_bytes(form, dims)
+        if kind in done or memory > most or (dims.pp > 1 and not is_possible(form)):
+            continue
+        step = step_time(form, dims, hardware, measured)
+        if step is not None:
+            yield Candidate(form, dims, [*as_overrides(dims, config).split(), *words], memory, step)
+        if dims.pp == 1:  # smaller micro batches only gather more often
+            done.add(kind)

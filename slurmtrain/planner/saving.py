@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slurmtrain.checkpoint.save.schedule import daly, mean_time_between_failures, young
+from slurmtrain.checkpoint.save.schedule import daly, mean_time_between_failures
 from slurmtrain.config.schema import Config
 from slurmtrain.planner.hardware import Hardware
 from slurmtrain.planner.memory import ADAM_STATES
@@ -35,7 +35,7 @@ class Saving:
         stall_s: seconds for which a save holds training up.
         mtbf_s: mean seconds between failures of the whole job.
         restart_s: seconds that a restart takes.
-        young_s, daly_s: the best time between two saves.
+        daly_s: the best time between two saves.
         interval_s: the time between two saves that the config asks for; None: it asks for the best one, or for none.
     """
 
@@ -45,7 +45,6 @@ class Saving:
     stall_s: float
     mtbf_s: float
     restart_s: float
-    young_s: float
     daly_s: float
     interval_s: float | None
 
@@ -76,7 +75,6 @@ def saving_of(config: Config, step_s: float | None, hardware: Hardware) -> Savin
         stall_s=stalled,
         mtbf_s=mtbf_s,
         restart_s=RESTART_S + config.requeue.restart_delay_s,
-        young_s=young(stalled, mtbf_s),
         daly_s=daly(stalled, mtbf_s),
         interval_s=_asked(config, step_s),
     )

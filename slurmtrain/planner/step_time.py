@@ -3,20 +3,19 @@
 What overlaps: gathering parameters and adding up gradients run beside the computation, which they slow down by a part of
 their time; what takes longer than that shows, and so do its two ends. What tensor and context parallelism exchange is
 needed at once, and shows in full.
-Two times are given: the one that is expected, by the rates that programs reach, and the least that is possible: all of
-the peak, and whatever takes longest, computation or the links of one axis, hides everything else.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slurmtrain.choices import ActivationCheckpointing, CpMethod
 from slurmtrain.config.parallel_dims import AXES, ParallelDims, sequence_lengths
 from slurmtrain.config.schema import Config
-from slurmtrain.planner.flops import FROZEN, TRAINED, decoder_flops
+from slurmtrain.errors import ConfigError
+from slurmtrain.planner.flops import FROZEN, TRAINED, decoder_flops, matrix_elements, multiplied_elements
 from slurmtrain.planner.hardware import Hardware
 from slurmtrain.planner.memory import layers_of_stages
 from slurmtrain.planner.shape import DecoderShape
@@ -31,6 +30,8 @@ PER_ELEMENT, PASSES = 2, 3  # operations of an element of a matrix for a token; 
 # more; those of KempnerForge from 8 to 32 GPUs take 0.3 to 0.6 of it longer.
 SLOWED = 0.3
 BACKWARD = 2 / 3  # share of the computation that is in the backward pass
+LEAST_COMPUTATION = 1e-3  # share of a step below which its times cannot be those of a training
+LEAST_SHARE = 0.1  # of a step that must be computation, however long the communication should take by arithmetic
 
 
 @dataclass(frozen=True)
@@ -60,24 +61,21 @@ class StepTime:
     Attributes:
         seconds: computation, the pipeline's bubble, imbalance of its stages, and by axis the communication that shows.
             They add up to `expected_s`.
-        at_best_s: the least that is possible with the stated peaks and bandwidths; None: no peak is known.
         traffic: what each axis sends.
         traffic_s: by axis, the seconds that this takes, hidden or not.
         bubble_share: share of a pipeline's time in which a rank waits for other stages.
-        flops_per_token, attended_flops_per_token: operations that the model needs in training, with dense attention, as
-            papers count it, and with what a token attends to.
+        flops_per_token: operations that the model needs in training, with dense attention, as papers count it.
         peak_flops: most operations per second of a rank; None: not known.
     """
 
     tokens: int
+    nodes: int
     ranks: int
     seconds: Mapping[str, float]
-    at_best_s: float | None
-    traffic: tuple[Traffic, ...]
-    traffic_s: Mapping[str, float]
+    traffic: tuple[Traffic, ...] = ()
+    traffic_s: Mapping[str, float] = field(default_factory=dict)
     bubble_share: float = 0.0
     flops_per_token: float = 0.0
-    attended_flops_per_token: float = 0.0
     peak_flops: float | None = None
 
     @property
@@ -89,6 +87,10 @@ class StepTime:
         return self.tokens / self.expected_s
 
     @property
+    def rank_seconds_per_token(self) -> float:
+        return self.ranks * self.expected_s / self.tokens
+
+    @property
     def communication_s(self) -> float:
         """The seconds of communication that show."""
         return sum(seconds for name, seconds in self.seconds.items() if name in COMMUNICATION_NAMES)
@@ -96,21 +98,9 @@ class StepTime:
     @property
     def mfu(self) -> float | None:
         """The model FLOPs utilisation that is expected, with dense attention, as papers count it: `mfu` of a run."""
-        return self._utilisation(self.flops_per_token, self.expected_s)
-
-    @property
-    def mfu_attended(self) -> float | None:
-        """The same with what tokens attend to; it is at most 1."""
-        return self._utilisation(self.attended_flops_per_token, self.expected_s)
-
-    @property
-    def mfu_attended_at_most(self) -> float | None:
-        return self._utilisation(self.attended_flops_per_token, self.at_best_s)
-
-    def _utilisation(self, flops_per_token: float, seconds: float | None) -> float | None:
-        if self.peak_flops is None or seconds is None:
+        if self.peak_flops is None:
             return None
-        return self.tokens * flops_per_token / (self.ranks * self.peak_flops * seconds)
+        return self.tokens * self.flops_per_token / (self.ranks * self.peak_flops * self.expected_s)
 
 
 def sequence_length(config: Config) -> int:
@@ -132,13 +122,12 @@ def step_time(
     if flops is None:
         return None
     micro_batch_size, micro_batches = dims.micro_batch_size(train), dims.micro_batches(train)
-    work = Work(micro_batch_size * seq_len / dims.cp, micro_batches)
     stages = stage_flops(config, dims, shape, micro_batch_size * seq_len, seq_len)
     slowest, mean = max(stages), sum(stages) / len(stages)
     bubble = bubble_passes(config.parallel.pp_schedule, dims.pp) * slowest / flops
     seconds = {COMPUTATION: micro_batches * mean / flops, BUBBLE: bubble}
     seconds[IMBALANCE] = micro_batches * (slowest - mean) / flops
-    traffic = traffic_of(config, dims, shape, work)
+    traffic = traffic_of(Work(config, dims, shape, seq_len))
     traffic_s = {each.axis: each.seconds(hardware) for each in traffic}
     showing = _showing(traffic, traffic_s, micro_batches * slowest / flops, micro_batches, config, dims)
     if measured is not None and measured.communication is not None:
@@ -148,22 +137,15 @@ def step_time(
         samples = micro_batch_size * micro_batches
         elements = shape.num_parameters() / (dims.world_size / dims.dp_replicate)
         seconds[FIXED] = samples * measured.per_sample_s + elements * measured.per_element_s + measured.other_s
-    at_best = None
-    if hardware.peak_flops is not None:
-        computing = (
-            (micro_batches + bubble_passes(config.parallel.pp_schedule, dims.pp)) * slowest / hardware.peak_flops
-        )
-        at_best = max([computing, *(each.seconds(hardware, at_best=True) for each in traffic)])
     return StepTime(
         tokens=train.global_batch_size * seq_len,
+        nodes=config.cluster.node_range.most,
         ranks=dims.world_size,
         seconds=seconds,
-        at_best_s=at_best,
         traffic=tuple(traffic),
         traffic_s=traffic_s,
         bubble_share=bubble / (bubble + micro_batches * slowest / flops),
         flops_per_token=training_flops(shape, seq_len, config.lora.r),
-        attended_flops_per_token=training_flops(shape, seq_len // 2, config.lora.r),
         peak_flops=hardware.peak_flops,
     )
 
@@ -176,22 +158,16 @@ def operations_of(config: Config, dims: ParallelDims) -> float:
     return passes * max(stages)
 
 
-def matrix_elements(shape: DecoderShape) -> int:
-    """Return the elements of the matrices of one layer."""
-    return sum(each.shape[0] * each.shape[1] for each in shape.block() if len(each.shape) == 2)
-
-
 def training_flops(shape: DecoderShape, seq_len: int, lora_rank: int = 0) -> float:
     """Return the operations of one token in training, with dense attention, as mfu counts them; see `planner.flops`.
 
-    With half of `seq_len` it counts what a token attends to on average. With adapters of `lora_rank` the matrices of the
+    With adapters of `lora_rank` the matrices of the
     model are frozen.
     """
     whole = decoder_flops(shape).of(1, seq_len)
     if not lora_rank:
         return whole
-    multiplied = shape.n_layers * matrix_elements(shape) + shape.vocab_size * shape.dim
-    return whole - (TRAINED - FROZEN) * multiplied + TRAINED * shape.adapter_elements(lora_rank, 1)
+    return whole - (TRAINED - FROZEN) * multiplied_elements(shape) + TRAINED * shape.adapter_elements(lora_rank, 1)
 
 
 def stage_flops(config: Config, dims: ParallelDims, shape: DecoderShape, tokens: float, seq_len: int) -> list[float]:
@@ -250,3 +226,47 @@ def at_nodes(config: Config, nodes: int) -> Config:
         if grown % before == 0:
             parallel = dataclasses.replace(parallel, **{axis: grown // before})
     return dataclasses.replace(config, cluster=cluster, parallel=parallel)
+
+
+def calibrated(
+    config: Config, dims: ParallelDims, hardware: Hardware, step_s: float, parts: Mapping[str, float]
+) -> Measured:
+    """Return the rates that explain the measured times of a run's step.
+
+    Args:
+        config, dims: of the run that was measured.
+        hardware: of its cluster.
+        step_s: seconds of a step, without evaluations and saves.
+        parts: seconds by part: data, forward_backward, communication, optimizer, other; those that are missing count as
+            a part of forward_backward.
+
+    Raises:
+        ConfigError: the times are not possible.
+    """
+    known = {name: seconds for name, seconds in parts.items() if name != "forward_backward"}
+    computing = parts.get("forward_backward", step_s - sum(known.values()))
+    if not computing > LEAST_COMPUTATION * step_s > 0:
+        raise ConfigError(f"a step of {step_s:g} s leaves no time for computation", hint="--from another run")
+    operations = operations_of(config, dims)
+    # What is not measured as communication is within forward and backward, as long as it shows.
+    first = step_time(config, dims, hardware, Measured(operations / computing))
+    assert first is not None
+    showing = sum(seconds for name, seconds in first.seconds.items() if name in COMMUNICATION_NAMES)
+    measured = parts.get("communication")
+    if measured is None and showing:
+        computing = max(computing - showing, LEAST_SHARE * computing)
+    elements = DecoderShape.of(config.model).num_parameters() / (dims.world_size / dims.dp_replicate)
+    samples = dims.micro_batch_size(config.train) * dims.micro_batches(config.train)
+    other = parts.get("other", 0.0)
+    factor = None
+    if measured is not None and showing > LEAST_SHARE / 100 * step_s:
+        factor = measured / showing
+    elif measured is not None:  # nothing of it is communication that the arithmetic knows
+        other += measured
+    return Measured(
+        flops=operations / computing,
+        communication=factor,
+        per_sample_s=parts.get("data", 0.0) / samples,
+        per_element_s=parts.get("optimizer", 0.0) / elements,
+        other_s=other,
+    )

@@ -49,14 +49,9 @@ class Traffic:
         """The number of nodes that a group is on."""
         return math.ceil(self.ranks / self.ranks_in_node)
 
-    def seconds(self, hardware: Hardware, *, at_best: bool = False) -> float:
-        """Return the seconds that it takes if nothing else is done meanwhile.
-
-        Args:
-            at_best: at the stated bandwidths, without latency.
-        """
-        share = 1.0 if at_best else hardware.link_share
-        link, network = hardware.link * share, hardware.network * share
+    def seconds(self, hardware: Hardware) -> float:
+        """Return the seconds that it takes if nothing else is done meanwhile."""
+        link, network = hardware.link * hardware.link_share, hardware.network * hardware.link_share
         if self.nodes == 1:
             sending = self.bytes_sent / link
         elif self.kind == EXCHANGE:
@@ -66,7 +61,7 @@ class Traffic:
             sending = self.bytes_sent / network
         else:
             sending = self.bytes_sent / min(link, self.ranks_in_node * network)
-        return sending if at_best else sending + self.messages * self._latency(hardware)
+        return sending + self.messages * self._latency(hardware)
 
     def _latency(self, hardware: Hardware) -> float:
         if math.isinf(hardware.network if self.nodes > 1 else hardware.link):
@@ -80,15 +75,55 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank does in a step.
+    """What the ranks of a layout do in a step.
 
     Attributes:
-        tokens: of a micro batch on a rank: micro batch size x sequence / cp.
-        micro_batches: forward passes in a step.
+        seq_len: tokens of a whole sequence.
     """
 
-    tokens: float
-    micro_batches: int
+    config: Config
+    dims: ParallelDims
+    shape: DecoderShape
+    seq_len: int
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.config.parallel
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward passes in a step."""
+        return self.dims.micro_batches(self.config.train)
+
+    @property
+    def size(self) -> float:
+        """Bytes of one number for each token of a micro batch on a rank."""
+        tokens = self.dims.micro_batch_size(self.config.train) * self.seq_len / self.dims.cp
+        return tokens * self.compute_bytes
+
+    @property
+    def compute_bytes(self) -> int:
+        return 2 if self.parallel.param_dtype else 4
+
+    @property
+    def passes(self) -> int:
+        """Passes through a layer that communicate: recomputing repeats the forward pass in the backward pass."""
+        return 2 if self.parallel.activation_checkpointing == ActivationCheckpointing.NONE else 3
+
+    @property
+    def layers(self) -> int:
+        """The layers of the first stage."""
+        return layers_of_stages(self.shape.n_layers, self.dims.pp)[0]
+
+    @property
+    def elements(self) -> int:
+        """The parameters of the first stage, the largest but for a last one with an output of its own, on one TP rank."""
+        ends = elements_per_rank(self.shape.ends(first=True, last=self.dims.pp == 1), self.dims.tp, 1)
+        return self.layers * block_elements(self.shape, self.dims.tp, 1) + ends
+
+    def inside(self, axis: str) -> int:
+        """Return how many ranks of a group along an axis share a node."""
+        return ranks_in_node(self.dims, axis, self.config.cluster.tasks_per_node)
 
 
 def ranks_in_node(dims: ParallelDims, axis: str, ranks_per_node: int) -> int:
@@ -102,114 +137,89 @@ def ranks_in_node(dims: ParallelDims, axis: str, ranks_per_node: int) -> int:
     return max(1, min(size, ranks_per_node // stride))
 
 
-def traffic_of(config: Config, dims: ParallelDims, shape: DecoderShape, work: Work) -> list[Traffic]:
+def traffic_of(work: Work) -> list[Traffic]:
     """Return what every axis that is larger than 1 sends in a step. Of a pipeline, from the stage that sends most."""
-    found = []
-    if dims.tp > 1:
-        found.append(_tensor(config, dims, shape, work))
-    if dims.cp > 1:
-        found.append(_context(config, dims, shape, work))
-    if dims.pp > 1:
-        found.append(_pipeline(config, dims, shape, work))
-    return [*found, *_data(config, dims, shape, work)]
+    dims = work.dims
+    found = [_tensor(work)] if dims.tp > 1 else []
+    found += [_context(work)] if dims.cp > 1 else []
+    found += [_pipeline(work)] if dims.pp > 1 else []
+    found += [_shards(work)] if dims.dp_shard * dims.cp > 1 else []
+    return found + ([_replicas(work)] if dims.dp_replicate > 1 else [])
 
 
-def _group(config: Config, dims: ParallelDims, axis: str) -> tuple[int, int]:
-    return getattr(dims, axis), ranks_in_node(dims, axis, config.cluster.tasks_per_node)
-
-
-def _compute_bytes(parallel: ParallelConfig) -> int:
-    return 2 if parallel.param_dtype else 4
-
-
-def _recomputing(parallel: ParallelConfig) -> bool:
-    """Return whether the backward pass repeats the forward pass's communication within blocks."""
-    return parallel.activation_checkpointing != ActivationCheckpointing.NONE
-
-
-def _layers(shape: DecoderShape, dims: ParallelDims) -> int:
-    return layers_of_stages(shape.n_layers, dims.pp)[0]
-
-
-def _tensor(config: Config, dims: ParallelDims, shape: DecoderShape, work: Work) -> Traffic:
+def _tensor(work: Work) -> Traffic:
     """Return the traffic of tensor parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
 
     In each layer the input of attention and that of the feed-forward are gathered, and both outputs are scattered: four
     collectives of the residual stream in the forward pass, and their counterparts in the backward pass. Without sequence
     parallelism two all-reduces send as much. The ends of the model take two more each way.
     """
-    ranks, inside = _group(config, dims, "tp")
-    each_way = 4 * _layers(shape, dims) * (1.5 if _recomputing(config.parallel) else 1.0) + 2
-    collectives = round(2 * each_way * work.micro_batches)
-    whole = work.tokens * shape.dim * _compute_bytes(config.parallel)
-    return Traffic("tp", ONE_WAY, ranks, inside, collectives * whole * (ranks - 1) / ranks, collectives)
+    ranks = work.dims.tp
+    collectives = (4 * work.layers * work.passes + 4) * work.micro_batches
+    sent = collectives * work.size * work.shape.dim * (ranks - 1) / ranks
+    return Traffic("tp", ONE_WAY, ranks, work.inside("tp"), sent, collectives)
 
 
-def _context(config: Config, dims: ParallelDims, shape: DecoderShape, work: Work) -> Traffic:
+def _context(work: Work) -> Traffic:
     """Return the traffic of context parallelism: `parallel/context.py`."""
-    parallel = config.parallel
-    ranks, inside = _group(config, dims, "cp")
-    passes = 3 if _recomputing(parallel) else 2
-    times = passes * _layers(shape, dims) * work.micro_batches
-    size = work.tokens * _compute_bytes(parallel) / dims.tp
-    if parallel.cp_method == CpMethod.ULYSSES:  # queries, keys and values in one exchange, the results in another
+    shape, ranks, inside = work.shape, work.dims.cp, work.inside("cp")
+    times = work.passes * work.layers * work.micro_batches
+    size = work.size / work.dims.tp
+    if work.parallel.cp_method == CpMethod.ULYSSES:  # queries, keys and values in one exchange, the results in another
         sent = size * (2 * shape.query_width + 2 * shape.kv_width) * (ranks - 1) / ranks
         return Traffic("cp", EXCHANGE, ranks, inside, times * sent, 2 * times)
     sent = size * 2 * shape.kv_width * (ranks - 1)  # keys and values of the whole sequence
     return Traffic("cp", ONE_WAY, ranks, inside, times * sent, times)
 
 
-def _pipeline(config: Config, dims: ParallelDims, shape: DecoderShape, work: Work) -> Traffic:
+def _pipeline(work: Work) -> Traffic:
     """Return the traffic of a stage in the middle: the stream to the next stage, and its gradient to the one before."""
-    parallel = config.parallel
-    ranks, inside = _group(config, dims, "pp")
-    cut = dims.tp if parallel.sequence_parallel else 1
-    messages = 2 * work.micro_batches * STAGES_PER_RANK[parallel.pp_schedule]
-    size = work.tokens * shape.dim * _compute_bytes(parallel) / cut
+    cut = work.dims.tp if work.parallel.sequence_parallel else 1
+    messages = 2 * work.micro_batches * STAGES_PER_RANK[work.parallel.pp_schedule]
     # If any neighbours are on two nodes, they are who the others wait for.
-    return Traffic("pp", SEND, ranks, inside, messages * size, messages)
+    return Traffic("pp", SEND, work.dims.pp, work.inside("pp"), messages * work.size * work.shape.dim / cut, messages)
 
 
-def _data(config: Config, dims: ParallelDims, shape: DecoderShape, work: Work) -> list[Traffic]:
-    """Return the traffic of the axes over which gradients are added up: `parallel/sharded.py` and `parallel/ddp.py`."""
-    parallel = config.parallel
-    shards = dims.dp_shard * dims.cp
-    elements = _elements(shape, dims) if not config.lora.r else shape.adapter_elements(config.lora.r, 1)
-    reduce_bytes = 2 if parallel.reduce_dtype == ReduceDtype.BFLOAT16 else 4
-    units = _layers(shape, dims) + 1
-    found = []
-    if shards > 1:
-        inside = ranks_in_node(dims, "dp_shard", config.cluster.tasks_per_node)
-        inside *= ranks_in_node(dims, "cp", config.cluster.tasks_per_node)
-        gathers, scatters = _gathers(parallel, dims, work.micro_batches, shards)
-        whole = _elements(shape, dims) * _compute_bytes(parallel) * gathers + elements * reduce_bytes * scatters
-        sent = whole * (shards - 1) / shards
-        found.append(Traffic("dp_shard", ONE_WAY, shards, inside, sent, math.ceil(units * (gathers + scatters))))
-    if dims.dp_replicate > 1:
-        ranks, inside = _group(config, dims, "dp_replicate")
-        if not dims.uses_fsdp(parallel):
-            reduce_bytes = {GradientCompression.NONE: 4}.get(parallel.gradient_compression, 2)
-        sent = 2 * elements / shards * reduce_bytes * (ranks - 1) / ranks
-        messages = units if dims.uses_fsdp(parallel) else math.ceil(4 * elements / BUCKET_BYTES)
-        found.append(Traffic("dp_replicate", ALL_REDUCE, ranks, inside, sent, messages))
-    return found
+def _shards(work: Work) -> Traffic:
+    """Return the traffic of FSDP, over the ranks of dp_shard and cp: `parallel/sharded.py`."""
+    shards = work.dims.dp_shard * work.dims.cp
+    gathers, scatters = _gathers(work, shards)
+    whole = work.elements * work.compute_bytes * gathers + _trained(work) * _reduce_bytes(work) * scatters
+    inside = work.inside("dp_shard") * work.inside("cp")
+    messages = math.ceil((work.layers + 1) * (gathers + scatters))
+    return Traffic("dp_shard", ONE_WAY, shards, inside, whole * (shards - 1) / shards, messages)
 
 
-def _elements(shape: DecoderShape, dims: ParallelDims) -> int:
-    """Return the parameters of the first stage, the largest but for a last one with an output of its own, on one TP rank."""
-    ends = elements_per_rank(shape.ends(first=True, last=dims.pp == 1), dims.tp, 1)
-    return _layers(shape, dims) * block_elements(shape, dims.tp, 1) + ends
+def _replicas(work: Work) -> Traffic:
+    """Return the traffic of adding up the gradients of replicas: `parallel/ddp.py`, and FSDP's own."""
+    ranks, trained, reduce_bytes = work.dims.dp_replicate, _trained(work), _reduce_bytes(work)
+    messages = work.layers + 1
+    if not work.dims.uses_fsdp(work.parallel):
+        reduce_bytes = 4 if work.parallel.gradient_compression == GradientCompression.NONE else 2
+        messages = math.ceil(4 * trained / BUCKET_BYTES)
+    sent = 2 * trained / (work.dims.dp_shard * work.dims.cp) * reduce_bytes * (ranks - 1) / ranks
+    return Traffic("dp_replicate", ALL_REDUCE, ranks, work.inside("dp_replicate"), sent, messages)
 
 
-def _gathers(parallel: ParallelConfig, dims: ParallelDims, micro_batches: int, shards: int) -> tuple[float, int]:
+def _trained(work: Work) -> int:
+    """Return the number of parameters with gradients."""
+    rank = work.config.lora.r
+    return work.shape.adapter_elements(rank, 1) if rank else work.elements
+
+
+def _reduce_bytes(work: Work) -> int:
+    return 2 if work.parallel.reduce_dtype == ReduceDtype.BFLOAT16 else 4
+
+
+def _gathers(work: Work, shards: int) -> tuple[float, int]:
     """Return how often a step gathers all parameters of a rank's layers, and how often it scatters their gradients.
 
     In a pipeline both once. Else gradients are scattered after each micro batch, and parameters gathered before each of
     its two passes; if they stay gathered, once a step; in groups that keep them, once and within the group once more.
     """
-    if dims.pp > 1:
+    keep, micro_batches = work.parallel.reshard_after_forward, work.micro_batches
+    if work.dims.pp > 1:
         return 1.0, 1
-    keep = parallel.reshard_after_forward
     if keep is False:
         return 1.0, micro_batches
     if keep is None or keep is True:

@@ -99,10 +99,9 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0) -> Comparison:
         UnreadableRecordError: one of the logs or snapshots cannot be read.
     """
     logs = by_step(metrics_of(a)), by_step(metrics_of(b))
-    in_place = _in_place(a) or _in_place(b)
     return Comparison(
         config_differences(_config(a), _config(b)),
-        None if in_place else code_differences(snapshot_of(a), snapshot_of(b)),
+        None if _in_place(a) or _in_place(b) else code_differences(snapshot_of(a), snapshot_of(b)),
         compare_environments(a, b),
         sorted(logs[0].keys() & logs[1].keys()),
         compare_data(a, b),

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmtrain.checkpoint.format.directory import newest_committed_step
-from slurmtrain.runs.reached_step import TAIL_BYTES, records_with
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.durations import roughly
-from slurmtrain.system.records import finite, is_count, is_scalar, read_tail
+from slurmtrain.system.records import TAIL_BYTES, finite, is_count, is_scalar, read_tail, records_with
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,28 +164,23 @@ def _sources(runs: Sequence[RunDir]) -> dict[Path, str]:
     return found
 
 
-def fingerprint(run: RunDir) -> tuple[object, ...]:
-    """Return facts that change when a run is submitted, resumed, started or gets a request."""
-    files = (run.info_file, run.events_file, run.request_file, run.attempts, run.checkpoints, run.evaluations)
-    return (*(_stamp(path) for path in files), *(_stamp(run.attempt(number).path) for number in run.attempt_numbers()))
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+def fingerprint(run: RunDir) -> tuple[tuple[int, int, int] | None, ...]:
+    """Return inode, size and time of what changes when a run is submitted, resumed, started, logs or gets a request."""
+    files = (run.info_file, run.events_file, run.metrics_file, run.request_file)
+    folders = (run.attempts, run.checkpoints, run.evaluations, *(run.attempt(n).path for n in run.attempt_numbers()))
+    found: list[tuple[int, int, int] | None] = []
+    for path in (*files, *folders):
+        try:
+            stamp = path.stat()
+            found.append((stamp.st_ino, stamp.st_size, stamp.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return tuple(found)
 
 
 def _changed(run: RunDir) -> float:
     """Return when something last happened to the run, in unix seconds."""
-    times = [0.0]
-    attempts = [run.attempt(number).path for number in run.attempt_numbers()]
-    for path in (run.info_file, run.events_file, run.metrics_file, run.attempts, run.checkpoints, *attempts):
-        with suppress(OSError):
-            times.append(path.stat().st_mtime)
-    return max(times)
+    return max((stamp[2] for stamp in fingerprint(run) if stamp is not None), default=0) / 1e9
 
 
 def remove(removal: Removal, *, now: float) -> bool:

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,9 @@ STOP_NAME = "stop.json"
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 
 
-class PathBelow:
-    """The path of a file or folder by its name below the `path` of an object: `stop_file = PathBelow("stop.json")`."""
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def __set_name__(self, owner: type, attribute: str) -> None:
-        self._attribute = attribute
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Path:
-        found: Path = instance.path / self._name
-        vars(instance)[self._attribute] = found  # the next look finds it there: tables of many runs need some often
-        return found
+def path_below(name: str) -> cached_property[Path]:
+    """Return a property that is the path of a file or folder by its name below the `path` of its object."""
+    return cached_property(lambda owner: owner.path / name)
 
 
 def rank_log_name(rank: int | str) -> str:
@@ -69,35 +60,37 @@ class AttemptDir:
             raise
 
     # An empty file: the disk was full, so a record of this attempt is missing or out of date.
-    full_disk_marker = PathBelow("disk-full")
+    full_disk_marker = path_below("disk-full")
 
     # Files of the launchers and of the supervisor.
-    claim_file = PathBelow("job")  # the job, its restart count, and when the supervisor claimed the attempt
-    setup_failure_file = PathBelow("setup-failed")  # the message about a set-up that failed before any rank was started
-    srun_log = PathBelow("srun.log")  # what srun itself writes to stderr
-    request_file = PathBelow("request.json")  # the person's request that this attempt took from the run's folder
-    hook_log = PathBelow("hook.log")  # output of the hook after the attempt; it exists as soon as one was started
+    claim_file = path_below("job")  # the job, its restart count, and when the supervisor claimed the attempt
+    setup_failure_file = path_below(
+        "setup-failed"
+    )  # the message about a set-up that failed before any rank was started
+    srun_log = path_below("srun.log")  # what srun itself writes to stderr
+    request_file = path_below("request.json")  # the person's request that this attempt took from the run's folder
+    hook_log = path_below("hook.log")  # output of the hook after the attempt; it exists as soon as one was started
 
     # What the pods of a run tell each other (supervise/platforms/pods.py).
-    pods = PathBelow("pods")
+    pods = path_below("pods")
 
     def pod_left_file(self, index: int) -> Path:
         """Return the file in which a pod says that its ranks have left, and with which exit code."""
         return self.pods / f"left-{index}.json"
 
     # Files of rank 0.
-    record_file = PathBelow("attempt.json")  # see `Attempt`
-    environment_file = PathBelow("environment.json")  # packages, driver, variables; see `software`
-    stop_file = PathBelow(STOP_NAME)  # why the ranks were told to stop
-    master_file = PathBelow("master.json")  # its address and port, for programs that rendezvous by themselves
-    preflight_file = PathBelow("preflight.json")  # what the checks before training have found
-    prepared_file = PathBelow("prepared")  # empty: rank 0 of a preparation of data needs no other rank any more
-    stopping_file = PathBelow("stopping")  # empty: a rank of a preparation of data was told to stop, so all stop
+    record_file = path_below("attempt.json")  # see `Attempt`
+    environment_file = path_below("environment.json")  # packages, driver, variables; see `software`
+    stop_file = path_below(STOP_NAME)  # why the ranks were told to stop
+    master_file = path_below("master.json")  # its address and port, for programs that rendezvous by themselves
+    preflight_file = path_below("preflight.json")  # what the checks before training have found
+    prepared_file = path_below("prepared")  # empty: rank 0 of a preparation of data needs no other rank any more
+    stopping_file = path_below("stopping")  # empty: a rank of a preparation of data was told to stop, so all stop
 
     # Files of the watchdog, when a rank hangs.
-    hang_page = PathBelow("hang.md")  # which ranks did not come, where they were, and which ranks waited for them
-    hang_file = PathBelow("hang.json")  # sentence and nodes of a hang, for the outcome of the attempt
-    heartbeat_file = PathBelow("heartbeat.json")  # of a rank that is alone, for the supervisor; there while it runs
+    hang_page = path_below("hang.md")  # which ranks did not come, where they were, and which ranks waited for them
+    hang_file = path_below("hang.json")  # sentence and nodes of a hang, for the outcome of the attempt
+    heartbeat_file = path_below("heartbeat.json")  # of a rank that is alone, for the supervisor; there while it runs
 
     def hang_report(self, rank: int) -> Path:
         """Return the file in which a live rank writes what it knows of a hang, until it is on the page."""

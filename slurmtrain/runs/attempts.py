@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
@@ -55,6 +55,8 @@ class Attempt:
         failed_with: exit code and last line of a program that failed: "2: train.py: error: unrecognized arguments: --lr".
         last_sign: when it last wrote something; only of an attempt whose end nobody saw, so that `ended` is later.
         last_logged: when metrics.jsonl was last written while it ran; None if it was not.
+        idle_since: when its first rank failed, or when a rank made progress for the last time before a hang; None: neither
+            happened.
         gpus: GPUs that it held, on all nodes of its job; its share of them if several runs shared the job.
         kind: job.kind.
         bad_nodes: nodes that it could not even start on; the next start excludes them.
@@ -113,6 +115,7 @@ class Attempt:
     next_step: str | None = None
     last_sign: Number | None = None
     last_logged: Number | None = None
+    idle_since: Number | None = None
     gpus: Number | None = None
     kind: str | None = None
 
@@ -260,6 +263,24 @@ def all_attempts(run_dir: RunDir) -> list[Attempt]:
     return [read_attempt_in(run_dir.attempt(number), number) for number in run_dir.attempt_numbers()]
 
 
+def furthest_reported(run_dir: RunDir) -> int | None:
+    """Return the furthest step in the last part of metrics.jsonl, or in the record of an attempt; None if there is none.
+
+    A program that is started from scratch reports its first steps once more: they are no progress.
+    """
+    log = records.read_tail(run_dir.metrics_file, records.TAIL_BYTES)
+    steps = [record["step"] for record in records.records_with("step", log)]
+    earlier = [attempt.reported_step for attempt in all_attempts(run_dir)]
+    return max((step for step in [*steps, *earlier] if isinstance(step, int)), default=None)
+
+
+def last_logged_step(run_dir: RunDir) -> int | None:
+    """Return the last step in metrics.jsonl: the progress of a crashed attempt, to within train.log_every."""
+    log = records.read_tail(run_dir.metrics_file, records.TAIL_BYTES)
+    found = (record["step"] for record in records.records_with("step", log))
+    return next((step for step in found if records.is_count(step)), None)
+
+
 def record_stop(
     attempt_dir: AttemptDir, *, cause: str, cause_time: float, seconds_left: float | None, facts: JobFacts | None
 ) -> None:
@@ -279,22 +300,30 @@ def failed_set_up(attempt_dir: AttemptDir) -> str | None:
         return None
 
 
+class Claim(NamedTuple):
+    """The supervisor that has claimed an attempt: its job, that job's restart count, and when; None: none has."""
+
+    job_id: str | None = None
+    restart_count: int = 0
+    time: float | None = None
+
+
+def read_claim(attempt_dir: AttemptDir) -> Claim:
+    """Return who has claimed an attempt, as far as its folder says so."""
+    with contextlib.suppress(OSError, UnreadableRecordError, ValueError):
+        job_id, restart_count, time, *_ = records.read_bytes(attempt_dir.claim_file).decode("ascii").split()
+        return Claim(job_id, int(restart_count), at if records.is_time(at := float(time)) else None)
+    return Claim()
+
+
 def claimed_by(attempt_dir: AttemptDir) -> tuple[str | None, int]:
     """Return job and restart count of the supervisor that has claimed an attempt; the job is None if none has."""
-    try:
-        job_id, restart_count, *_ = attempt_dir.claim_file.read_text().split()
-        return job_id, int(restart_count)
-    except (OSError, ValueError):
-        return None, 0
+    return read_claim(attempt_dir)[:2]
 
 
 def claimed_at(run_dir: RunDir, number: int) -> float | None:
     """Return when an attempt was claimed by its supervisor, or opened by rank 0, in unix seconds; None if not known."""
-    with contextlib.suppress(OSError, UnreadableRecordError, ValueError, IndexError):
-        claimed = float(records.read_bytes(run_dir.attempt(number).claim_file).split()[2])
-        if records.is_time(claimed):
-            return claimed
-    return read_attempt(run_dir, number).started or None
+    return read_claim(run_dir.attempt(number)).time or read_attempt(run_dir, number).started or None
 
 
 # What the attempts before one say about it: how many of them used up a budget, and which nodes were at fault.

@@ -58,7 +58,6 @@ class Event(StrEnum):
     STRAGGLER_OVER = "straggler over"  # they are not any more
     FLOPS_COUNTED = "flops counted"  # what the model's training takes, and the most that a device can do
     PROFILED = "profiled"  # steps, which a person or the config has asked for
-    PROFILE_REFUSED = "profile refused"
     ROLLED_BACK = "rolled back"  # to a checkpoint from before a trouble
     CHECKPOINT = "checkpoint"
     CHECKPOINT_FAILED = "checkpoint failed"

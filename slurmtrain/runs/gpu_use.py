@@ -7,7 +7,7 @@ the samples themselves, so that it stays small however long the attempt takes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from slurmtrain.errors import UnreadableRecordError
@@ -21,39 +21,58 @@ XIDS_KEPT = 32
 NODES_READ = 4096
 
 
-@dataclass(frozen=True)
-class GpuUse:
-    """How busy one GPU was, over all samples of an attempt.
+@dataclass(frozen=True, kw_only=True)
+class GpuSums:
+    """What adds up over samples, and over GPUs, nodes and attempts.
 
     Attributes:
-        index: its number on the node, by NVML.
-        sampled_s: seconds that the samples stand for.
-        idle_s: of them, seconds with a utilisation below IDLE_PERCENT.
+        sampled_s: GPUs x seconds that the samples stand for.
+        idle_s: of them, those with a utilisation below IDLE_PERCENT.
         utilization_s: integral over time: divided by `sampled_s`, the mean percent.
         power_ws, power_s: the same of watts, and the seconds in which they were known: divided, the mean watts.
-        memory_gb, temperature_c: the highest seen; memory in units of 10^9 bytes.
         ecc_errors: uncorrectable errors that were added while it was watched.
-        xids: numbers of the driver's Xid errors, in order.
-        lost_s: seconds in which the driver had lost it, or it could not be asked for another reason.
+        lost_s: GPUs x seconds in which the driver had lost one, or it could not be asked for another reason.
     """
 
-    index: Count
-    name: str = ""
     sampled_s: Number = 0.0
     idle_s: Number = 0.0
     utilization_s: Number = 0.0
     power_ws: Number = 0.0
-    memory_gb: Number = 0.0
-    temperature_c: Number = 0.0
-    ecc_errors: Count = 0
-    xids: tuple[Count, ...] = ()
     power_s: Number = 0.0
+    ecc_errors: Count = 0
     lost_s: Number = 0.0
 
     @property
+    def utilization(self) -> float | None:
+        """The mean percent of the time in which kernels ran; None if nothing was sampled."""
+        return self.utilization_s / self.sampled_s if self.sampled_s > 0 else None
+
+    @property
+    def idle_share(self) -> float | None:
+        """The share of GPU time with next to no kernels; None if nothing was sampled."""
+        return self.idle_s / self.sampled_s if self.sampled_s > 0 else None
+
+    @property
     def power_w(self) -> float | None:
-        """The mean watts; None if they were never known."""
+        """The mean watts of a GPU, over all GPUs and the time in which theirs was known; None if it never was."""
         return self.power_ws / self.power_s if self.power_s > 0 else None
+
+
+@dataclass(frozen=True)
+class GpuUse(GpuSums):
+    """How busy one GPU was, over all samples of an attempt.
+
+    Attributes:
+        index: its number on the node, by NVML.
+        memory_gb, temperature_c: the highest seen; memory in units of 10^9 bytes.
+        xids: numbers of the driver's Xid errors, in order.
+    """
+
+    index: Count
+    name: str = ""
+    memory_gb: Number = 0.0
+    temperature_c: Number = 0.0
+    xids: tuple[Count, ...] = ()
 
     def with_sample(self, sample: Sample, seconds: float, *, ecc_before: int | None) -> GpuUse:
         """Return this with a sample that stands for the last `seconds`.
@@ -110,46 +129,16 @@ def read_gpu_use(attempt_dir: AttemptDir) -> list[NodeGpus]:
     return found
 
 
-_SUMMED = ("sampled_s", "idle_s", "utilization_s", "power_ws", "power_s", "ecc_errors", "lost_s")
-
-
 @dataclass(frozen=True)
-class GpuTotals:
-    """The same over many GPUs, nodes and attempts.
+class GpuTotals(GpuSums):
+    """The same over many GPUs, nodes and attempts; of an Xid error the node, the number of the GPU, and that of the error."""
 
-    Attributes:
-        sampled_s, idle_s, power_s, lost_s: GPUs x seconds.
-        xids: (node, number of the GPU, number of the Xid error).
-    """
-
-    sampled_s: float = 0.0
-    idle_s: float = 0.0
-    utilization_s: float = 0.0
-    power_ws: float = 0.0
-    ecc_errors: int = 0
     xids: tuple[tuple[str, int, int], ...] = ()
-    power_s: float = 0.0
-    lost_s: float = 0.0
-
-    @property
-    def utilization(self) -> float | None:
-        """The mean percent of the time in which kernels ran; None if nothing was sampled."""
-        return self.utilization_s / self.sampled_s if self.sampled_s > 0 else None
-
-    @property
-    def idle_share(self) -> float | None:
-        """The share of GPU time with next to no kernels; None if nothing was sampled."""
-        return self.idle_s / self.sampled_s if self.sampled_s > 0 else None
-
-    @property
-    def power_w(self) -> float | None:
-        """The mean watts of a GPU, over all GPUs and the time in which theirs was known; None if it never was."""
-        return self.power_ws / self.power_s if self.power_s > 0 else None
 
 
 def total_of(found: Iterable[NodeGpus]) -> GpuTotals:
     """Add up the records of nodes."""
     gpus = [(each.node, gpu) for each in found for gpu in each.gpus]
     xids = tuple((node, gpu.index, number) for node, gpu in gpus for number in gpu.xids)
-    sums: dict[str, Any] = {name: sum(getattr(gpu, name) for _, gpu in gpus) for name in _SUMMED}
+    sums: dict[str, Any] = {each.name: sum(getattr(gpu, each.name) for _, gpu in gpus) for each in fields(GpuSums)}
     return GpuTotals(**sums, xids=xids[:XIDS_KEPT])

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmtrain.errors import ClusterError, UnreadableRecordError
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import is_sweep
-from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.runs.run_dir import RunDir, links
 from slurmtrain.slurm.job_states import GONE
 from slurmtrain.system.files import read_json
+
+if TYPE_CHECKING:  # `status` of runs outside of SLURM needs none
+    from slurmtrain.slurm.client import SlurmClient
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +58,6 @@ def is_anothers(comment: Sequence[str], names: Collection[str]) -> bool:
 # requeue.mode=chain: jobs submitted at once, each of which waits for all before it and continues where they stopped. run.json
 # names them: `chain`, their ids in order, and `chain_after`, the number of the last attempt before them. A job of the chain is
 # called a link.
-
-
-def links(info: dict[str, Any]) -> list[str]:
-    """Return the chain's jobs; none for a run that has no chain."""
-    return [str(job_id) for job_id in info.get("chain") or []]
 
 
 def links_after(info: dict[str, Any], job_id: str | None) -> list[str]:

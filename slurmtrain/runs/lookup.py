@@ -26,7 +26,7 @@ SKEW_S = 60.0  # between the clock of this machine and that of a file server
 _RUN_ID = re.compile(r"\d{8}-\d{6}-\d{3}")
 
 
-def is_sweep(folder: Path | str) -> bool:
+def is_sweep(folder: os.PathLike[str] | str) -> bool:
     """Return whether a folder under the runs holds the points of one sweep."""
     return os.path.isfile(os.path.join(folder, "sweep.json"))  # not in a folder that cannot be read
 
@@ -42,15 +42,29 @@ def all_runs(root: Path) -> list[RunDir]:
 
     Hidden folders, which are being removed, and links of somebody else are left out.
     """
+    return runs_and_unreadable(root)[0]
+
+
+def runs_and_unreadable(root: Path) -> tuple[list[RunDir], list[Path]]:
+    """Return every run, as `all_runs`, and the runs, sweeps and folders of them that somebody else keeps unreadable."""
     found: list[tuple[str, RunDir]] = []
+    closed: list[Path] = []
     for folder in _folders(absolute(root)):
+        visible, sweep = not folder.name.startswith("."), is_sweep(folder)
+        whole = visible and _closed(folder, sweep=sweep)
+        closed += [Path(folder)] * whole
         if foreign_link(folder):
             continue
-        runs = (run for run in _folders(folder) if not run.name.startswith("."))
-        own = [run for run in runs if os.access(os.path.join(run, "run.json"), os.R_OK) and not foreign_link(run)]
         place = Path(os.path.realpath(folder) if folder.is_symlink() else folder)
-        found += [(run.name, RunDir(located(Path(run)) if run.is_symlink() else place / run.name)) for run in own]
-    return [run_dir for _, run_dir in sorted(found, key=lambda pair: (_begun(*pair), pair[0]))]
+        for run in _folders(folder):
+            if run.name.startswith("."):
+                continue
+            if os.access(os.path.join(run, "run.json"), os.R_OK):
+                if not foreign_link(run):
+                    found.append((run.name, RunDir(located(Path(run)) if run.is_symlink() else place / run.name)))
+            elif visible and not whole and not sweep and _closed(run, sweep=False):
+                closed.append(Path(run))
+    return [run_dir for _, run_dir in sorted(found, key=lambda pair: (_begun(*pair), pair[0]))], sorted(closed)
 
 
 def _begun(name: str, run_dir: RunDir) -> str:
@@ -107,32 +121,18 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def unreadable(root: Path) -> list[Path]:
-    """Return the runs and sweeps under `root`, or whole folders of them, that belong to somebody else and are not readable."""
-    found = []
-    for folder in _visible_folders(root):
-        if _closed(folder):
-            found.append(Path(folder))
-        elif not is_sweep(folder):
-            found += [Path(run) for run in _visible_folders(folder) if _closed(run)]
-    return sorted(found)
-
-
-def _visible_folders(folder: Path | str) -> list[str]:
-    return [entry.path for entry in _folders(folder) if not entry.name.startswith(".")]
-
-
-def _closed(folder: Path | str) -> bool:
+def _closed(folder: os.DirEntry[str] | Path, *, sweep: bool) -> bool:
     if not os.access(folder, os.R_OK | os.X_OK):
         return True
-    info = os.path.join(folder, "sweep.json" if is_sweep(folder) else "run.json")
+    info = os.path.join(folder, "sweep.json" if sweep else "run.json")
     return not os.access(info, os.R_OK) and os.path.exists(info)
 
 
 def refuse_unreadable(reference: str, root: Path) -> None:
     """Raise UsageError if what the person means exists and cannot be read."""
     named = Path(reference)
-    for path in [named] if os.path.isdir(named) and _closed(named) else unreadable(root):
+    is_named = os.path.isdir(named) and _closed(named, sweep=is_sweep(named))
+    for path in [named] if is_named else runs_and_unreadable(root)[1]:
         if path == named or path.name.startswith(reference):
             raise _not_readable(path)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
-from slurmtrain.runs.attempt_dir import AttemptDir, PathBelow
+from slurmtrain.runs.attempt_dir import AttemptDir, path_below
 from slurmtrain.runs.events import Event
 from slurmtrain.slurm.command_environment import trusted_slurm_conf
 from slurmtrain.system import records
@@ -80,29 +80,29 @@ class RunDir:
         """The run's id; for an evaluation, with the id of the run whose checkpoint it evaluates in front."""
         return f"{self.path.parents[1].name}.{self.path.name}" if self._is_evaluation else self.path.name
 
-    info_file = PathBelow("run.json")
-    config_file = PathBelow("config.yaml")
-    code = PathBelow("code")
-    script = PathBelow("job.sbatch")
-    manifest = PathBelow("manifest.yaml")  # in its place for another engine than SLURM
-    attempts = PathBelow("attempts")
-    checkpoints = PathBelow("checkpoints")
-    metrics_file = PathBelow("metrics.jsonl")
-    events_file = PathBelow("events.jsonl")
-    tensorboard = PathBelow("tensorboard")
-    loggers = PathBelow("loggers")  # notes on loggers outside of the run directory: which steps they have
-    evaluations = PathBelow("evaluations")  # folders of evaluation jobs, each of which is like a run's
-    exports = PathBelow("exports")  # folders to which checkpoints were exported, for other programs
-    profiles = PathBelow("profiles")  # folders of profiles
-    evaluations_file = PathBelow("evaluations.jsonl")  # metrics of evaluation jobs, in the format of metrics.jsonl
-    result_file = PathBelow("result.json")  # of an evaluation
-    request_file = PathBelow("request.json")  # a person's request: `cancel`, `preempt`, `requeue`
-    interrupted_file = PathBelow("interrupted.json")  # the step at which `drill` has interrupted this run of its own
+    info_file = path_below("run.json")
+    config_file = path_below("config.yaml")
+    code = path_below("code")
+    script = path_below("job.sbatch")
+    manifest = path_below("manifest.yaml")  # in its place for another engine than SLURM
+    attempts = path_below("attempts")
+    checkpoints = path_below("checkpoints")
+    metrics_file = path_below("metrics.jsonl")
+    events_file = path_below("events.jsonl")
+    tensorboard = path_below("tensorboard")
+    loggers = path_below("loggers")  # notes on loggers outside of the run directory: which steps they have
+    evaluations = path_below("evaluations")  # folders of evaluation jobs, each of which is like a run's
+    exports = path_below("exports")  # folders to which checkpoints were exported, for other programs
+    profiles = path_below("profiles")  # folders of profiles
+    evaluations_file = path_below("evaluations.jsonl")  # metrics of evaluation jobs, in the format of metrics.jsonl
+    result_file = path_below("result.json")  # of an evaluation
+    request_file = path_below("request.json")  # a person's request: `cancel`, `preempt`, `requeue`
+    interrupted_file = path_below("interrupted.json")  # the step at which `drill` has interrupted this run of its own
 
     # Files that anybody who may write here can make, with `touch`.
-    stop_switch = PathBelow("stop")  # to end the run for good, as `cancel` does
-    save_switch = PathBelow("save")  # to have a checkpoint saved now
-    profile_switch = PathBelow("profile")  # to have some steps profiled
+    stop_switch = path_below("stop")  # to end the run for good, as `cancel` does
+    save_switch = path_below("save")  # to have a checkpoint saved now
+    profile_switch = path_below("profile")  # to have some steps profiled
 
     def attempt(self, number: int) -> AttemptDir:
         return AttemptDir(self.attempts / f"{number:04d}")
@@ -370,6 +370,11 @@ class RunDir:
                 return number
             except FileExistsError:
                 number += 1
+
+
+def links(info: Mapping[str, Any]) -> list[str]:
+    """Return the jobs of a run's chain (requeue.mode=chain); none for a run that has no chain."""
+    return [str(job_id) for job_id in info.get("chain") or []]
 
 
 def _is_event(value: object) -> bool:

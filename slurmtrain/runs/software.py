@@ -34,6 +34,8 @@ class CodeRecord:
         revision: git commit, or None outside of git.
         dirty: whether the work tree differed from that commit; None: git did not say, as where it took too long.
         branch, remote: git branch, and the URL of its remote `origin`; None where there is none.
+        diff: difference of tracked files from the commit, as a patch; None: it was too long to be kept, or git took too long.
+        untracked: files of the snapshot that git does not track.
         files: sha256 of each file, by its path in the snapshot.
         links: target of each link.
     """
@@ -42,6 +44,8 @@ class CodeRecord:
     dirty: bool | None = False
     branch: str | None = None
     remote: str | None = None
+    diff: str | None = ""
+    untracked: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, str] = field(default_factory=dict)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Required, TypedDict
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
-from slurmtrain.runs.attempt_dir import PathBelow
+from slurmtrain.runs.attempt_dir import path_below
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import read_json
 from slurmtrain.system.records import METRICS_BYTES, Count, Time, parse, read_bytes, typed, typed_or_none
@@ -56,13 +56,13 @@ class Sweep:
     def id(self) -> str:
         return self.path.name
 
-    info_file = PathBelow("sweep.json")
-    points_file = PathBelow("points.jsonl")
-    code = PathBelow("code")
-    arrays = PathBelow("arrays")
-    trials_file = PathBelow("trials.jsonl")  # of a search: its journal in Optuna's format, with which it continues
-    tasks = PathBelow("tasks")  # of a sweep whose points are calls: pickled functions and arguments
-    cancelled_file = PathBelow("cancelled")  # from `sweep cancel` to `sweep retry`: further arrays are not submitted
+    info_file = path_below("sweep.json")
+    points_file = path_below("points.jsonl")
+    code = path_below("code")
+    arrays = path_below("arrays")
+    trials_file = path_below("trials.jsonl")  # of a search: its journal in Optuna's format, with which it continues
+    tasks = path_below("tasks")  # of a sweep whose points are calls: pickled functions and arguments
+    cancelled_file = path_below("cancelled")  # from `sweep cancel` to `sweep retry`: further arrays are not submitted
 
     def array(self, number: int) -> Path:
         return self.arrays / f"{number:04d}"

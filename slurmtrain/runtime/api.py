@@ -202,12 +202,9 @@ def _follow(watchdog: Watchdog | None, agreement: StopAgreement) -> None:
 def _profiling(context: AttemptContext, distributed: DistributedContext, ranks: Sequence[int]) -> Profiling:
     """Return what takes profiles between calls of `should_stop`, when somebody touches RUN/profile."""
     from slurmtrain.checkpoint.ranks import RankGroup
-    from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
-    from slurmtrain.observe.profiling import Profiling
+    from slurmtrain.observe.profiling import ProfileSwitch, Profiling
 
-    switch = None
-    if distributed.environment.rank == 0:
-        switch = ProfileSwitch(context.run_dir, ProfileRequest(ranks=tuple(ranks) or None))
+    switch = ProfileSwitch(context.run_dir) if distributed.environment.rank == 0 else None
 
     def event(event: Event, values: dict[str, Any]) -> None:
         with suppress(OSError):
@@ -215,7 +212,7 @@ def _profiling(context: AttemptContext, distributed: DistributedContext, ranks: 
 
     group = RankGroup(distributed.control_group)
     on_gpu = distributed.device.type == "cuda"
-    return Profiling(context.run_dir, group, on_gpu=on_gpu, switch=switch, event=event)
+    return Profiling(context.run_dir, group, ranks, on_gpu=on_gpu, switch=switch, event=event)
 
 
 def should_stop(asked: bool = False) -> bool:

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.checkpoint.format.directory import newest_committed_step
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError, UnreadableRecordError
-from slurmtrain.runs import attempts, reached_step
+from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
@@ -144,7 +145,7 @@ def open_attempt(context: AttemptContext, environment: Environment, config: Conf
         started=time.time(),
         gpus=_gpus(context.run_dir, environment, config),
         kind=config.job.kind,
-        committed_before=reached_step.newest_checkpoint_step(context.run_dir),
+        committed_before=newest_committed_step(context.run_dir.checkpoints),
     )
     attempt.reported_before, attempt.marked_before, attempt.seen_before = progress_shown(context.run_dir, config)
     attempts.write_attempt(context.run_dir, attempt)

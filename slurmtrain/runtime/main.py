@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slurmtrain.choices import JobKind, PreflightMode, RequeueMode
+from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.parallel_dims import on_given_nodes, parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
-from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
+from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runs.run_dir import RunDir
@@ -135,6 +135,8 @@ class Rank:
 
     def _with_others(self, find_or_create: Callable[[], RunDir]) -> int:
         """Meet the other ranks, check the nodes, do the job, and return the exit code of this rank."""
+        from slurmtrain.runtime.preflight.check import run_preflight
+
         self.timeline.aloud = self.environment.rank == 0
         self.timeline.begin("loading PyTorch")
         if self.given is not None:
@@ -146,11 +148,8 @@ class Rank:
             self._watch(self.distributed)
         elif self.watchdog is None:  # a rank that has met nobody
             self._watch(self.distributed)
-        if self.config.preflight.mode != PreflightMode.OFF:
-            from slurmtrain.runtime.preflight.check import run_preflight
-
-            run_preflight(self.config, self.distributed, self.context)
-            self.timeline.mark("preflight")
+        run_preflight(self.config, self.distributed, self.context)
+        self.timeline.mark("preflight")
         start_gpu_sampler(self.context.attempt_dir, self.environment)
         return self._work()
 
@@ -163,10 +162,6 @@ class Rank:
         in_slurm = self.environment.source == "slurm"
         # A program of the user's own does not notice a switch: only a signal reaches it.
         run_dir = context.run_dir if config.job.kind != JobKind.COMMAND else None
-        switch = None
-        if config.job.kind == JobKind.TRAIN:
-            request = ProfileRequest(ranks=tuple(config.observe.profile_ranks) or None)
-            switch = ProfileSwitch(context.run_dir, request)
         self.stop_watcher = StopWatcher(
             self.stop_flag,
             context.attempt_dir,
@@ -174,7 +169,7 @@ class Rank:
             signal_lead_s=config.cluster.signal_lead_s,
             left_s=stated_seconds_left(context.run_dir, context.number) if in_slurm else None,
             run_dir=run_dir,
-            profile_switch=switch,
+            profile_switch=ProfileSwitch(context.run_dir) if config.job.kind == JobKind.TRAIN else None,
         )
 
     def join(self, find_or_create: Callable[[], RunDir]) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from slurmtrain.checkpoint.save.schedule import latest_stop
-from slurmtrain.observe.profile_switch import ProfileSwitch
+from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from slurmtrain.checkpoint.format.directory import newest_committed_step
 from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.parallel_dims import usable_sizes
 from slurmtrain.config.schema import Config
 from slurmtrain.data.prepare.units_done import count_done
 from slurmtrain.launch.node_exclusion import blame_policy
-from slurmtrain.runs import attempts, node_blame, reached_step, requests
+from slurmtrain.runs import attempts, node_blame, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.evidence import Evidence, Policy
 from slurmtrain.runs.failures import (
@@ -50,7 +51,7 @@ def progress_shown(run_dir: RunDir, config: Config) -> tuple[int | None, float |
     if job.kind not in REPORTING:
         return None, None, None
     if job.checkpoints is None:
-        return reached_step.furthest_reported(run_dir), None, None
+        return attempts.furthest_reported(run_dir), None, None
     newest = newest_complete(find_checkpoints(run_dir.program_folders, job.checkpoints, job.checkpoint_complete))
     if newest is None:
         return None, None, None
@@ -59,7 +60,7 @@ def progress_shown(run_dir: RunDir, config: Config) -> tuple[int | None, float |
 
 def find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
     """Add to the record of an attempt that has ended how far it came, by the files of its run."""
-    attempt.committed_step = reached_step.newest_checkpoint_step(run_dir)
+    attempt.committed_step = newest_committed_step(run_dir.checkpoints)
     attempt.reported_step, attempt.marked, attempt.seen_step = progress_shown(run_dir, config)
     if not attempt.started:  # rank 0 never opened it, so nothing that is there can be its work
         attempt.committed_before, attempt.reported_before = attempt.committed_step, attempt.reported_step
@@ -74,7 +75,7 @@ def find_last_steps(run_dir: RunDir, attempt: Attempt, config: Config) -> None:
     # Of a later attempt's steps and checkpoints, none are this one's.
     later = any(run_dir.attempt(n).record_file.exists() for n in run_dir.attempt_numbers() if n > attempt.number)
     if attempt.last_step is None or (not later and config.job.kind not in (JobKind.PREPARE, JobKind.EVALUATE)):
-        steps = (attempt.last_step, reached_step.last_logged_step(run_dir), attempt.committed_step, attempt.seen_step)
+        steps = (attempt.last_step, attempts.last_logged_step(run_dir), attempt.committed_step, attempt.seen_step)
         attempt.last_step = max(step or 0 for step in steps) or attempt.first_step
 
 
@@ -115,6 +116,9 @@ def evidence_of(
     if by_slurm:
         node_records += node_blame.ledger_of(node_blame.cluster_of_this_job(), blame_policy(config))
     hang = found_hang(attempt_dir)
+    attempt.idle_since = min((each.time for each in failures.ranks), default=None)
+    if hang is not None:
+        attempt.idle_since = hang.since or attempt.last_logged or hang.time
     sentence, attempt.failed_with = in_its_words(first, attempt_dir, program=config.job.kind == JobKind.COMMAND)
     if unfit or (first is not None and first.bad_nodes):
         # Rank 0 speaks for them. Whoever speaks for most nodes is not at fault, nor is a single one of them.

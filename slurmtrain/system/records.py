@@ -31,6 +31,7 @@ from slurmtrain.system.modes import file_mode
 RECORD_BYTES = 4 << 20  # limit for run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
 EVENTS_BYTES = 64 << 20
 METRICS_BYTES = 512 << 20  # half a million logged steps
+TAIL_BYTES = 65536  # of a run's metrics, in which its present values are
 _READ_AT_ONCE = 1 << 20
 LOCK_PAUSE_S = 0.02  # between looks whether a lock is free
 _TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -335,14 +336,30 @@ def typed(kind: type[T], values: object, path: Path) -> T:
         what, _, place = str(error).partition(" - at `$")
         words = (str(path), place.strip(".`"), what[:1].lower() + what[1:])
         raise UnreadableRecordError(": ".join(filter(None, words))) from None
+    except UnicodeEncodeError:
+        raise UnreadableRecordError(f"{path}: half of a surrogate pair, which no text has") from None
 
 
 def typed_or_none(kind: type[T], values: object) -> T | None:
     """Return values of JSON as a record of this kind; None if they are none."""
     try:
         return msgspec.convert(values, kind)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):
         return None
+
+
+def records_with(name: str, log: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file of JSON lines that have a value of this name, newest first.
+
+    Other lines are not parsed, nor are records not asked for.
+    """
+    found = len(log)
+    while (found := log.rfind(f'"{name}":'.encode(), 0, found)) >= 0:
+        begin, end = log.rfind(b"\n", 0, found) + 1, log.find(b"\n", found)
+        # The first line may be cut, and the last not written to its end: both are left out.
+        record = parse(log[begin : end if end >= 0 else None])
+        if isinstance(record, dict) and name in record:
+            yield record
 
 
 def finite(value: object) -> float | None:

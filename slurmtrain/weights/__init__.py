@@ -1,1 +1,1 @@
-"""Weights out of checkpoints and into them: safetensors, folders of Hugging Face, adapters, torch.distributed.checkpoint."""
+"""Weights out of checkpoints and into them: safetensors, folders of Hugging Face, adapters."""

@@ -36,7 +36,7 @@ from slurmtrain.system.files import fsync_directory, give_name, temporary_beside
 
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
 CONFIG = "config.json"
-MADE_BY_EXPORTS = (CONFIG, "adapter_config.json", ".metadata")  # one of them is in each folder of an export
+MADE_BY_EXPORTS = (CONFIG, "adapter_config.json")  # one of them is in each folder of an export
 SHARD_BYTES = 5_000_000_000  # as transformers: "5GB"
 ALIGNMENT = 8  # alignment of the data in a safetensors file
 NAMES_SHOWN = 8  # of tensors whose values are not finite

@@ -22,10 +22,10 @@ from slurmtrain.checkpoint.safetensors_files import read as read_stored
 from slurmtrain.config import known_models
 from slurmtrain.errors import UsageError, nearest
 from slurmtrain.weights import hf_names
-from slurmtrain.weights.dcp import METADATA, DcpFolder
 from slurmtrain.weights.write_whole import write_checkpoint
 
 MODEL = "model"
+DCP_METADATA = ".metadata"  # a pickle, which is not read
 # What DistributedDataParallel, torch.compile and FSDP 1 put into the names of parameters.
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # Keys under which programs save a model beside other things.
@@ -62,7 +62,7 @@ def import_weights(
     """Write the tensors of `source` as the model of a checkpoint of step 0 in `directory`.
 
     Args:
-        source: a folder of Hugging Face or of torch.distributed.checkpoint, or a file: .safetensors, or one of torch.save.
+        source: a folder of Hugging Face, or a file: .safetensors, or one of torch.save.
         only: the tensors whose names begin with this and a dot, without it; None: those of the model, if `source` has others.
         progress: called with the bytes of each tensor.
 
@@ -91,14 +91,14 @@ def import_weights(
 
 def open_source(source: Path, only: str | None) -> Source:
     """Return the tensors of a folder or file, none of which is in memory yet."""
-    if source.is_dir():
-        if (source / METADATA).is_file():
-            folder = DcpFolder(source)
-            return Source(dict(folder.facts), folder.read)
-        return _stored(tensors_of(source))
-    if not source.is_file():
+    if not source.exists():
         raise UsageError(f"there is no file or folder {source}")
-    if source.suffix == ".safetensors":
+    if (source / DCP_METADATA).is_file():
+        raise UsageError(
+            f"{source} is a folder of torch.distributed.checkpoint",
+            hint=f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {source} FILE.pt, and import FILE.pt",
+        )
+    if source.is_dir() or source.suffix == ".safetensors":
         return _stored(tensors_of(source))
     return _of_torch(source, only)
 

@@ -30,16 +30,7 @@ register_optimizer_step_post_hook(count)
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-# By Trainer.save_checkpoint instead of a Checkpointer.
-SAVED_BY_LIGHTNING = {
-    "checkpointer=True, ": "",
-    "import SlurmtrainCallback": "import resume_from, SlurmtrainCallback",
-    "batch_size=64))": "batch_size=64), ckpt_path=resume_from())",
-}
-SCRIPTS: dict[str, tuple[str, dict[str, str]]] = {
-    "Trainer": ("hf_trainer_callback.py", {}),
-    "Lightning": ("lightning_module.py", SAVED_BY_LIGHTNING),
-}
+SCRIPTS = {"Trainer": "hf_trainer.py", "Lightning": "lightning_module.py"}
 OWN_FOLDER = """
 import os, signal, time
 import slurmtrain, torch
@@ -62,11 +53,7 @@ NAMES = (*SCRIPTS, "a Checkpointer in a folder of its own")
 
 def submit(project: Project, name: str) -> LocalRun:
     if name in SCRIPTS:
-        script, changes = SCRIPTS[name]
-        text = (PACKAGE.parent / "jobs" / script).read_text()
-        for old, new in changes.items():
-            assert old in text
-            text = text.replace(old, new, 1)
+        text = (PACKAGE.parent / "jobs" / SCRIPTS[name]).read_text()
         (project.path / "preempted.py").write_text(PREEMPTED)
         words = "preempted.py script.py"
     else:

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.errors import ConfigError
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.signals import StopCause, StopFlag
 from tests.support.gloo import GlooRanks
@@ -82,30 +80,11 @@ class Attempts:
     def resumed(self) -> list[str]:
         return [message for message in self.messages if message.startswith("resuming")]
 
-    def trainer(
-        self,
-        folder: Path,
-        *,
-        stop_at: int | None = None,
-        ours: bool = True,
-        patience: int | None = None,
-        **arguments: Any,
-    ) -> Any:
-        """A new Trainer, as a script makes it when it starts; rank 1 is told to stop in step `stop_at`.
+    def trainer(self, folder: Path, *, stop_at: int | None = None, **arguments: Any) -> Any:
+        """A new Trainer, as a script makes it when it starts; rank 1 is told to stop in step `stop_at`."""
+        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-        With `patience` it stops early: all its evaluations are equally good, of which the first is the best.
-        """
-        from transformers import (
-            EarlyStoppingCallback,
-            LlamaConfig,
-            LlamaForCausalLM,
-            Trainer,
-            TrainerCallback,
-            TrainingArguments,
-            set_seed,
-        )
-
-        from slurmtrain.integrations.transformers import CheckpointedTrainer, SlurmtrainCallback
+        from slurmtrain.integrations.transformers import SlurmtrainCallback
 
         self.begin()
         attempts = self
@@ -128,19 +107,9 @@ class Attempts:
             "disable_tqdm": True,
             "use_cpu": True,
         }
-        kind: Any = CheckpointedTrainer if ours else Trainer
-        return kind(
-            model=model,
-            args=TrainingArguments(**{**given, **arguments}),
-            train_dataset=Texts(),
-            eval_dataset=Texts(),
-            callbacks=[
-                Stop(),
-                *([] if ours else [SlurmtrainCallback()]),
-                *([] if patience is None else [EarlyStoppingCallback(patience)]),
-            ],
-            compute_metrics=None if patience is None else lambda _: {"accuracy": 1.0},
-        )
+        arguments = {**given, **arguments}
+        callbacks = [Stop(), SlurmtrainCallback()]
+        return Trainer(model, TrainingArguments(**arguments), train_dataset=Texts(), callbacks=callbacks)
 
 
 def code_of(function: Callable[[], Any]) -> int | None:
@@ -153,85 +122,32 @@ def code_of(function: Callable[[], Any]) -> int | None:
 
 
 def trainers(world: DistributedContext, folder: Path) -> dict[str, Any]:
-    """What becomes of Trainers with our checkpoints, and with their own."""
-    attempts = Attempts(world)
-    found: dict[str, Any] = {}
+    """What becomes of a Trainer that is stopped at the end of an epoch and within one, and of whose newest checkpoint a file
+    is cut short by a kill."""
+    from slurmtrain.integrations.transformers import resume_from
 
+    attempts = Attempts(world)
     trainer = attempts.trainer(folder / "undisturbed", save_strategy="no")
     trainer.train()
     undisturbed = tensors_of(trainer.model, trainer.optimizer)
 
-    def goes_on(trainer: Any, **arguments: Any) -> bool:
-        trainer.train(**arguments)
-        return same(undisturbed, tensors_of(trainer.model, trainer.optimizer))
-
-    # Stopped at the end of an epoch and within one.
-    ours = folder / "ours"
-    found["codes"] = [code_of(attempts.trainer(ours, stop_at=step).train) for step in (6, 9)]
-    found["saved"] = [path.name for path in committed(ours / "checkpoints")]
-    trainer = attempts.trainer(ours)
-    found["same"] = goes_on(trainer)
-    found["resumed"] = attempts.resumed()
-    found["logged"] = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
-    # Started again when it has finished, in the midst of an epoch.
-    trainer = attempts.trainer(ours)
-    found["same when finished"] = goes_on(trainer)
-    found["steps when finished"] = trainer.state.global_step
-    try:
-        trainer.train()
-    except ConfigError as error:
-        found["again"] = str(error)
-    # A checkpoint that cannot be seen before it is restored: it lies on the nodes, or the folder is shown late.
-    trainer = attempts.trainer(ours)
-    trainer._newest_state = lambda checkpointer: ""
-    found["same when seen late"] = goes_on(trainer)
-    # The newest checkpoint is damaged, which only its contents show.
-    if world.environment.rank == 0:
-        shard = max(committed(ours / "checkpoints")[-1].iterdir(), key=lambda path: path.stat().st_size)
-        content = bytearray(shard.read_bytes())
-        content[-1] ^= 1
-        shard.write_bytes(content)
-    world.leave_together()
-    found["same after damage"] = goes_on(attempts.trainer(ours))
-    found["resumed after damage"] = attempts.resumed()
-
-    # The best of the evaluated ones comes back at the end, through a stop, too.
-    best: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
-    best |= {"save_total_limit": 2, "metric_for_best_model": "accuracy", "patience": 3}
-    trainer = attempts.trainer(folder / "best", **best)
-    trainer.train()
-    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
-    found["best"] = trainer.state.best_global_step, trainer.evaluate()["eval_loss"] == losses[2]
-    found["stopped early"] = trainer.state.global_step
-    code_of(attempts.trainer(folder / "stopped best", stop_at=7, **best).train)
-    stopped = attempts.trainer(folder / "stopped best", **best)
-    stopped.train()
-    found["best after a stop"] = (
-        stopped.state.best_global_step,
-        stopped.state.global_step,
-        same(tensors_of(trainer.model, trainer.optimizer), tensors_of(stopped.model, stopped.optimizer)),
-    )
-
-    # Trainer's own checkpoints; of the newest a file is cut short by a kill.
-    from slurmtrain.integrations.transformers import resume_from
-
-    theirs = folder / "theirs"
-    found["theirs: codes"] = []
+    stopped = folder / "stopped"
+    found: dict[str, Any] = {"codes": []}
     for step in (6, 9):
-        trainer = attempts.trainer(theirs, ours=False, stop_at=step)
-        resume = resume_from(theirs)
-        found["theirs: codes"].append(code_of(lambda t=trainer, r=resume: t.train(resume_from_checkpoint=r)))  # type: ignore[misc]
-    found["theirs: saved"] = sorted(path.name for path in theirs.glob("checkpoint-*"))
+        trainer = attempts.trainer(stopped, stop_at=step)
+        resume = resume_from(stopped)
+        found["codes"].append(code_of(lambda t=trainer, r=resume: t.train(resume_from_checkpoint=r)))  # type: ignore[misc]
+    found["saved"] = sorted(path.name for path in stopped.glob("checkpoint-*"))
     if world.environment.rank == 0:
-        file = theirs / "checkpoint-9/optimizer.pt"
+        file = stopped / "checkpoint-9/optimizer.pt"
         file.write_bytes(file.read_bytes()[:-100])
     world.leave_together()
-    trainer = attempts.trainer(theirs, ours=False)
-    resume = resume_from(theirs)
-    found["theirs: resumed"] = Path(str(resume)).name, sorted(path.name for path in theirs.glob("torn-*"))
-    found["theirs: same"] = goes_on(trainer, resume_from_checkpoint=resume)
-    trainer = attempts.trainer(theirs)
-    found["theirs: taken over"] = goes_on(trainer, resume_from_checkpoint=True), trainer.state.global_step
+    trainer = attempts.trainer(stopped)
+    resume = resume_from(stopped)
+    found["resumed"] = Path(str(resume)).name, sorted(path.name for path in stopped.glob("torn-*"))
+    trainer.train(resume_from_checkpoint=resume)
+    found["same"] = same(undisturbed, tensors_of(trainer.model, trainer.optimizer))
+    found["logged"] = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
     return found
 
 
@@ -243,64 +159,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         return ranks(2, trainers, folder)
 
 
-def test_a_checkpointed_trainer_stops_on_all_ranks_and_goes_on_bit_by_bit(trained: list[dict[str, Any]]) -> None:
+def test_a_trainer_stops_on_all_ranks_and_goes_on_bit_by_bit_from_the_newest_whole_checkpoint(
+    trained: list[dict[str, Any]],
+) -> None:
     for found in trained:
         assert found["codes"] == [75, 75]
-        assert [int(name[-7:]) for name in found["saved"]] == [5, 6, 9]
+        assert found["saved"] == ["checkpoint-5", "checkpoint-6", "checkpoint-9"]
+        assert found["resumed"] == ("checkpoint-6", ["torn-checkpoint-9"])
         assert found["same"]
         assert found["logged"] == [5, 10]
-    assert trained[0]["resumed"] == ["resuming at step 9 from checkpoint_0000009, the newest complete checkpoint"]
-
-
-def test_a_checkpointed_trainer_that_has_finished_does_not_a_step_more(trained: list[dict[str, Any]]) -> None:
-    for found in trained:
-        assert found["steps when finished"] == STEPS
-        assert found["same when finished"]
-
-
-def test_a_checkpointed_trainer_is_not_trained_twice(trained: list[dict[str, Any]]) -> None:
-    for found in trained:
-        assert "train() has finished once already" in found["again"]
-
-
-def test_a_checkpointed_trainer_takes_its_state_from_the_checkpoint_that_was_restored(
-    trained: list[dict[str, Any]],
-) -> None:
-    for found in trained:
-        assert found["same when seen late"]
-
-
-def test_a_checkpointed_trainer_takes_the_next_older_checkpoint_where_one_is_damaged(
-    trained: list[dict[str, Any]],
-) -> None:
-    for found in trained:
-        assert found["same after damage"]
-    sentence = trained[0]["resumed after damage"][0]
-    assert "resuming at step 10 " in sentence and "set aside" in sentence
-
-
-def test_a_checkpointed_trainer_ends_with_its_best_model(trained: list[dict[str, Any]]) -> None:
-    for found in trained:
-        assert found["best"] == (2, True), (
-            "of equally good ones it is the first, which save_total_limit does not remove"
-        )
-        assert found["stopped early"] == 8
-        assert found["best after a stop"] == (2, 8, True), "its patience lasts as long as without the stop"
-
-
-def test_the_callback_lets_trainer_save_at_a_stop_and_a_torn_checkpoint_is_passed_over(
-    trained: list[dict[str, Any]],
-) -> None:
-    for found in trained:
-        assert found["theirs: codes"] == [75, 75]
-        assert found["theirs: saved"] == ["checkpoint-5", "checkpoint-6", "checkpoint-9"]
-        assert found["theirs: resumed"] == ("checkpoint-6", ["torn-checkpoint-9"])
-        assert found["theirs: same"]
-
-
-def test_a_checkpointed_trainer_begins_with_a_training_that_trainer_has_finished(trained: list[dict[str, Any]]) -> None:
-    for found in trained:
-        assert found["theirs: taken over"] == (True, STEPS)
 
 
 def accelerated(world: DistributedContext, folder: Path) -> dict[str, Any]:

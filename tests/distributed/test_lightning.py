@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.errors import ConfigError
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.signals import StopCause, StopFlag
@@ -80,14 +79,9 @@ class Script:
             enable_model_summary=False,
         )
 
-    def fit(
-        self, folder: Path, *, checkpointer: bool, stop_at: int | None = None, workers: int = 0, **arguments: Any
-    ) -> Any:
+    def fit(self, folder: Path, *, stop_at: int | None = None, workers: int = 0, **arguments: Any) -> Any:
         """What the script leaves with: an exit code, or the tensors of the module and the steps done."""
-        import slurmtrain
-
-        ours = slurmtrain.Checkpointer(folder) if checkpointer else None
-        callback = self.ours.SlurmtrainCallback(ours or False, folder=folder, save_every=4)
+        callback = self.ours.SlurmtrainCallback(folder=folder, save_every=4)
         trainer = self.trainer(stop_at=stop_at, callback=callback, **arguments)
         samples = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0)))
         each = 8 // self.world.environment.world_size
@@ -95,18 +89,11 @@ class Script:
             samples, batch_size=each, shuffle=True, num_workers=workers, persistent_workers=workers > 0
         )
         model = module(self.pytorch)
+        validated = torch.utils.data.DataLoader(samples, batch_size=22)
         try:
-            trainer.fit(
-                model,
-                loader,
-                torch.utils.data.DataLoader(samples, batch_size=22),
-                ckpt_path=None if checkpointer else self.ours.resume_from(folder),
-            )
+            trainer.fit(model, loader, validated, ckpt_path=self.ours.resume_from(folder))
         except SystemExit as ending:
             return ending.code
-        finally:
-            if ours is not None:
-                ours.close()
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}, trainer.global_step
 
 
@@ -119,35 +106,30 @@ def different(one: Any, other: Any) -> list[str]:
 def scripts(world: DistributedContext, folder: Path) -> dict[str, Any]:
     """What becomes of scripts that are stopped within an epoch, in its last step, and when they have finished."""
     script, found = Script(world), dict[str, Any]()
-    undisturbed = script.fit(folder / "undisturbed", checkpointer=True)
+    undisturbed, stopped = script.fit(folder / "undisturbed"), folder / "stopped"
     found["steps"] = undisturbed[1]
-    for way in ("trainer", "checkpointer"):
-        ours = way == "checkpointer"
-        found[f"{way}: codes"] = [script.fit(folder / way, checkpointer=ours, stop_at=step) for step in (3, 12, 14)]
-        found[f"{way}: different"] = different(undisturbed, script.fit(folder / way, checkpointer=ours))
-        found[f"{way}: different when finished"] = different(undisturbed, script.fit(folder / way, checkpointer=ours))
-    found["saved"] = [path.name for path in committed(folder / "checkpointer")]
-    found["files"] = sorted(path.name for path in (folder / "trainer").iterdir())
+    found["codes"] = [script.fit(stopped, stop_at=step) for step in (3, 12, 14)]
+    found["different"] = different(undisturbed, script.fit(stopped))
+    found["different when finished"] = different(undisturbed, script.fit(stopped))
+    found["files"] = sorted(path.name for path in stopped.iterdir())
     world.leave_together()
 
     # An epoch is one step, of several batches or of one.
+    found["epochs of one step"] = {}
     for name, shape in {"one batch": {"limit_train_batches": 1}, "accumulated": {"accumulate_grad_batches": 6}}.items():
-        undisturbed = script.fit(folder / f"{name}, undisturbed", checkpointer=True, **shape)
-        for ours in (False, True):
-            path = folder / f"{name}, {ours}"
-            code = script.fit(path, checkpointer=ours, stop_at=2, **shape)
-            changed = different(undisturbed, script.fit(path, checkpointer=ours, **shape))
-            found.setdefault("epochs of one step", []).append((name, ours, code, changed))
+        undisturbed = script.fit(folder / f"{name}, undisturbed", **shape)
+        code = script.fit(folder / name, stop_at=2, **shape)
+        found["epochs of one step"][name] = code, different(undisturbed, script.fit(folder / name, **shape))
     callback = script.ours.SlurmtrainCallback(folder=folder / "agreed")
     found["agreed"] = [callback._on_any_rank(value) for value in (world.environment.rank == 1, False)]
     world.leave_together()
 
     # The newest file of Trainer's is cut short.
     if world.environment.rank == 0:
-        newest = folder / "trainer" / found["files"][-1]
+        newest = stopped / found["files"][-1]
         newest.write_bytes(newest.read_bytes()[:-100])
     world.leave_together()
-    found["resumed from"] = Path(script.ours.resume_from(folder / "trainer")).name
+    found["resumed from"] = Path(script.ours.resume_from(stopped)).name
 
     try:
         script.trainer(devices=3).fit(module(script.pytorch))
@@ -192,21 +174,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         return ranks(2, scripts, folder)
 
 
-@pytest.mark.parametrize("way", ["trainer", "checkpointer"])
-def test_a_lightning_script_stops_on_all_ranks_and_goes_on_bit_by_bit(way: str, found: list[dict[str, Any]]) -> None:
+def test_a_lightning_script_stops_on_all_ranks_and_goes_on_bit_by_bit(found: list[dict[str, Any]]) -> None:
     for each in found:
         assert each["steps"] == STEPS
-        assert each[f"{way}: codes"] == [75, 75, 75]
-        assert each[f"{way}: different"] == []
-        assert each[f"{way}: different when finished"] == []
-    assert [int(name[-7:]) for name in found[0]["saved"]][-2:] == [16, 18]
+        assert each["codes"] == [75, 75, 75]
+        assert each["different"] == []
+        assert each["different when finished"] == []
     assert found[0]["files"] == ["step_000000016.ckpt", "step_000000018.ckpt"]
 
 
 def test_a_lightning_script_whose_epochs_are_one_step_stops_between_them(found: list[dict[str, Any]]) -> None:
-    ways = [(name, ours) for name in ("one batch", "accumulated") for ours in (False, True)]
     for each in found:
-        assert each["epochs of one step"] == [(*way, 75, []) for way in ways]
+        assert each["epochs of one step"] == {"one batch": (75, []), "accumulated": (75, [])}
 
 
 def test_ranks_agree_on_a_validation_that_is_due_by_the_clock(found: list[dict[str, Any]]) -> None:
@@ -233,10 +212,10 @@ def test_lightnings_own_handling_of_signals_stands_back(found: list[dict[str, An
 
 def alone(world: DistributedContext, folder: Path) -> tuple[str, int, list[str]]:
     script = Script(world, "pytorch_lightning")
-    undisturbed = script.fit(folder / "undisturbed", checkpointer=True, workers=2)
-    code = script.fit(folder / "stopped", checkpointer=True, stop_at=9, workers=2)
+    undisturbed = script.fit(folder / "undisturbed", workers=2)
+    code = script.fit(folder / "stopped", stop_at=9, workers=2)
     base = script.ours.SlurmtrainCallback.__mro__[1].__module__
-    return base, code, different(undisturbed, script.fit(folder / "stopped", checkpointer=True, workers=2))
+    return base, code, different(undisturbed, script.fit(folder / "stopped", workers=2))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from torch import Tensor
 from slurmtrain.models import Decoder
 from slurmtrain.observe import read_metrics
 from slurmtrain.observe.phases import HostTimer, Window
-from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
+from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.signals import StopCause, StopFlag
@@ -311,7 +311,7 @@ def profiled(
     hooks: list[TrainingHook] = [Fails()] if fails else []
     switch = None
     if distributed.environment.rank == 0:
-        switch = ProfileSwitch(run, ProfileRequest())
+        switch = ProfileSwitch(run)
         hooks.insert(0, Asks(switch, run, wishes, stop, stop_at))
     return trainer(distributed, path, words, stop, attempt, hooks, profile_switch=switch).fit()
 
@@ -329,8 +329,8 @@ def recorded_steps(trace: Path) -> int:
 def test_a_touch_profiles_the_next_steps_on_the_chosen_ranks_once_and_no_bit_changes(
     gloo_ranks: GlooRanks, tmp_path: Path
 ) -> None:
-    two = ["cluster.tasks_per_node=2"]
-    gloo_ranks(2, profiled, tmp_path / "run", {2: "ranks=all steps=2", 3: "ranks=all steps=2"}, two)
+    two = ["cluster.tasks_per_node=2", "observe.profile_ranks=[]"]
+    gloo_ranks(2, profiled, tmp_path / "run", {2: "2", 3: "2"}, two)
     gloo_ranks(2, profiled, tmp_path / "plain", {}, two)
     folder = tmp_path / "run" / "profiles" / "step_0000005"
     assert profile_names(tmp_path / "run") == [
@@ -340,20 +340,20 @@ def test_a_touch_profiles_the_next_steps_on_the_chosen_ranks_once_and_no_bit_cha
     assert [recorded_steps(folder / f"rank-{rank}.trace.json.gz") for rank in range(2)] == [2, 2]
     assert "aten::" in (folder / "rank-1.txt").read_text()
     (event,) = events(tmp_path / "run", "profiled")
-    assert (event["first"], event["last"], event["ranks"], event["attempt"]) == (5, 6, [0, 1], 1)
+    assert (event["first"], event["last"], event["ranks"], event["attempt"]) == (5, 6, [], 1)
     assert not (tmp_path / "run" / "profile").exists() and not (tmp_path / "plain" / "profiles").exists()
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
 
 
 def test_a_preemption_during_a_profile_saves_first_and_drops_it(tmp_path: Path) -> None:
-    stopped = profiled(alone(), tmp_path / "run", {1: "steps=4"}, stop_at=4)
+    stopped = profiled(alone(), tmp_path / "run", {1: "4"}, stop_at=4)
     assert not stopped.finished and stopped.saved is not None
     assert not (tmp_path / "run" / "profile").exists() and not (tmp_path / "run" / "profiles").exists()
 
 
 def test_an_attempt_that_fails_during_a_profile_does_not_hand_it_on_to_the_next_one(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
-        profiled(alone(), tmp_path / "run", {1: "steps=4"}, fails=True)
+        profiled(alone(), tmp_path / "run", {1: "4"}, fails=True)
     assert not (tmp_path / "run" / "profile").exists() and profile_names(tmp_path / "run") == ["step_0000004"]
     planned = ["observe.profile_steps=4-6"]
     profiled(alone(), tmp_path / "run", {}, planned, attempt=2)
@@ -377,12 +377,12 @@ def test_the_steps_of_the_config_are_profiled_once_over_all_attempts(
 LOOP = """
 import slurmtrain, torch
 run = slurmtrain.init(device="cpu")
-from slurmtrain.observe import profile_switch
-profile_switch.LOOK_EVERY_S = 0
+from slurmtrain.observe import profiling
+profiling.LOOK_EVERY_S = 0
 x = torch.ones(8, 8)
 for step in range(20):
     if step in (3, 10):
-        (run.directory / "profile").write_text("steps=2" if step == 3 else "steps=50")
+        (run.directory / "profile").write_text("2" if step == 3 else "50")
     x = x @ x.T / 8
     assert not slurmtrain.should_stop()
 """

@@ -54,11 +54,12 @@ def test_a_checkpointer_that_saves_another_state_is_found_out_as_silently_wrong(
     assert matrix.run(ROWS["kill -9 of all ranks"], 4, mutant="another state")[Outcome.WRONG] == 4
 
 
-# Run directories of a shape that once ended a reading verb in a traceback or kept it busy: links to /, and to themselves.
-FOUND = [438065778, 295950631, 767440973]  # seeds of `python -m tests.faults "any shape"`
+# Run directories of a shape that once ended a reading verb in a traceback or kept it busy: links to /, links to themselves,
+# and half of a surrogate pair in attempt.json.
+FOUND = [438065778, 295950631, 767440973, 23546]  # seeds of `python -m tests.faults "any shape"`
 
 
-def test_links_out_of_a_run_directory_are_not_followed(tmp_path: Path) -> None:
+def test_shapes_of_a_run_directory_that_were_once_a_traceback_are_not(tmp_path: Path) -> None:
     with ProcessPoolExecutor(
         1, get_context("spawn")
     ) as process:  # which it limits, and whose view of SLURM it replaces

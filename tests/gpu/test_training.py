@@ -83,7 +83,7 @@ def test_the_parts_of_a_step_add_up_and_memory_and_speed_are_known(tmp_path: Pat
 
 def test_a_profile_has_the_kernels_and_the_memory_of_the_gpu_and_changes_no_bit(tmp_path: Path) -> None:
     words = [*ON_GPU, "train.deterministic=true"]
-    profiled(alone(), tmp_path / "run", {2: "steps=2"}, words)
+    profiled(alone(), tmp_path / "run", {2: "2"}, words)
     profiled(alone(), tmp_path / "plain", {}, words)
     (folder,) = (tmp_path / "run" / "profiles").iterdir()
     assert sorted(each.name for each in folder.iterdir()) == [

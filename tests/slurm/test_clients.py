@@ -14,8 +14,7 @@ SAVES = ("--save-steps", str(SAVE_STEPS))
 STEPS = ("--steps", "40")
 RANKS = ("--nodes", "2", "--devices", "2")
 CLIENTS = [
-    Client("Trainer, SlurmtrainCallback", "hf_trainer_callback.py", (*SAVES, *STEPS)),
-    Client("Trainer, CheckpointedTrainer", "hf_trainer.py", (*SAVES, *STEPS)),
+    Client("Trainer, SlurmtrainCallback", "hf_trainer.py", (*SAVES, *STEPS)),
     Client("Accelerate, plain", "accelerate_loop.py", SAVES, plain=True),
     Client("Accelerate, AcceleratorCheckpointer", "accelerate_loop.py", SAVES),
     Client("Lightning, SlurmtrainCallback", "lightning_module.py", (*RANKS, *SAVES)),

@@ -18,7 +18,7 @@ from tests.support.run_info import run_info
 WITHIN = 0.01  # of the time on the clock, to which the seconds by cause have to add up
 T0 = 1_700_000_000.0  # when the run was submitted, in unix seconds
 GPUS = 16.0
-TIMES = ("started", "stepping", "ended", "last_sign", "last_logged")
+TIMES = ("started", "stepping", "ended", "last_sign", "last_logged", "idle_since")
 
 
 class RunFiles:
@@ -58,13 +58,6 @@ class RunFiles:
         """Write its config anew, with these sections beside those of a training."""
         self.run.config_file.write_text(json.dumps({"job": {"name": "train", "kind": "train"}, **sections}))
 
-    def failed(self, number: int, at: float) -> None:
-        record = {"rank": 3, "exit_code": 1, "sentence": "ValueError", "time": T0 + at}
-        (self.run.attempt(number).path / "failed-3.json").write_text(json.dumps(record))
-
-    def hung(self, number: int, **record: object) -> None:
-        (self.run.attempt(number).path / "hang.json").write_text(json.dumps({"sentence": "rank 1 hangs", **record}))
-
 
 def interrupted_run(path: Path) -> RunDir:
     """A run that crashed, was restarted in place, preempted, hung, lost a node, could not start, diverged, and was resumed."""
@@ -73,11 +66,10 @@ def interrupted_run(path: Path) -> RunDir:
     stages = {"interpreter and imports": 10.0, "rendezvous": 5.0, "restore": 5.0}
 
     # 1: 100 s in the queue; crashes at 300, 50 steps after its only checkpoint.
-    files.attempt(1, 100, started=110, stepping=140, start_up_s=stages, first_step=0, last_step=150)
+    files.attempt(1, 100, started=110, stepping=140, start_up_s=stages, first_step=0, last_step=150, idle_since=300)
     _end(files, 1, 305, "crash", "in-place", committed_step=100)
     files.event(140, "training started", 1, step=0)
     files.event(250, "checkpoint", 1, step=100, seconds=5.0, stall_s=2.0)
-    files.failed(1, 300)
 
     # 2: in place; does 50 steps again until 380, evaluates for 10 s, is preempted and saves at its end for 8 s.
     files.attempt(2, 310, started=315, stepping=330, start_up_s=stages, first_step=100, last_step=250)
@@ -89,10 +81,9 @@ def interrupted_run(path: Path) -> RunDir:
     files.event(501, "training stopped", 2, step=250)
 
     # 3: requeued; a rank hangs at 800.
-    files.attempt(3, 630, restart=1, started=640, stepping=660, first_step=250, last_step=390)
+    files.attempt(3, 630, restart=1, started=640, stepping=660, first_step=250, last_step=390, idle_since=800)
     _end(files, 3, 840, "hang", "requeue", committed_step=250)
     files.event(660, "training started", 3, step=250)
-    files.hung(3, since=T0 + 800, time=T0 + 830)
 
     # 4: does 140 steps again until 1130; its node dies at 1300, and only attempt 5 closes its record.
     files.attempt(4, 960, restart=2, started=970, stepping=990, first_step=250, last_step=550, last_sign=1300)

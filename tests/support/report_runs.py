@@ -142,8 +142,7 @@ def interrupted_run(runs: Path, run_id: str = "20260921-141320-512a0") -> RunDir
             ending["fault"] = {**FAULT, "run": run.id, "time": ended}
             run.attempt(number).path.mkdir()
             run.attempt(number).hang_page.write_text("# rank 5 did not come\n")
-            facts = {"sentence": "rank 5 did not come", "nodes": ["gpu12"], "ranks": [5]}
-            files.write_json(run.attempt(number).hang_file, {**facts, "time": trained + 600, "since": trained})
+            ending["idle_since"] = trained
         stages = {"interpreter": 0.4, "torch": 4.1, "rendezvous": 3.0, "model": 6.5, "restore": start_up - 14.0}
         times = {"started": started, "stepping": stepping, "ended": ended, "start_up_s": stages}
         steps = {"first_step": first, "last_step": last, "committed_before": first or None, "committed_step": committed}

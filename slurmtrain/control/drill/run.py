@@ -47,10 +47,9 @@ from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.report.progress import read_progress
 from slurmtrain.report.status.look import states
 from slurmtrain.report.status.state import RunState
-from slurmtrain.runs.attempts import Attempt, all_attempts
+from slurmtrain.runs.attempts import Attempt, all_attempts, last_logged_step
 from slurmtrain.runs.create import make_folder, new_run_id
 from slurmtrain.runs.lookup import all_runs
-from slurmtrain.runs.reached_step import last_logged_step
 from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.reasons import Verdict as Next
 from slurmtrain.runs.run_dir import DRILLS, RunDir

@@ -10,7 +10,6 @@ it, one in the future as now.
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +29,11 @@ from slurmtrain.system import records
 ROLLED_BACK = "rolled back"  # why steps are done again in the same attempt
 NOT_RECORDED = "not recorded"  # why an attempt ended that nobody could judge
 _REASONS = frozenset(str(reason) for reason in Reason)
+# What the other ranks did from the first failure, or the last progress, on.
+_IDLE: dict[str, Cause] = {
+    Reason.HANG: Cause.HUNG,
+    **dict.fromkeys((Reason.CRASH, Reason.DIVERGED, Reason.BAD_NODE), Cause.IDLE_END),
+}
 _RESUMED = frozenset({Event.RESUME_ASKED, Event.SUBMITTING, Event.SUBMITTED})
 _TURNS = _RESUMED | {Event.CANCEL_ASKED}  # from when on a run waits, or waits no more
 
@@ -76,7 +80,7 @@ def of_history(history: History, *, alive: bool | None, now: float) -> Goodput:
         if isinstance(number := event.get("attempt"), int):
             events_of.setdefault(number, {}).setdefault(event["event"], []).append(event)
     turns = [(event["time"], event["event"]) for event in history.events if event["event"] in _TURNS]
-    segments, startup, interruptions = list[Segment](), dict[str, float](), dict[str, int]()
+    segments, interruptions = list[Segment](), dict[str, int]()
     furthest, before, why = 0, None, ""  # `why` the attempt before ended early
     for each, (start, end) in zip(history.tries, spans, strict=True):
         record, number = each.record, each.record.number
@@ -100,7 +104,6 @@ def of_history(history: History, *, alive: bool | None, now: float) -> Goodput:
             Segment(number, part.start, part.end, part.cause, each.gpus, part.because or blame.get(part.cause, ""))
             for part in inside
         ]
-        _add_stages(startup, each, inside, launched, "launch" if history.local else "batch script")
         furthest = max(furthest, record.last_step or 0, record.first_step or 0)
         before, why, cursor = each, own, end
     is_waiting = _waits_at_the_end(history, before, alive)
@@ -113,7 +116,6 @@ def of_history(history: History, *, alive: bool | None, now: float) -> Goodput:
         **sums_of(kept),
         segments=kept,
         gpu_count=before.gpus if before is not None else 0.0,
-        startup_s=startup,
         interruptions=interruptions,
         nodes={each.record.number: tuple(each.record.nodes) for each in history.tries},
         running=is_waiting or runs,
@@ -215,29 +217,6 @@ def _waits_at_the_end(history: History, before: AttemptTimes | None, alive: bool
     return record.verdict not in (Verdict.DONE, Verdict.END) or bool(alive)
 
 
-def _add_stages(
-    startup: dict[str, float], each: AttemptTimes, inside: Sequence[Stretch], begin: float, launcher: str
-) -> None:
-    """Add the start-up of an attempt, by stage: as rank 0 has timed them, and what was before and after them.
-
-    They add up to the start-up's part of the attempt. `launcher` names the stage before those of rank 0.
-    """
-    total = math.fsum(part.end - part.start for part in inside if part.cause is Cause.STARTUP)
-    if total <= 0:
-        return
-    stepping = each.record.stepping
-    stages = {name: value for name, value in each.record.start_up_s.items() if value > 0} if stepping else {}
-    until_steps = min(total, max(0.0, stepping - begin)) if stepping else total
-    timed = math.fsum(stages.values())
-    scale = min(1.0, until_steps / timed) if timed > 0 else 0.0
-    found = {launcher if stepping else "unfinished": until_steps - timed * scale}
-    found |= {name: value * scale for name, value in stages.items()}
-    found |= {"first step": total - until_steps}
-    for name, seconds in found.items():
-        if seconds > 0:
-            startup[name] = startup.get(name, 0.0) + seconds
-
-
 # Inside of an attempt.
 
 
@@ -257,9 +236,8 @@ def _inside(
         layers = [([Stretch(begin, end, Cause.STARTUP)], None)]
     else:
         layers = _program(record, events, begin, end)
-    for moment, cause in ((each.failed, Cause.IDLE_END), (each.hung_since, Cause.HUNG)):
-        if moment is not None:
-            layers.append(([Stretch(moment, end, cause)], None))
+    if record.idle_since is not None and (idle := _IDLE.get(record.reason or "")) is not None:
+        layers.append(([Stretch(record.idle_since, end, idle)], None))
     return _painted(layers, begin, end)
 
 

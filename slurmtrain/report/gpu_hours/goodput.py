@@ -61,7 +61,6 @@ class Goodput:
         gpu_count: GPUs of its newest attempt; 0 on CPUs. A share of them where several runs shared the job.
         gpu_seconds: GPUs x seconds by cause. No GPU is held in the queue, so waits are not in it.
         segments: the same in the order of time, without gaps and overlaps. Sums over several runs have none.
-        startup_s: wall-clock seconds of the start-ups by stage, over all attempts: "batch script", "interpreter", ...
         lost_gpu_seconds: GPUs x seconds lost, by why an attempt ended ("crash", "hang", "preempted", "node failure",
             "requeued", ...) or "rolled back": what stood still until it had ended, and all until the run was where it had been.
         lost_s: wall-clock seconds of the same, the queue included.
@@ -74,7 +73,6 @@ class Goodput:
     gpu_count: float = 0.0
     gpu_seconds: Mapping[Cause, float] = field(default_factory=dict)
     segments: tuple[Segment, ...] = ()
-    startup_s: Mapping[str, float] = field(default_factory=dict)
     lost_gpu_seconds: Mapping[str, float] = field(default_factory=dict)
     lost_s: Mapping[str, float] = field(default_factory=dict)
     interruptions: Mapping[str, int] = field(default_factory=dict)
@@ -102,11 +100,6 @@ class Goodput:
         return math.fsum(self.gpu_seconds.values()) / 3600
 
     @property
-    def lost_gpu_hours(self) -> float:
-        """GPU hours that interruptions have cost."""
-        return math.fsum(self.lost_gpu_seconds.values()) / 3600
-
-    @property
     def shares(self) -> dict[Cause, float]:
         """The shares of the held time by cause: of the GPU time if GPUs were held, so that a large run counts for more."""
         amounts = self._held()
@@ -119,17 +112,10 @@ class Goodput:
 
         Time of which nobody knows what it went into is left out of both. None if nothing is known but the start-up.
         """
-        return _productive_of(self._held())
-
-    @property
-    def effective_share(self) -> float | None:
-        """The effective training time ratio: productive seconds / seconds held or queued.
-
-        The time in which the run had ended, until a person resumed it, is left out, and so is what nobody knows.
-        """
-        seconds: dict[Cause, float] = dict(self.seconds)
-        seconds.pop(Cause.STOPPED, None)
-        return _productive_of(seconds) if self.held_s > 0 else None
+        amounts = self._held()
+        productive, unknown = amounts.get(Cause.PRODUCTIVE, 0.0), amounts.get(Cause.UNKNOWN, 0.0)
+        known = math.fsum(amounts.values()) - unknown
+        return productive / known if known > 0 and (productive or not unknown) else None
 
     def _held(self) -> Mapping[Cause, float]:
         """Return the time in which nodes were held, by cause."""
@@ -138,17 +124,10 @@ class Goodput:
     def since(self, moment: float) -> Goodput:
         """Return the part from `moment`, in unix seconds, on.
 
-        Interruptions and stages of start-ups stay those of the whole run.
+        Interruptions stay those of the whole run.
         """
         cut = tuple(each._replace(start=max(each.start, moment)) for each in self.segments if each.end > moment)
         return replace(self, **sums_of(cut), segments=cut)
-
-
-def _productive_of(amounts: Mapping[Cause, float]) -> float | None:
-    """Return the productive part of amounts of time by cause."""
-    productive, unknown = amounts.get(Cause.PRODUCTIVE, 0.0), amounts.get(Cause.UNKNOWN, 0.0)
-    known = math.fsum(amounts.values()) - unknown
-    return productive / known if known > 0 and (productive or not unknown) else None
 
 
 def sums_of(segments: Iterable[Segment]) -> dict[str, Any]:
@@ -176,7 +155,7 @@ def sums_of(segments: Iterable[Segment]) -> dict[str, Any]:
 
 def over_all(found: Iterable[Goodput]) -> Goodput:
     """Return the sum over several runs: of a sweep, or of a person."""
-    names = ("seconds", "gpu_seconds", "startup_s", "lost_gpu_seconds", "lost_s", "interruptions")
+    names = ("seconds", "gpu_seconds", "lost_gpu_seconds", "lost_s", "interruptions")
     sums: dict[str, dict[Any, Any]] = {name: {} for name in names}
     gpus, running = 0.0, False
     for each in found:

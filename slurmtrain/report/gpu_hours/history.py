@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,16 +11,13 @@ from typing import Any, NamedTuple
 
 from slurmtrain.choices import Backend
 from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.runs import attempts, reached_step
+from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import is_gpu_file
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import Reason, Verdict
+from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
-from slurmtrain.system.files import read_json
-
-FAILURES_READ = 32  # records of failed ranks that are looked at: of a thousand ranks the first ones tell enough
 
 
 class AttemptTimes(NamedTuple):
@@ -31,8 +27,6 @@ class AttemptTimes(NamedTuple):
         begun: when its supervisor claimed it.
         record: attempt.json.
         job: the start of a job that it belongs to.
-        hung_since: when ranks got on for the last time before a hang.
-        failed: when the first rank failed.
         last_sign: when it last wrote something; asked for only where `ended` does not say it.
         gpus: GPUs that it held.
         sampled: its folder holds records of how busy they were.
@@ -41,8 +35,6 @@ class AttemptTimes(NamedTuple):
     begun: float
     record: Attempt
     job: tuple[str | None, int]
-    hung_since: float | None = None
-    failed: float | None = None
     last_sign: float | None = None
     gpus: float = 0.0
     sampled: bool = False
@@ -104,32 +96,19 @@ def _read_times(run_dir: RunDir, number: int, *, is_last: bool) -> AttemptTimes 
     names = folder.names()
     record = attempts.read_attempt_in(folder, number, names)
     job, begun = (record.job_id, record.restart_count), record.started
-    with contextlib.suppress(OSError, UnreadableRecordError, ValueError):
-        words = records.read_bytes(folder.claim_file).split()
-        if len(words) >= 3 and records.is_time(at := float(words[2])):
-            begun = at
-        if record.job_id is None and len(words) >= 2 and records.is_job_id(name := words[0].decode("ascii", "replace")):
-            job = name, int(words[1])
+    claim = attempts.read_claim(folder)
+    begun = begun if claim.time is None else claim.time
+    if record.job_id is None and claim.job_id is not None and records.is_job_id(claim.job_id):
+        job = claim.job_id, claim.restart_count
     if begun <= 0:  # neither its supervisor nor rank 0 has left a word
         return None
-    hung_since = failed = None
-    if record.reason == Reason.HANG:
-        found = read_json(folder.hang_file) or {}
-        moments = (found.get("since"), record.last_logged, found.get("time"))
-        hung_since = next((float(each) for each in moments if records.is_time(each)), None)
-    if record.reason in (Reason.CRASH, Reason.DIVERGED, Reason.BAD_NODE):
-        times = []
-        for name in [name for name in names or () if re.fullmatch(r"failed-[0-9]{1,9}\.json", name)][:FAILURES_READ]:
-            with contextlib.suppress(UnreadableRecordError):
-                times.append((read_json(folder.path / name) or {}).get("time"))
-        failed = min((float(each) for each in times if records.is_time(each)), default=None)
     sign = record.last_sign
     if sign is None and record.ended is None:
         sign = _last_sign(run_dir, number, with_log=is_last)
     if record.ended is None and is_last:
         record = _with_present_steps(run_dir, record)
     sampled = any(map(is_gpu_file, names or ()))
-    return AttemptTimes(begun, record, job, hung_since, failed, sign, max(0.0, record.gpus or 0.0), sampled)
+    return AttemptTimes(begun, record, job, sign, max(0.0, record.gpus or 0.0), sampled)
 
 
 def _with_present_steps(run_dir: RunDir, record: Attempt) -> Attempt:
@@ -139,7 +118,7 @@ def _with_present_steps(run_dir: RunDir, record: Attempt) -> Attempt:
         logged = os.lstat(run_dir.metrics_file).st_mtime
         if record.started and logged >= record.started:
             last_logged = logged if last_logged is None else last_logged
-            last_step = reached_step.last_logged_step(run_dir) if last_step is None else last_step
+            last_step = attempts.last_logged_step(run_dir) if last_step is None else last_step
     return replace(record, last_step=last_step, last_logged=last_logged)
 
 

@@ -22,10 +22,11 @@ from slurmtrain.report.page.render import Chart
 from slurmtrain.system.records import is_scalar
 
 Numbers = NDArray[np.float64]
+Span = tuple[float, float]  # the first and the last step
 
 LARGEST = 1e150  # a larger value counts as not finite: the square of what is drawn must still be a number
 MOST_METRICS = 200  # a run that makes up a name for each step would otherwise fill the memory
-COLUMNS, LEAST_COLUMNS, ALL_COLUMNS = 500, 60, 9000  # of one curve, at least, and of all curves of a page together
+COLUMNS = 200  # of pixels of a curve, each of which shows the least and the greatest value
 MEANS = 150  # points of a curve of means; one of four times as many values is drawn with its means
 COLORS = 8  # that the style sheet has, --c0 to --c7
 DOTS = 60  # a curve of fewer points shows each of them
@@ -73,7 +74,7 @@ def series_of(found: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
     return {name: Series.of(*column) for name, column in columns.items()}
 
 
-def thinned(series: Series, columns: int) -> Series:
+def thinned(series: Series, columns: int = COLUMNS) -> Series:
     """Return the least and the greatest value of each of so many parts of a series, so that no spike is lost.
 
     Of values that are not finite, the first of each part stays, so that the line has a gap there.
@@ -109,20 +110,12 @@ class Curve(NamedTuple):
     thin: bool = False
 
 
-class Steps(NamedTuple):
-    """The steps that all charts of a page show, and how many columns of pixels each of its curves has."""
-
-    span: tuple[float, float]
-    columns: int
-
-    @classmethod
-    def of(cls, found: Sequence[Series]) -> Steps:
-        """Return the steps of all series, from 0 on where the first is close to it; few columns where there are many."""
-        ends = [float(step) for series in found if len(series.steps) for step in (series.steps[0], series.steps[-1])]
-        low, high = min(ends, default=0.0), max(ends, default=1.0)
-        low = 0.0 if 0 < low <= 0.2 * high else low
-        span = (low, high) if high > low else (low - 1, high + 1)
-        return cls(span, max(LEAST_COLUMNS, min(COLUMNS, ALL_COLUMNS // (len(found) + 1))))
+def span_of(found: Iterable[Series]) -> Span:
+    """Return the steps that all charts of a page show, from 0 on where the first is close to it."""
+    ends = [float(step) for series in found if len(series.steps) for step in (series.steps[0], series.steps[-1])]
+    low, high = min(ends, default=0.0), max(ends, default=1.0)
+    low = 0.0 if 0 < low <= 0.2 * high else low
+    return (low, high) if high > low else (low - 1, high + 1)
 
 
 def with_means(series: Series, name: str) -> list[Curve]:
@@ -137,12 +130,12 @@ def plain(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def line_chart(key: str, title: str, curves: Sequence[Curve], steps: Steps, *, unit: str = "") -> Chart | None:
+def line_chart(key: str, title: str, curves: Sequence[Curve], span: Span, *, unit: str = "") -> Chart | None:
     """Return a chart of curves over the steps; None if no curve has a value that can be drawn."""
     if not any(len(curve.series.finite.steps) for curve in curves):
         return None
     data = [  # of many curves, the later ones are named when they are pointed at
-        _line(thinned(each.series, steps.columns), each, showlegend=place < COLORS) for place, each in enumerate(curves)
+        _line(thinned(each.series), each, showlegend=place < COLORS) for place, each in enumerate(curves)
     ]
     broken = [
         f"{units.plural(count, 'value')} of {each.name} not finite"
@@ -151,19 +144,19 @@ def line_chart(key: str, title: str, curves: Sequence[Curve], steps: Steps, *, u
     ]
     note = f"Gaps: {', '.join(broken)}." if broken else ""
     summary = _summary(curves, unit)
-    return Chart(key, title, _over(steps, data), unit, over_steps=True, scalable=True, note=note, summary=summary)
+    return Chart(key, title, _over(span, data), unit, over_steps=True, scalable=True, note=note, summary=summary)
 
 
-def stacked_chart(key: str, title: str, parts: Mapping[str, Series], steps: Steps, *, unit: str) -> Chart:
+def stacked_chart(key: str, title: str, parts: Mapping[str, Series], span: Span, *, unit: str) -> Chart:
     """Return areas on top of each other, by name, from the bottom up: means over the same parts of the steps."""
     curves = [Curve(averaged(series), name, number) for number, (name, series) in enumerate(parts.items())]
     data = [_line(each.series, each, stackgroup="all", fillcolor=f"--c{each.color % COLORS}") for each in curves]
     summary = _summary(curves, unit)
-    return Chart(key, title, _over(steps, data), unit, over_steps=True, summary=summary, wide=True)
+    return Chart(key, title, _over(span, data), unit, over_steps=True, summary=summary, wide=True)
 
 
-def _over(steps: Steps, data: list[dict[str, Any]]) -> dict[str, Any]:
-    xaxis = {"title": {"text": "step", "standoff": 4}, "range": list(steps.span)}
+def _over(span: Span, data: list[dict[str, Any]]) -> dict[str, Any]:
+    xaxis = {"title": {"text": "step", "standoff": 4}, "range": list(span)}
     return {"data": data, "layout": {"height": 260, "xaxis": xaxis, "hovermode": "x unified"}}
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from slurmtrain.config.frozen import to_values
 from slurmtrain.config.schema import Config
+from slurmtrain.observe.metrics import is_detail
 from slurmtrain.report.compare import MISSING, config_differences
 from slurmtrain.report.facts import RunFacts
 from slurmtrain.report.gpu_hours.goodput import Goodput
 from slurmtrain.report.page import charts, sentences, units
-from slurmtrain.report.page.charts import Curve, Series, Steps
+from slurmtrain.report.page.charts import Curve, Series, Span
 from slurmtrain.report.page.render import Chart, Grid, Page, Section
 from slurmtrain.report.status.state import ATTEMPT_HEADER, RunStatus
 from slurmtrain.report.step_times import step_times
@@ -35,12 +36,10 @@ PHASES = tuple(
     for name in ("data", "forward_backward", "communication", "optimizer", "checkpoint", "evaluation", "other")
 )
 TITLES = {"loss": "Loss", "memory_allocated_gb": "Peak memory"}
-LAYERS = {"grad_norm/": "Gradient norm per layer", "param_norm/": "Parameter norm per layer"}  # before a layer's name
 NOT_DRAWN = ("data_wait_s", "time_total_s", "communication_share", "slowest_rank", "valid_tokens")  # others say it
 KNOWN = {name for shared in (*LOSS, *SPEED, *SPEED_OF_GPUS, *TRAINING, PHASES, NOT_DRAWN) for name in shared}
 OF_EVALUATIONS = ("valid_", "eval_", "test_", "eval/", "valid/", "perplexity", "bits_per_byte", "accuracy")
 MOST_EVALUATIONS, MOST_OTHERS = 12, 24  # charts of metrics that nobody here knows
-MOST_LAYERS = 64  # curves of one chart
 MOST_ROWS, MOST_SETTINGS = 60, 2000  # of the timeline, and of the table
 VISIBLE = 1 / 2000  # of the length of the timeline
 
@@ -66,40 +65,29 @@ def run_page(facts: RunFacts) -> Page:
 
 def _curves(facts: RunFacts, series: Mapping[str, Series]) -> list[Section]:
     """Return the sections of the losses, of the speed, of the phases of a step, and of all other metrics."""
-    steps, places = Steps.of([*series.values()]), {name: place for place, name in enumerate(series)}
+    span, places = charts.span_of(series.values()), {name: place for place, name in enumerate(series)}
 
     def drawn(groups: Iterable[Iterable[str]]) -> list[Chart]:
         found = []
         for first, *others in filter(None, ([name for name in names if name in series] for names in groups)):
             words = units.name_of(first)
-            curves = [
-                *charts.with_means(series[first], words),
-                *(Curve(series[name], units.name_of(name), 1) for name in others),
-            ]
+            further = [Curve(series[name], units.name_of(name), 1) for name in others]
+            curves = [*charts.with_means(series[first], words), *further]
             key, title = first if first in KNOWN else f"metric-{places[first]}", TITLES.get(first)
-            made = charts.line_chart(key, title or units.capital(words), curves, steps, unit=units.unit_of(first))
-            found += [made] if made is not None else []
-        return found
+            found.append(charts.line_chart(key, title or units.capital(words), curves, span, unit=units.unit_of(first)))
+        return [chart for chart in found if chart is not None]
 
-    layers = []
-    for number, (prefix, title) in enumerate(LAYERS.items()):  # the first layers in the first colour
-        names = [name for name in series if name.startswith(prefix)][:MOST_LAYERS]
-        curves = [
-            Curve(series[name], units.clean(name.removeprefix(prefix), 60), place * charts.COLORS // len(names))
-            for place, name in enumerate(names)
-        ]
-        layers.append(charts.line_chart(f"layers-{number}", title, curves, steps))
-    unknown = [name for name in series if name not in KNOWN and not name.startswith(tuple(LAYERS))]
+    unknown = [name for name in series if name not in KNOWN and not is_detail(name)]
     evaluations = [name for name in unknown if name.startswith(OF_EVALUATIONS)][:MOST_EVALUATIONS]
     others = [name for name in unknown if name not in evaluations]
     loss = drawn([*LOSS, *zip(evaluations, strict=True)])
     speed = drawn([*SPEED, *(SPEED_OF_GPUS if facts.has_gpus else ())])
-    further = [*drawn(TRAINING), *filter(None, layers), *drawn(zip(others[:MOST_OTHERS], strict=True))]
+    further = drawn([*TRAINING, *zip(others[:MOST_OTHERS], strict=True)])
     cut = len(others) > MOST_OTHERS or len(series) == charts.MOST_METRICS
     return [
         Section("curves", "Loss and evaluation", [] if loss else ["Nothing has been logged yet."], loss),
         Section("throughput", "Throughput", [] if speed else ["No speed has been logged."], speed),
-        _phases({units.name_of(name): series[name] for name in PHASES if name in series}, steps),
+        _phases({units.name_of(name): series[name] for name in PHASES if name in series}, span),
         Section(
             "others",
             "Learning rate, norms, memory and others",
@@ -109,19 +97,17 @@ def _curves(facts: RunFacts, series: Mapping[str, Series]) -> list[Section]:
     ]
 
 
-def _phases(logged: Mapping[str, Series], steps: Steps) -> Section:
+def _phases(logged: Mapping[str, Series], span: Span) -> Section:
     """Return the section of what the time of a step is spent on."""
-    title, parts = "Where the step time goes", {}
-    for name, each in logged.items():
-        if (each.finite.values > 0).any():
-            parts[name] = each
+    title = "Where the step time goes"
+    parts = {name: each for name, each in logged.items() if (each.finite.values > 0).any()}
     if not parts:
         return Section("phases", title, ["The phases of the steps have not been logged."])
     means = {name: max(0.0, float(each.finite.values.mean())) for name, each in parts.items()}
     listed = units.listed((f"{name} {units.brief(mean)} s" for name, mean in means.items()), len(means))
     said = f"A step took {units.brief(sum(means.values()))} s on average, over all logged steps: {listed}."
     return Section(
-        "phases", title, [said], [charts.stacked_chart("phases", "Step time by phase", parts, steps, unit="s")]
+        "phases", title, [said], [charts.stacked_chart("phases", "Step time by phase", parts, span, unit="s")]
     )
 
 

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Mapping
 
 from slurmtrain.choices import Backend
-from slurmtrain.report.facts import RunFacts
+from slurmtrain.report.facts import RunFacts, trouble, trouble_of_checkpoints
 from slurmtrain.report.gpu_hours.goodput import HOLDS_NO_GPUS, Cause, Goodput
 from slurmtrain.report.page import units
 from slurmtrain.report.page.charts import Series
 from slurmtrain.report.progress import at_about
 from slurmtrain.report.status.state import WAITING, RunStatus
 from slurmtrain.report.step_times import StepTimes, save_times
-from slurmtrain.report.trouble import trouble, trouble_of_checkpoints
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import Reason, Verdict

@@ -15,7 +15,7 @@ from slurmtrain.report.collect import Goal, Point, Table, metrics_of, short
 from slurmtrain.report.gpu_hours.causes import goodput_of
 from slurmtrain.report.gpu_hours.goodput import Goodput, over_all
 from slurmtrain.report.page import charts, sentences, units
-from slurmtrain.report.page.charts import COLORS, Curve, Steps
+from slurmtrain.report.page.charts import COLORS, Curve
 from slurmtrain.report.page.render import Chart, Grid, Page, Section
 from slurmtrain.report.status.state import RunStatus
 from slurmtrain.system.records import is_number
@@ -205,7 +205,7 @@ def _curves(facts: SweepFacts) -> Section:
         with contextlib.suppress(UnreadableRecordError):  # its state says so
             kept = ({name: each[name] for name in ("step", *names) if name in each} for each in metrics_of(run_dir))
             logs.append((point, charts.series_of(kept)))
-    steps = Steps.of([series for _, log in logs for series in log.values()])
+    span = charts.span_of(series for _, log in logs for series in log.values())
     drawn = []
     for number, name in enumerate(names):
         curves = [
@@ -214,7 +214,7 @@ def _curves(facts: SweepFacts) -> Section:
             if name in log
         ]
         words = units.capital(units.name_of(name))
-        drawn.append(charts.line_chart(f"sweep-{number}", words, curves, steps, unit=units.unit_of(name)))
+        drawn.append(charts.line_chart(f"sweep-{number}", words, curves, span, unit=units.unit_of(name)))
     found = [chart for chart in drawn if chart is not None]
     if not found:
         return Section("curves", title, ["No point has logged anything yet."])

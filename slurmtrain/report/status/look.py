@@ -16,8 +16,7 @@ from pathlib import Path
 
 from slurmtrain.errors import ClusterError, UnreadableRecordError
 from slurmtrain.report.status.record import Owner, Record, read_record
-from slurmtrain.report.status.sentences import state_of
-from slurmtrain.report.status.state import RunState, unreadable
+from slurmtrain.report.status.state import RunState, state_of, unreadable
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.jobs import is_anothers, names_of
 from slurmtrain.runs.ownership import is_own

@@ -14,10 +14,9 @@ from slurmtrain.errors import ClusterError, UnavailableRecordError
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.jobs import links
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.reasons import RunAction, Verdict
-from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runs.run_dir import RunDir, links
 from slurmtrain.slurm.command_environment import trusted_slurm_conf
 from slurmtrain.slurm.job_states import JobState
 from slurmtrain.system.records import is_job_id

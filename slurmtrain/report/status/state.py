@@ -1,16 +1,30 @@
-"""The state of a run: one word, why, and what comes next."""
+"""The state of a run: one word, why, and what comes next, from its record and the entry of its job."""
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.report.progress import Progress
+from slurmtrain.errors import ClusterError, UnreadableRecordError
+from slurmtrain.report.progress import Progress, at_about, read_progress
+from slurmtrain.report.status.record import Record
 from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.lookup import is_sweep
+from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, LastWord, Reason, Verdict
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.job_facts import QueuedJob
+from slurmtrain.slurm.job_states import GONE, JobState
+from slurmtrain.slurm.parse_values import parse_time
+from slurmtrain.slurm.pending_reasons import in_words, is_held
+from slurmtrain.system import kubectl
 from slurmtrain.system.durations import roughly
+from slurmtrain.system.records import read_text
+
+LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for longer than this never will
 
 
 class RunStatus(StrEnum):
@@ -126,3 +140,267 @@ class RunState:
 def unreadable(error: UnreadableRecordError) -> RunState:
     """Return the state of a run whose files cannot be used."""
     return RunState(RunStatus.UNREADABLE, error.message, [], None)
+
+
+def state_of(record: Record, job: QueuedJob, doubt: str | None) -> RunState:
+    """Return the state of a run.
+
+    Args:
+        job: squeue's entry of its job; an empty one if that is not in the queue.
+        doubt: why SLURM could not be asked; None if it could.
+    """
+    without_slurm = record.local or record.in_pods or record.job_id is None
+    if record.copied_from:
+        word, sentence = _copy(record)
+    elif record.in_pods:
+        word, sentence = _in_pods(record)
+    elif without_slurm:
+        word, sentence = _without_slurm(record)
+    elif doubt is not None:
+        word, sentence = _unasked(record)
+    else:
+        word, sentence = _asked(record, job)
+    running_since = record.last.started if word == RunStatus.RUNNING and record.last is not None else None
+    steps, own = record.info.get("steps"), record.info.get("own_checkpoints")
+    ended = word not in ALIVE and not (record.chain or record.packed or without_slurm)
+    return RunState(
+        word,
+        sentence,
+        record.attempts,
+        record.job_id,
+        progress=read_progress(record.run_dir, steps, own, running_since=running_since),
+        own_job=record.own_job,
+        packed=record.packed,
+        slurm_error=None if without_slurm else doubt,
+        following=record.following,
+        queued_again=ended and job.state == JobState.PENDING,
+        reason=job.reason if word in WAITING else None,
+        expected_start=_expected_start(job) if word in WAITING else None,
+        copied_from=record.copied_from,
+    )
+
+
+def _expected_start(job: QueuedJob) -> float | None:
+    """Return when SLURM expects to start the job; a time in the past is an outdated estimate, and gives None."""
+    start = parse_time(job.start)
+    return start if start is not None and start > time.time() else None
+
+
+def _copy(record: Record) -> tuple[RunStatus, str]:
+    """Return word and sentence of a copy of a run: whatever goes on belongs to the original."""
+    if record.over:
+        word, sentence = _ended(record)
+        return word, f"{sentence}; this is a copy of {record.copied_from}"
+    goes_on = how_to_continue(record.run_dir, record.info)
+    return RunStatus.STOPPED, f"this is a copy of {record.copied_from}, and has no job of its own. {goes_on}"
+
+
+def _without_slurm(record: Record) -> tuple[RunStatus, str]:
+    """Return word and sentence of a run outside of SLURM, of which only the processes can be looked at."""
+    last = record.last
+    if last is None:
+        return RunStatus.PREPARED, _how_to_begin(record)
+    if record.over:
+        return _ended(record)
+    if last.started and last.verdict is None:
+        lives = last.rank_0_lives
+        if lives is None:
+            words = f"attempt {last.number} began on {last.host}, and only there can be seen what became of it"
+            return RunStatus.UNKNOWN, words
+        return (RunStatus.RUNNING, f"attempt {last.number} on {last.host}") if lives else _ended(record)
+    since = last.ended or record.run_dir.attempt(last.number).path.stat().st_mtime
+    if time.time() - since < LOCAL_START_S:
+        number = last.number if record.setting_up else last.number + 1
+        return RunStatus.STARTING, f"attempt {number} is setting up"
+    return _ended(record)
+
+
+def _in_pods(record: Record) -> tuple[RunStatus, str]:
+    """Return word and sentence of a run on Kubernetes: kubectl tells whether its pods run, and its files all else."""
+    last, name = record.last, record.job_id or "its object"
+    if record.over:
+        return _ended(record)
+    number = (last.number if last is not None else 0) + 1
+    at_work = last is not None and record.has_begun and last.verdict is None
+    known = f"attempt {number - 1} has not ended as far as its files say" if at_work else f"attempt {number} is next"
+    try:
+        state, said = kubectl.state_of(record.run_dir.manifest)
+    except ClusterError as error:
+        return RunStatus.UNKNOWN, f"{error.message}; {known}"
+    if state is None and last is None and record.job_id is None:
+        return RunStatus.PREPARED, f"not submitted yet: kubectl create -f {record.run_dir.manifest}"
+    if state is None and name == kubectl.WITHOUT_OBJECT:
+        return RunStatus.UNKNOWN, f"{known}; ask what started it, such as `ray job list`"
+    why = f": {said}" if said else ""
+    if state not in ("suspended", "active"):
+        word, sentence = _ended(record)
+        return word, f"{sentence} (its object on Kubernetes, {name}: {state or 'gone'}{why})"
+    before = f"{last.sentence}; " if last is not None and record.has_begun and last.verdict is not None else ""
+    if state == "suspended":
+        word = RunStatus.REQUEUED if before else RunStatus.WAITING
+        why_not = f"(`kubectl get workloads` says why not yet){why}"
+        return word, f"{before}{name} is suspended until Kueue admits it {why_not}"
+    if not at_work:
+        begins = f"attempt {number} begins when Kubernetes has started the pods of {name}"
+        shows = f"`kubectl get pods -l slurmtrain/run={record.run_dir.id}` shows what they wait for"
+        return RunStatus.STARTING, f"{before}{begins}: {shows}"
+    if record.setting_up:
+        return RunStatus.STARTING, f"attempt {number - 1} waits until all pods of {name} run"
+    return RunStatus.RUNNING, f"attempt {number - 1}, {name}"
+
+
+def _how_to_begin(record: Record) -> str:
+    if record.local:
+        return f"not started yet: `resume {record.run_dir.id}` starts it"
+    folder = record.run_dir.path.parent
+    if is_sweep(folder):  # its script, if it has one yet, is that of a whole array
+        return f"not submitted yet: the command that made the sweep, or `sweep retry {folder.name}`, does it"
+    return f"not submitted yet: sbatch {record.run_dir.script}"
+
+
+def _unasked(record: Record) -> tuple[RunStatus, str]:
+    """Return word and sentence of a run when SLURM does not answer: a run without a recorded end may be alive."""
+    last = record.last
+    if record.over or ((record.waits or record.setting_up) and record.cancelled("")):
+        return _ended(record)
+    if last is None or not record.has_begun:
+        known = f"job {record.job_id} was submitted and has left no attempt yet"
+    elif record.setting_up:
+        known = f"attempt {last.number} was setting up"
+    elif last.verdict is not None:
+        known = str(last.sentence)
+    else:
+        known = f"attempt {last.number} has not ended as far as its files say"
+    return RunStatus.UNKNOWN, f"SLURM cannot be asked; {known}"
+
+
+def _asked(record: Record, job: QueuedJob) -> tuple[RunStatus, str]:
+    """Return word and sentence of a run from squeue's entry of its job, which is empty when SLURM has forgotten it."""
+    last, job_id, queued = record.last, record.job_id, job.state
+    waits = record.waits or queued == JobState.PENDING
+    if record.packed and (record.over or (waits and record.cancelled(""))):
+        return _ended(record)  # whatever the job does for the others
+    if queued == JobState.PENDING and record.over and not record.chain:
+        word, sentence = _ended(record)
+        return word, f"{sentence}; {_queued_again(record)}"
+    if queued == JobState.PENDING and not record.over:
+        return _pending(record, job)
+    if not queued or queued in GONE or record.over:  # a job may outlive the run: an allocation does
+        return _ended(record, queued if queued in GONE else "")
+    if queued == JobState.SUSPENDED:
+        goes_on = "lets it go on when those that took its place are done"
+        return RunStatus.SUSPENDED, f"SLURM has suspended job {job_id}, and {goes_on}"
+    if queued == JobState.COMPLETING:
+        return RunStatus.STOPPING, f"job {job_id}: the last ranks are leaving"
+    if last is not None and last.verdict in (Verdict.RESUBMIT, Verdict.NEXT) and last.job_id == job_id:
+        return RunStatus.STOPPING, f"{last.sentence}; job {job_id} is about to leave"
+    if record.packed and last is not None and last.verdict == Verdict.REQUEUE and last.job_id == job_id:
+        return RunStatus.STOPPING, f"{last.sentence} when the others of its pack have left job {job_id}"
+    if last is not None and record.setting_up:
+        return RunStatus.STARTING, f"attempt {last.number} is setting up, job {job_id}"
+    if last is None or not record.has_begun or last.verdict is not None:
+        number = (last.number if last is not None else 0) + 1
+        before = f"{last.sentence}; " if last is not None and record.has_begun else ""
+        return RunStatus.STARTING, f"{before}attempt {number} is about to begin, job {job_id}"
+    if not record.own_job and last.rank_0_lives is False:
+        return _ended(record)
+    return RunStatus.RUNNING, f"attempt {last.number}, job {job_id}"
+
+
+def _queued_again(record: Record) -> str:
+    return (
+        f"SLURM has put job {record.job_id} into the queue once more{_why_again(record)}: it will leave as soon as it "
+        f"starts, and `cancel {record.run_dir.id}` takes it out"
+    )
+
+
+def _why_again(record: Record) -> str:
+    preempted = any(each.reason == Reason.PREEMPTED for each in record.attempts if each.job_id == record.job_id)
+    return ", as SLURM does from 24.05 on with a job that was preempted before" if preempted else ""
+
+
+def _pending(record: Record, queued: QueuedJob) -> tuple[RunStatus, str]:
+    why = in_words(queued.reason, record.run_dir.id)
+    if is_held(queued.reason):
+        return RunStatus.HELD, f"SLURM holds it: {why}"
+    last = record.last
+    job = f"job {record.job_id}"
+    if record.chain:
+        job += f", {record.chain.index(record.job_id or '') + 1} of {len(record.chain)} of its chain,"
+    start = _expected_start(queued)
+    if start is not None:
+        why += f"; SLURM expects to start it {at_about(start, time.time())}"
+    if last is None or not record.has_begun:
+        return RunStatus.WAITING, f"{job} is pending: {why}"
+    before = last.sentence or (
+        f"attempt {last.number} ended while it was set up" if record.setting_up else "was requeued"
+    )
+    as_job = f" as {job.rstrip(',')}" if record.job_id != last.job_id and last.job_id is not None else ""
+    return RunStatus.REQUEUED, f"{before}; waiting to start again{as_job}: {why}"
+
+
+def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
+    """Return word and sentence for a run that nobody runs any more."""
+    last = record.last
+    resume = how_to_continue(record.run_dir, record.info)
+    if not record.over and record.pruned:
+        return RunStatus.PRUNED, f"{PRUNED_BY_SEARCH} while it waited. {resume}"
+    if last is None or not record.has_begun:
+        what = f"job {record.job_id}" if record.job_id else "it"
+        if record.cancelled(queued):
+            return RunStatus.STOPPED, f"cancelled while it waited. {resume}"
+        if queued:
+            logs = f"see {record.run_dir.path}/slurm-*.log"
+            return RunStatus.FAILED, f"{what} ended as {queued} before its first attempt; {logs}. {resume}"
+        return RunStatus.LOST, f"{what} is gone and left no attempt; {resume}"
+    if record.setup_failed is not None:
+        return RunStatus.FAILED, read_text(record.setup_failed).strip()
+    if last.verdict == Verdict.DONE:
+        return RunStatus.FINISHED, last.sentence or "finished"
+    if last.verdict == Verdict.END and last.reason == Reason.PRUNED:
+        return RunStatus.PRUNED, f"{last.sentence}. {resume}"
+    if last.verdict == Verdict.END:
+        resume = how_to_continue(record.run_dir, record.info, last.reason)
+        stopped = (Reason.CANCELLED, Reason.ASKED, Reason.TIME_LIMIT, Reason.PREEMPTED, Reason.FINISHED)
+        word = RunStatus.STOPPED if last.reason in stopped else RunStatus.FAILED
+        return word, f"{last.sentence}. {resume}"
+    if last.verdict is None and last.said == LastWord.FINISHED:
+        unrecorded = "but its supervisor was killed before it recorded that"
+        return RunStatus.FINISHED, f"attempt {last.number} finished, {unrecorded}"
+    if record.cancelled(queued):
+        if last.verdict is not None:
+            return RunStatus.STOPPED, f"cancelled while it waited to start again. {resume}"
+        when = "while it was set up" if record.setting_up else "and left no word"
+        return RunStatus.STOPPED, f"attempt {last.number} was cancelled {when}. {resume}"
+    if last.verdict is None:
+        saved = f"was saved at step {last.last_step}, but its supervisor was killed"
+        how = saved if last.said == LastWord.STOPPED else "ended without a word"
+        return RunStatus.LOST, f"attempt {last.number} {how}; {resume}"
+    return RunStatus.LOST, f"{last.sentence}, but its job is gone; {resume}"
+
+
+def how_to_continue(run_dir: RunDir, info: Mapping[str, Any], reason: str | None = None) -> str:
+    """Return what a person does to continue a run that has ended; if its config was wrong, that includes correcting it.
+
+    Args:
+        info: the contents of its run.json.
+        reason: why its last attempt ended.
+    """
+    if run_dir.evaluated_run is not None:  # which is no run that `resume` could find by its ID
+        step = int(run_dir.path.name.removeprefix("step_").partition("-")[0])
+        words = ["evaluate", run_dir.evaluated_run.id, "--step", str(step), *info.get("overrides", ())]
+        repeat = f"`{shlex.join([*words, '--submit'] if info.get('job_ids') else words)}` repeats it"
+        return f"When that is put right, {repeat}" if reason == Reason.CONFIG else repeat
+    if reason == Reason.CONFIG and info.get("varied"):  # `resume` does not change what the sweep varies
+        sweep = run_dir.path.parent.name
+        return f"Other values need a sweep of their own; if its cause is not in the config, `sweep retry {sweep}`"
+    if reason == Reason.CONFIG:
+        return f"When that is put right: `resume {run_dir.id}` (KEY=VALUE after it changes its config), or submit again"
+    if reason == Reason.DIVERGED:
+        return (
+            f"`resume {run_dir.id} optim.lr=...` goes on with other values, from the newest checkpoint if there is one"
+        )
+    if reason == Reason.CRASH:
+        how = "KEY=VALUE after it changes its config, as job.command; --code: with the code as it is then"
+        return f"When its cause is mended, `resume {run_dir.id}` continues it ({how})"
+    return f"`resume {run_dir.id}` continues it"

@@ -13,8 +13,9 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from slurmtrain.checkpoint.format.directory import newest_committed_step
 from slurmtrain.config.schema import Config
-from slurmtrain.runs import attempts, reached_step
+from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.program_checkpoints import (
     UNREADABLE,
@@ -53,7 +54,7 @@ def look_before_start(config: Config, context: AttemptContext, stop_requested: C
             run_dir.event(Event.CHECKPOINT_FOUND, attempt=context.number, step=newest.step, path=str(newest.path))
             if newest.step is not None and job.checkpoints is not None:
                 attempt_context.update_attempt(context, first_step=newest.step)
-    elif before and reached_step.newest_checkpoint_step(run_dir) is None:
+    elif before and newest_committed_step(run_dir.checkpoints) is None:
         rule = f"job.checkpoints={job.checkpoints}" if job.checkpoints else None
         log.warning(
             "attempt %d starts with NO VISIBLE CHECKPOINT%s: it may repeat the work of earlier attempts%s",

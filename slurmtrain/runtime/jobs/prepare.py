@@ -20,10 +20,9 @@ from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit, agree_on, make_
 from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import EXIT_REQUEUE
-from slurmtrain.observe.display import LINE_EVERY_S
 from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.observe.prepare_progress import Preparing
-from slurmtrain.observe.progress import format_count
+from slurmtrain.observe.progress import LINE_EVERY_S, format_count
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.reasons import LastWord

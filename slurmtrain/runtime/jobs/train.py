@@ -32,7 +32,7 @@ from slurmtrain.data.sources.protocol import (
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.logger_thread import loggers_of
 from slurmtrain.observe.phases import CudaTimer, HostTimer, PhaseClock
-from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
+from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.observe.textfile import text_file_of
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
@@ -117,8 +117,7 @@ def build_trainer(
     timeline.begin("looking for a checkpoint")
 
     steps = profiled_steps(observe.profile_steps) if observe.profile_steps is not None else None
-    request = ProfileRequest(ranks=tuple(observe.profile_ranks) or None)
-    used: list[TrainingHook] = [StepProfiles(run_dir, profile_switch, steps, request)]
+    used: list[TrainingHook] = [StepProfiles(run_dir, profile_switch, steps, observe.profile_ranks)]
     if record is not None:
         described = source.description or config.data["_target_"]
         heading = f"model: {parameters:,} parameters; {dims}; data: {described}"

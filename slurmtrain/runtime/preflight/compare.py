@@ -87,7 +87,7 @@ def _wrong(
 
 
 def _same(facts: Gathered, config: Config) -> Iterator[Finding]:
-    """Find the nodes with other versions, code or data: one finding for all in which they differ, those that matter first."""
+    """Find the nodes with other versions, config or data: one finding for all in which they differ, those that matter first."""
     nodes = facts.nodes
     models = {
         node: ", ".join(sorted({gpu.name for gpu in each.gpus or () if gpu.name}))
@@ -102,7 +102,7 @@ def _same(facts: Gathered, config: Config) -> Iterator[Finding]:
         for name in sorted(
             {name for each in known.values() for name in each}, key=lambda name: (not matters(name), name)
         ):
-            # Rank 0 loads modules that others do not, so only nodes that have it are compared.
+            # A package may be installed on some nodes only, so only nodes that have it are compared.
             values = {node: each[name] for node, each in known.items() if name in each}
             right = _right(values.values())
             for value in dict.fromkeys(values.values()):

@@ -14,7 +14,6 @@ import hashlib
 import logging
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,10 +27,9 @@ import torch
 
 from slurmtrain import __version__
 from slurmtrain.choices import Device, FindingKind
-from slurmtrain.config.folders import PACKAGE
 from slurmtrain.config.schema import Config
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.environment import Environment, has_gpu_files, own_node_name
+from slurmtrain.slurm.environment import Environment, has_gpu_files
 from slurmtrain.system.gpu import GpuFacts, NoAnswerError, read_gpus
 from slurmtrain.system.paths import URL
 from slurmtrain.system.patience import begin
@@ -53,7 +51,7 @@ class NodeFacts:
 
     Attributes:
         same: what all nodes should share, by kind of finding and name: the versions of packages, Python, CUDA and the driver;
-            the contents of code and config; what is at the paths of the config, in words.
+            config.yaml; what is at the paths of the config, in words.
         disks: by folder in which the job writes, why it cannot; empty if it can.
         gpus: those of this job; None where NVML cannot be asked, or none was requested.
         driver_error: why the driver does not answer.
@@ -160,7 +158,7 @@ def begin_node_facts(config: Config, run_dir: RunDir, readers: Readers) -> Calla
         Path(tempfile.gettempdir()): LEAST_TMP_GB,
         **({Path(config.checkpoint.local): LEAST_TMP_GB} if config.checkpoint.local else {}),
     }
-    process, code = begin(readers.process), begin(lambda: code_digests(run_dir))
+    process, code = begin(readers.process), begin(lambda: _digest(run_dir.config_file))
     paths = {str(path): begin(partial(readers.path, path)) for path in paths_of(config)}
     disks = {str(path): begin(partial(readers.disk, path, least_gb)) for path, least_gb in least.items()}
     wants_gpus = gpus_of(config) > 0 and (readers.gpus is not read_gpus or has_gpu_files())
@@ -177,7 +175,9 @@ def begin_node_facts(config: Config, run_dir: RunDir, readers: Readers) -> Calla
     def end() -> NodeFacts:
         found: dict[str, dict[str, str] | None] = {
             FindingKind.VERSIONS: versions_of(known) if (known := read(process, "the packages")) else None,
-            FindingKind.CODE: read(code, "the code"),
+            FindingKind.CODE: {"config.yaml": f"has the digest {digest}"}
+            if (digest := read(code, "config.yaml"))
+            else None,
             FindingKind.DATA: {name: said for name, each in paths.items() if (said := read(each, name)) is not None},
         }
         facts = NodeFacts(
@@ -227,27 +227,6 @@ def versions_of(process: ProcessFacts) -> dict[str, str]:
         "slurmtrain": __version__,
     }
     return {**process.packages, **{name: version for name, version in found.items() if version}}
-
-
-def code_digests(run_dir: RunDir) -> dict[str, str]:
-    """Return a digest of config.yaml, and of each source file of this package and of the run's code that is loaded here.
-
-    Ranks may have loaded other modules, so only files that two nodes both have can be compared.
-
-    Raises:
-        OSError: one of them cannot be read.
-    """
-    roots = [(f"{PACKAGE}{os.sep}", "slurmtrain/"), (f"{run_dir.code.resolve()}{os.sep}", "code/")]
-    stage, node = os.environ.get("SLURMTRAIN_STAGE"), own_node_name()
-    if stage and node:  # this node's copy of the code
-        roots.append((f"{os.path.join(stage, node, 'code')}{os.sep}", "code/"))
-    found = {"config.yaml": f"has the digest {_digest(run_dir.config_file)}"}
-    for module in list(sys.modules.values()):
-        name = getattr(module, "__file__", None)
-        for root, what in roots:
-            if isinstance(name, str) and name.endswith(".py") and name.startswith(root):
-                found[f"{what}{name.removeprefix(root)}"] = f"has the digest {_digest(Path(name))}"
-    return found
 
 
 def _digest(path: Path) -> str:

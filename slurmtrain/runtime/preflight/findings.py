@@ -28,8 +28,8 @@ ADVICE = {
     FindingKind.GPU_BUSY: "`nvidia-smi` on {node} shows them; a job that has ended may have left them behind",
     FindingKind.VERSIONS: "use one environment for all nodes, or a container; PYTHONPATH and ~/.local/lib of {node} may put "
     "another one first",
-    FindingKind.CODE: "code and config.yaml lie in the run directory: is that the same folder on {node}? Bytes that are stale "
-    "there vanish when the node mounts it anew",
+    FindingKind.CODE: "config.yaml lies in the run directory: is that the same folder on {node}? Bytes that are stale there "
+    "vanish when the node mounts it anew",
     FindingKind.DATA: "is it mounted on {node}? Copy the data there once more, or name a folder that all nodes share",
     FindingKind.CLOCK: "tell the admins of the cluster: chronyd or ntpd of {node} does not run, or has lost its server",
     FindingKind.DISK_FULL: "make room there: `runs prune`, `checkpoints RUN prune`, `df -h` and `df -i` on {node}",
@@ -37,7 +37,6 @@ ADVICE = {
     FindingKind.SHARED_FOLDER: "job.runs_dir has to be one folder for all nodes: is it mounted on {node}?",
     FindingKind.SLOW_NODE: "cluster.exclude={node} leaves that node out, preflight.exclude_slow=true does so by itself",
     FindingKind.SLOW_LINK: "tell the admins of the cluster which pair it is",
-    FindingKind.BELOW_STATED: "correct the field of the cluster file if it is wrong; otherwise ask the admins why it is slower",
 }
 
 
@@ -51,7 +50,6 @@ class Finding:
         value: what was found, and `expected` what was not.
         fatal: training must not begin with it.
         fault: who has to put it right.
-        pair: for a link, the two nodes, or ranks of one node, between which it is.
     """
 
     kind: FindingKind
@@ -61,7 +59,6 @@ class Finding:
     fatal: bool = False
     fault: Fault = Fault.CONFIG
     ranks: tuple[int, ...] = ()
-    pair: tuple[str, str] | None = None
 
     @property
     def advice(self) -> str:
@@ -71,7 +68,7 @@ class Finding:
     @property
     def where(self) -> str:
         """The nodes, and the ranks if not all of theirs are meant."""
-        nodes = " and ".join(self.pair) if self.pair else named(self.nodes)
+        nodes = named(self.nodes)
         if not self.ranks:
             return nodes
         ranks = ", ".join(map(str, self.ranks[:MOST_NAMED])) + (", ..." if len(self.ranks) > MOST_NAMED else "")

@@ -12,7 +12,7 @@ from pathlib import Path
 from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
-from slurmtrain.report.status.sentences import how_to_continue
+from slurmtrain.report.status.state import how_to_continue
 from slurmtrain.runs.decide import AttemptOutcome
 from slurmtrain.runs.reasons import Verdict, exit_code_of_run
 from slurmtrain.runs.run_dir import RunDir

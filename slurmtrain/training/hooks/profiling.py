@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.observe.profile_switch import ProfileRequest, ProfileSwitch
-from slurmtrain.observe.profiling import Profiling
+from slurmtrain.observe.profiling import ProfileSwitch, Profiling
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.training.hooks.base import TrainingHook
@@ -20,7 +20,7 @@ class StepProfiles(TrainingHook):
         run_dir: the run.
         switch: rank 0's look at RUN/profile; None on other ranks, and where nobody can ask.
         planned: first and last step that the config names; None: none.
-        default: ranks and options of those.
+        writers: observe.profile_ranks.
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class StepProfiles(TrainingHook):
         run_dir: RunDir,
         switch: ProfileSwitch | None,
         planned: tuple[int, int] | None,
-        default: ProfileRequest,
+        writers: Sequence[int],
     ):
-        self._run_dir, self._switch, self._planned, self._default = run_dir, switch, planned, default
+        self._run_dir, self._switch, self._planned, self._writers = run_dir, switch, planned, writers
         self._due = False
         self._profiling: Profiling
 
@@ -41,7 +41,9 @@ class StepProfiles(TrainingHook):
             hooks.event(event, values)
 
         on_gpu = state.distributed_model.device.type == "cuda"
-        self._profiling = Profiling(self._run_dir, ranks, on_gpu=on_gpu, switch=self._switch, event=event)
+        self._profiling = Profiling(
+            self._run_dir, ranks, self._writers, on_gpu=on_gpu, switch=self._switch, event=event
+        )
         if self._planned is not None:
             folder = self._run_dir.profile(max(self._planned[0], 1))
             if ranks.on_rank_0(lambda: bool(list(self._run_dir.profiles.glob(f"{folder.name}*")))):
@@ -59,8 +61,7 @@ class StepProfiles(TrainingHook):
             (first, last), self._planned = self._planned, None
             if step <= last:
                 steps = last - max(step, first) + 1
-                request = ProfileRequest(steps, self._default.ranks, self._default.stacks)
-                self._profiling.begin(step, most=most, request=request, warmup=int(step < first))
+                self._profiling.begin(step, most=most, steps=steps, warmup=int(step < first))
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
         if state.stopping:  # first of all training has to be saved

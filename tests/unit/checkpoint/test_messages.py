@@ -17,13 +17,12 @@ from slurmtrain.checkpoint.ranks import decode, encode
 from tests.support.pickles import Evil
 
 PACKAGE = Path(slurmtrain.__file__).parent
-# What these pickle stays between a process and its own workers, or in files of one person's own sweep. The last three read
-# files of other programs: by an unpickler that knows the classes of their metadata alone, or torch's of weights alone.
+# What these pickle stays between a process and its own workers, or in files of one person's own sweep. The last two read
+# files of other programs: by torch's unpickler of weights alone.
 PICKLE = {
     "data/loading/workers.py",
     "control/mapping.py",
     "runtime/jobs/map_task.py",
-    "weights/dcp.py",
     "weights/import_weights.py",
     "checkpoint/difference.py",
 }

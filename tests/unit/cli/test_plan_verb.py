@@ -77,8 +77,6 @@ def test_a_program_gets_the_same_numbers() -> None:
     assert found["tokens_per_step"] == 1024 * 8192
     step = found["step"]
     assert math.isclose(sum(step["seconds"].values()), step["expected_s"])
-    assert step["at_best_s"] < step["expected_s"]
-    assert step["mfu_attended"] < step["mfu_attended_at_most"] <= 1
     assert [(each["axis"], each["ranks"]) for each in step["traffic"]] == [("dp_shard", 128)]
     assert found["tokens"] == 15 * 10**12 and found["gpu_hours"] > 0
     assert 0.9 < found["goodput"] <= 1

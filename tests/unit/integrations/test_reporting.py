@@ -10,7 +10,7 @@ import pytest
 
 from slurmtrain.integrations.reporting import ProgressReport
 from slurmtrain.observe.metrics import read_metrics
-from slurmtrain.runs import attempts, reached_step
+from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.api import session
@@ -28,7 +28,7 @@ def begin(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Attempt]
     """Begin an attempt, in which a new process starts the script."""
 
     def begin() -> Attempt:
-        attempt = add_attempt(run, reported_before=reached_step.furthest_reported(run))
+        attempt = add_attempt(run, reported_before=attempts.furthest_reported(run))
         monkeypatch.setattr(session, "context", AttemptContext(run, attempt.number, supervised=True))
         monkeypatch.setattr(session, "distributed", SimpleNamespace(environment=SimpleNamespace(rank=0)))
         monkeypatch.setattr(session, "agreement", SimpleNamespace())
@@ -63,7 +63,7 @@ def test_a_script_that_begins_from_scratch_each_time_makes_no_progress(
         attempt = begin()
         train(0, 200, total=1000, ends=False)  # and crashes
         last = attempts.read_attempt(run, attempt.number)
-        last.reported_step = reached_step.furthest_reported(run)
+        last.reported_step = attempts.furthest_reported(run)
         attempts.write_attempt(run, last)
         assert (last.progressed, last.reported_step, run.info()["steps"]) == (number == 0, 200, 1000)
 

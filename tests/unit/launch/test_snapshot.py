@@ -92,8 +92,14 @@ def test_a_job_has_what_git_knows_and_what_is_new_and_the_record_says_what_each_
     record = record_of(run)
     assert (record.revision, record.dirty, record.branch) == (git("rev-parse", "HEAD", cwd=tree).strip(), True, "main")
     assert record.remote == "https://host/project.git" and record.links == links
+    assert {*record.untracked} == new | {*links}
     assert record.files["fresh.py"] == hashlib.sha256(b"fresh").hexdigest()
     assert {name for name in record.files if not name.startswith("slurmtrain/")} == COMMITTED | new
+    git("stash", "-q", cwd=tree)
+    assert record.diff is not None
+    (tree.parent / "patch").write_text(record.diff)
+    git("apply", str(tree.parent / "patch"), cwd=tree)
+    assert (tree / "train.py").read_text() == "print('edited')\n" and not (tree / "gone.py").exists()
 
 
 @pytest.mark.parametrize(
@@ -201,17 +207,27 @@ def test_variables_of_another_repository_change_nothing(
     assert record_of(run).revision == git("rev-parse", "HEAD", cwd=tree).strip() and copied(run) == COMMITTED
 
 
+def test_a_long_diff_is_left_out_of_the_record(tree: Path, submit: Submit) -> None:
+    (tree / "train.py").write_text("x = 1\n" * 300_000)
+    record = record_of(submit())
+    assert record.dirty and record.diff is None
+
+
 def test_a_work_tree_in_place_that_git_takes_long_for_keeps_nobody_waiting(
     tree: Path, tmp_path: Path, submit: Submit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tree / "train.py").write_text("edited")
     programs = tmp_path / "bin"
     programs.mkdir()
     real = shutil.which("git")
-    (programs / "git").write_text(f'#!/bin/sh\ncase " $* " in *" status "*) exec sleep 30 ;; esac\nexec {real} "$@"\n')
+    (programs / "git").write_text(f'#!/bin/sh\ncase " $* " in *" diff "*) exec sleep 30 ;; esac\nexec {real} "$@"\n')
     (programs / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setattr(snapshots, "IN_PLACE_S", 0.5)
+    record = record_of(submit("job.snapshot=none"))
+    assert record.dirty and record.diff is None
+    (programs / "git").write_text((programs / "git").read_text().replace('" diff "', '" status "'))
     run = submit("job.snapshot=none")
-    assert record_of(run).dirty is None  # it is not said that there are no changes
+    assert (record_of(run).dirty, record_of(run).diff) == (None, None)  # it is not said that there are no changes
     assert json.loads((run.path / "code.json").read_text())["dirty"] is None
     assert words_for_changes(None) == " (whether with changes is not known)"

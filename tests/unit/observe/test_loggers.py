@@ -268,9 +268,9 @@ def test_the_text_for_prometheus_has_one_labelled_gauge_for_each_number() -> Non
     text = render({"step": 3, "valid/loss": float("nan"), "mfu": float("inf")}, {"run": "r", "job": 'a"b\\c\nd'})
     labels = '{run="r",job="a\\"b\\\\c\\nd"}'
     assert [line for line in text.splitlines() if not line.startswith("#")] == [
-        f"slurmtrain_mfu{labels} +Inf",
+        f"slurmtrain_mfu{labels} inf",
         f"slurmtrain_step{labels} 3.0",
-        f"slurmtrain_valid_loss{labels} NaN",
+        f"slurmtrain_valid_loss{labels} nan",
     ]
     assert text.count("# TYPE") == 3
 

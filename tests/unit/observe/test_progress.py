@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from slurmtrain.observe.display import LINE_EVERY_S
-from slurmtrain.observe.progress import ProgressLine, format_count, format_duration
+from slurmtrain.observe.progress import LINE_EVERY_S, ProgressLine, format_count, format_duration
 
 
 class Terminal(io.StringIO):

@@ -35,12 +35,11 @@ def test_adapters_are_saved_without_the_frozen_weights() -> None:
     assert saving(["model=llama3_1b", "lora.r=8"]).size == 12 * 16 * 8 * sum(sums)
 
 
-def test_young_and_daly_by_hand() -> None:
+def test_daly_by_hand() -> None:
     """A save of 60 s and a failure a day: sqrt(2 x 60 x 86,400) = 3,220 s; Daly's is less by about the save, 2/3 of it."""
     words = ["cluster=h100x8", "model=llama3_8b", "checkpoint.mtbf_hours=24", "checkpoint.asynchronous=false"]
     found = saving([*words, "cluster.storage_gb_per_s=1.606052249"])
     assert found.write_s == found.stall_s == pytest.approx(60)
-    assert found.young_s == pytest.approx(3219.94, abs=0.01)
     ratio = 60 / (2 * DAY_S)
     assert found.daly_s == pytest.approx(3219.94 * (1 + math.sqrt(ratio) / 3 + ratio / 9) - 60, abs=0.01)
 
@@ -58,18 +57,18 @@ def test_failures_grow_with_the_nodes() -> None:
 )
 def test_what_is_left_on_128_nodes_by_hand(interval_min: float, restart_s: float, left: float) -> None:
     """1 - (u + d / 2) / M with M = 1 / (128 x 6.5e-3 a day) = 103,846 s, and saves that cost nothing."""
-    found = Saving(1, 1, 0.0, 0.0, DAY_S / (128 * 6.5e-3), restart_s, 0.0, 0.0, None)
+    found = Saving(1, 1, 0.0, 0.0, DAY_S / (128 * 6.5e-3), restart_s, 0.0, None)
     assert found.goodput(interval_min * MINUTE_S) == pytest.approx(left, abs=5e-5)
 
 
 def test_saves_that_hold_training_up_cost_their_share() -> None:
     """30 s in every 10 minutes, and no failures: 600 / 630."""
-    found = Saving(1, 1, 30.0, 30.0, math.inf, 0.0, 0.0, 0.0, None)
+    found = Saving(1, 1, 30.0, 30.0, math.inf, 0.0, 0.0, None)
     assert found.goodput(600) == pytest.approx(600 / 630)
 
 
 def test_failures_faster_than_restarts_leave_nothing() -> None:
-    assert Saving(1, 1, 1.0, 1.0, 100.0, 188.0, 0.0, 0.0, None).goodput(60) == 0
+    assert Saving(1, 1, 1.0, 1.0, 100.0, 188.0, 0.0, None).goodput(60) == 0
 
 
 def test_a_save_in_the_background_holds_training_up_for_the_copy_only() -> None:

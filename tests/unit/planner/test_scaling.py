@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from slurmtrain.planner.scaling import Size, doublings, first_not_worth_it
+from slurmtrain.planner.plan import doublings, first_not_worth_it
+from slurmtrain.planner.step_time import StepTime
 
 
-def size(nodes: int, tokens: int, **seconds: float) -> Size:
-    return Size(nodes, 8 * nodes, tokens, sum(seconds.values()), seconds)
+def size(nodes: int, tokens: int, **seconds: float) -> StepTime:
+    return StepTime(tokens, nodes, 8 * nodes, seconds)
 
 
 ONE = size(1, 1000, computation=10.0)
@@ -27,12 +28,12 @@ ONE = size(1, 1000, computation=10.0)
         # Nothing is named where nothing is lost.
         (size(1, 1000, computation=10.0, tp=1.0), size(2, 1000, computation=5.0, tp=0.55), 11 / 11.1, None, 0.0, True),
         # The line is 80 % for each doubling: from 1 to 4 nodes are two of them.
-        (Size(1, 8, 1000, 10.0), Size(4, 32, 1000, 10.0 / 4 / 0.7), 0.7, None, 0.0, True),
-        (Size(1, 8, 1000, 10.0), Size(2, 16, 1000, 10.0 / 2 / 0.7), 0.7, None, 0.0, False),
+        (ONE, size(4, 1000, computation=10.0 / 4, tp=10.0 / 4 * 3 / 7), 0.7, "tp", 0.3, True),
+        (ONE, size(2, 1000, computation=10.0 / 2, tp=10.0 / 2 * 3 / 7), 0.7, "tp", 0.3, False),
     ],
 )  # fmt: skip
 def test_a_size_is_judged_by_what_a_token_costs(
-    before: Size, after: Size, efficiency: float, cause: str | None, share: float, worth_it: bool
+    before: StepTime, after: StepTime, efficiency: float, cause: str | None, share: float, worth_it: bool
 ) -> None:
     (found,) = doublings([before, after])
     assert found.efficiency == found.total == pytest.approx(efficiency)

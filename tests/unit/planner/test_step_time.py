@@ -7,9 +7,8 @@ import pytest
 from slurmtrain.config.compose import compose
 from slurmtrain.config.folders import PACKAGE
 from slurmtrain.config.validate import validate
-from slurmtrain.planner.calibration import calibrated
 from slurmtrain.planner.hardware import UNCOMPILED, hardware_of
-from slurmtrain.planner.step_time import SLOWED, Measured, StepTime, operations_of, step_time
+from slurmtrain.planner.step_time import SLOWED, Measured, StepTime, calibrated, operations_of, step_time
 
 LLAMA = ["cluster=h100x8", "parallel=fsdp"]
 NONE, SELECTIVE, FULL = (f"parallel.activation_checkpointing={kind}" for kind in ("none", "selective", "full"))
@@ -33,10 +32,7 @@ def test_8b_on_one_node_is_what_one_counts_by_hand() -> None:
     assert found.seconds["dp_shard"] == pytest.approx(
         (SLOWED + 2 / 99) * gathering
     )  # the rest hides behind computation
-    assert found.at_best_s == pytest.approx(2 * 8192 * per_token / 989.4e12)
     assert found.tokens == 16 * 8192
-    assert found.at_best_s is not None
-    assert found.mfu_attended_at_most == pytest.approx(1)
     assert found.flops_per_token == 6 * 7_504_658_432 + 12 * 32 * 4096 * 8192
 
 

@@ -63,7 +63,7 @@ def test_rows_add_up_to_the_total_and_the_table_says_why_hours_were_lost(run: Ru
     finished(root)
     found = shown("--by", "run")
     assert [row["who"] for row in found["rows"]] == [FIRST, SECOND]
-    for name in ("gpu_hours", "wall_s", "lost_gpu_hours"):
+    for name in ("gpu_hours", "wall_s"):
         assert sum(row[name] for row in found["rows"]) == pytest.approx(found["total"][name])
     assert found["rows"][0]["gpu_hours"] == pytest.approx(HELD * GPUS / 3600)
     assert found["rows"][0]["seconds"]["hung"] == 40 and found["rows"][1]["goodput"] == 1.0

@@ -636,6 +636,12 @@ def test_the_first_rank_that_failed_by_itself_is_the_cause_and_its_node(job: Job
     }
     found = job.ends(job.attempt(left), 1)
     assert found["sentence"].startswith("crashed: rank 3: ended with signal 9;") and found["failed_on"] == "n1"
+    assert found["idle_since"] == pytest.approx(now - 9)  # from then on the others stood still
+
+
+def test_a_hang_is_on_record_with_the_time_of_the_last_progress(job: Job) -> None:
+    hang = {"sentence": "they wait", "nodes": ["n1"], "ranks": [1], "since": 1_700_000_000.0, "time": 1_700_000_300.0}
+    assert job.ends(job.attempt({"hang.json": hang}), 1)["idle_since"] == 1_700_000_000.0
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import claim
 from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_CONFIG, ClusterError, EnvironmentMismatchError, UsageError
-from slurmtrain.runs import lookup, reached_step
+from slurmtrain.report import progress
+from slurmtrain.runs import lookup
 from slurmtrain.runs.create import create_run_dir, make_folder
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -229,7 +230,7 @@ def test_checkpoints_that_the_reader_may_not_list_do_not_end_the_table(
     def closed(folder: Path) -> int | None:  # in place of a mode: root may list everything
         raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr(reached_step, "newest_committed_step", closed)
+    monkeypatch.setattr(progress, "newest_committed_step", closed)
     (now,) = shown("status")
     assert now["state"] == "lost" and now["step"] is None
 

@@ -16,7 +16,7 @@ from slurmtrain.runtime.preflight import facts as readers
 from slurmtrain.runtime.preflight.compare import Gathered, compare
 from slurmtrain.runtime.preflight.facts import MISSING, NodeFacts, RankFacts
 from slurmtrain.runtime.preflight.findings import Fault, Finding, error_of
-from slurmtrain.runtime.preflight.measure import Rates, ring_of, slow
+from slurmtrain.runtime.preflight.measure import Rates, slow
 from slurmtrain.system.gpu import GpuFacts
 
 NODES, RANKS_OF_NODE = 8, 4
@@ -31,12 +31,7 @@ VERSIONS = {
     "numpy": "2.1.0",
     "rich": "13.0",
 }
-CODE = {
-    "slurmtrain/errors.py": "has the digest aaaa",
-    "code/train.py": "has the digest bbbb",
-    "config.yaml": "has cafe",
-}
-SAME = {"versions": VERSIONS, "code": CODE, "data": {"/data/tokens": MANIFEST}}
+SAME = {"versions": VERSIONS, "code": {"config.yaml": "has cafe"}, "data": {"/data/tokens": MANIFEST}}
 
 
 def sound_node(index: int) -> NodeFacts:
@@ -121,7 +116,7 @@ NOTHING_WRONG: dict[str, tuple[Gathered, Config]] = {
     "other jobs have GPUs of the node": (with_node(OF_OTHER_JOBS, "n3"), CONFIG),
     "a text of the config is no path": (with_node(shared("data", **{"/no_think": MISSING}), *ALL), CONFIG),
     "no GPU was asked for": (with_node({"gpus": None, "driver_error": "none"}, "n3"), Config(cluster=ClusterConfig())),
-    "rank 0 has loaded more modules": (with_node(shared("code", **{"slurmtrain/slurm/client.py": "x"}), "n0"), CONFIG),
+    "a package is installed on one node": (with_node(shared("versions", debugpy="1.8"), "n0"), CONFIG),
     "the config says to ignore it": (
         with_node({**gpus({"ecc_errors": 2, "needs": None, "remap_pending": None}), "clock": (-1000.0, -999.9)}, "n3"),
         replace(CONFIG, preflight=IGNORED),
@@ -167,9 +162,7 @@ ON_A_NODE: list[tuple[dict[str, Any], str, bool, str]] = [
     (shared("versions", numpy="1.26.0", rich="12.0"), "versions", True,
      "numpy 1.26.0, rich 12.0; expected: numpy 2.1.0, rich 13.0"),
     (shared("versions", rich="12.0"), "versions", False, "rich 12.0; expected: rich 13.0"),
-    (shared("code", **{"code/train.py": "has the digest 0000"}), "code", True,
-     "code/train.py has the digest 0000; expected: code/train.py has the digest bbbb"),
-    (shared("code", **{"config.yaml": "has beef"}), "code", True, "config.yaml has beef"),
+    (shared("code", **{"config.yaml": "has beef"}), "code", True, "config.yaml has beef; expected: config.yaml has cafe"),
     (shared("data", **{"/data/tokens": MISSING}), "data", True, f"/data/tokens is missing; expected: /data/tokens {MANIFEST}"),
     (shared("data", **{"/data/tokens": "is a file of 7 bytes"}), "data", True, "/data/tokens is a file of 7 bytes"),
     ({"clock": (299.9, 300.3)}, "clock", False, "its clock is 299.9 s ahead of that of n0; expected: at most 5 s"),
@@ -351,27 +344,20 @@ def rates(
     tflops: dict[int, float] | None = None,
     nodes: int = NODES,
 ) -> Rates:
-    """16 ranks on 8 nodes: 600 TFLOP/s each, and 45 GB/s between nodes (22.5 for each rank)."""
+    """16 ranks on 8 nodes: 600 TFLOP/s each, and 45 GB/s between neighbours."""
     ranks = range(nodes * TASKS)
-    node_of = {rank: f"n{rank // TASKS}" for rank in ranks}
-    sent = {}
-    for rank, partner in ring_of([TASKS] * nodes).items():
-        between = (min(node_of[rank], node_of[partner]), max(node_of[rank], node_of[partner]))
-        sent[rank, partner] = (links or {}).get(between, 45.0) / TASKS
-    return Rates(node_of, {rank: (tflops or {}).get(rank, 600.0) for rank in ranks}, 40.0, sent)
+    ring = {(f"n{min(pair)}", f"n{max(pair)}") for pair in ((index, (index + 1) % nodes) for index in range(nodes))}
+    between = {pair: (links or {}).get(pair, 45.0) for pair in sorted(ring)}
+    return Rates(
+        {rank: f"n{rank // TASKS}" for rank in ranks},
+        {rank: (tflops or {}).get(rank, 600.0) for rank in ranks},
+        40.0,
+        between,
+    )
 
 
-@pytest.fixture(autouse=True)
-def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-
-
-def judged(found: Rates, config: Config | None = None, device: str = "cuda") -> list[Finding]:
-    return slow(found, config or Config(), torch.device(device))
-
-
-def on_cluster(**cluster: Any) -> Config:
-    return Config(cluster=ClusterConfig(**cluster))
+def judged(found: Rates, limits: PreflightConfig | None = None, device: str = "cuda") -> list[Finding]:
+    return list(slow(found, limits or PreflightConfig(), torch.device(device)))
 
 
 def test_a_slow_gpu_is_named_by_its_rank_and_its_node() -> None:
@@ -383,38 +369,21 @@ def test_a_slow_gpu_is_named_by_its_rank_and_its_node() -> None:
 
 def test_a_slow_link_is_named_by_its_two_nodes_and_blames_neither() -> None:
     found = only(judged(rates(links={("n1", "n2"): 12.0})))
-    assert (found.kind, found.pair, found.fatal) == (FindingKind.SLOW_LINK, ("n1", "n2"), False)
-    assert found.sentence == "n1 and n2: 12 GB/s between them; expected: 45 GB/s, the median of all pairs of nodes"
+    assert (found.kind, found.nodes, found.fatal) == (FindingKind.SLOW_LINK, ("n1", "n2"), False)
+    assert found.sentence == "n1, n2: 12 GB/s between them; expected: 45 GB/s, the median of all pairs of nodes"
 
 
 def test_a_node_all_of_whose_links_are_slow_is_slow_itself_and_its_partners_are_not() -> None:
     links = {pair: 12.0 for pair in combinations([f"n{index}" for index in range(NODES)], 2) if "n4" in pair}
     found = only(judged(rates(links=links)))
     assert (found.kind, found.nodes) == (FindingKind.SLOW_NODE, ("n4",))
-    assert "its network gives 12 GB/s to 2 other nodes; expected: 45 GB/s" in found.sentence
+    assert "its network gives 12 GB/s to its neighbours; expected: 45 GB/s" in found.sentence
 
 
 def test_a_slow_node_is_left_out_only_if_the_config_says_so() -> None:
     assert error_of(judged(rates(tflops={7: 310.0}))) is None
-    error = error_of(judged(rates(tflops={7: 310.0}), Config(preflight=PreflightConfig(exclude_slow=True))))
+    error = error_of(judged(rates(tflops={7: 310.0}), PreflightConfig(exclude_slow=True)))
     assert error is not None and error.nodes == ("n3",)
-
-
-def test_rates_are_compared_with_what_the_clusters_file_states() -> None:
-    assert judged(rates(), on_cluster(network_gb_per_s=50.0)) == []
-    between = only(judged(rates(), on_cluster(network_gb_per_s=400.0)))
-    assert between.kind == FindingKind.BELOW_STATED
-    assert "45 GB/s between nodes, the median of all pairs; expected: at least 70% of 400 GB/s" in between.sentence
-
-
-def test_gpus_that_are_all_slow_are_compared_with_their_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single node, or a whole partition at half of its clock, has no other rank to be compared with."""
-    alone = Rates({0: "n0"}, {0: 250.0}, None, {})
-    assert judged(alone, device="cpu") == judged(alone) == []
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    found = only(judged(alone))
-    assert (found.kind, found.nodes, found.fatal) == (FindingKind.BELOW_STATED, ("n0",), False)
-    assert "computes 250 TFLOP/s, the median of all ranks; expected: at least 40% of 989.4 TFLOP/s" in found.sentence
 
 
 def test_ranks_that_share_the_cpus_of_a_node_are_not_compared_with_each_other() -> None:
@@ -423,6 +392,4 @@ def test_ranks_that_share_the_cpus_of_a_node_are_not_compared_with_each_other() 
 
 
 def test_two_nodes_have_one_link_and_nothing_to_compare_it_with() -> None:
-    two = rates(links={("n0", "n1"): 1.0}, nodes=2)
-    assert judged(two) == []
-    assert only(judged(two, on_cluster(network_gb_per_s=45.0))).kind == FindingKind.BELOW_STATED
+    assert judged(rates(links={("n0", "n1"): 1.0}, nodes=2)) == []

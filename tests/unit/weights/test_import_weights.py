@@ -1,17 +1,15 @@
-"""Weights of other programs as a checkpoint, and a checkpoint's as those of torch.distributed.checkpoint."""
+"""Weights of other programs as a checkpoint."""
 
 from __future__ import annotations
 
 import os
-import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from slurmtrain.checkpoint import safetensors_files
 from slurmtrain.checkpoint.checkpointer import Checkpointer
@@ -22,7 +20,6 @@ from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.reader import load
 from slurmtrain.errors import UsageError
 from slurmtrain.models.decoder import Decoder
-from slurmtrain.weights.dcp import DcpFolder, export_dcp
 from slurmtrain.weights.import_weights import import_weights, imported_names
 
 SIZES: dict[str, Any] = {"vocab_size": 61, "dim": 48, "n_layers": 2, "n_heads": 4, "max_seq_len": 16}
@@ -80,10 +77,6 @@ def test_a_file_that_holds_code_is_refused_and_executes_nothing(tmp_path: Path) 
     torch.save({"weight": torch.zeros(2), "evil": Evil()}, tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match="could execute code"):
         import_weights(tmp_path / "weights.pt", tmp_path / "start")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match=r"it names posix\.mkdir, which no metadata needs"):
-        import_weights(tmp_path / "folder", tmp_path / "start")
     assert not (tmp_path / "executed").exists() and not (tmp_path / "start").exists()
 
 
@@ -94,38 +87,16 @@ def test_a_file_that_torch_has_not_written_is_refused_in_a_sentence(content: byt
         import_weights(tmp_path / "weights.pt", tmp_path / "start")
 
 
-def test_a_folder_of_torch_distributed_checkpoint_goes_out_and_comes_in(model: Decoder, tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path / "checkpoints", run_id="r1")
-    checkpointer.save(4, model=model)
-    checkpointer.close()
-    exported = export_dcp(committed(tmp_path / "checkpoints")[-1], tmp_path / "dcp", dtype="bfloat16")
-    expected = {name: value.bfloat16() for name, value in model.state_dict().items()}
-    assert exported.tensors == len(expected)
-    read = {name: torch.zeros_like(value) for name, value in expected.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(read, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert same(read, expected)
-    with pytest.raises(UsageError, match="exists"):
-        export_dcp(committed(tmp_path / "checkpoints")[-1], tmp_path / "dcp")
-
-    done = import_weights(tmp_path / "dcp", tmp_path / "start")
-    assert same({name.removeprefix("model."): value for name, value in load(done.path).items()}, expected)
-
-
-def test_the_model_of_a_training_state_of_torch_distributed_checkpoint_is_taken(model: Decoder, tmp_path: Path) -> None:
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
-    optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 3}
-        dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert len(DcpFolder(tmp_path / "dcp").facts) > len(model.state_dict())
-    done = import_weights(tmp_path / "dcp", tmp_path / "start")
-    assert same(restored(done.path, model), model.state_dict())
+def test_a_folder_of_torch_distributed_checkpoint_is_refused_with_torchs_own_conversion(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "optim": {"lr": torch.tensor(0.1)}}, tmp_path / "state.pt")
+    torch_save_to_dcp(tmp_path / "state.pt", tmp_path / "dcp")
+    with pytest.raises(UsageError, match="is a folder of torch") as refused:
+        import_weights(tmp_path / "dcp", tmp_path / "start")
+    assert refused.value.hint is not None and f"dcp_to_torch {tmp_path / 'dcp'} FILE.pt" in refused.value.hint
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "again.pt")
+    assert list(load(import_weights(tmp_path / "again.pt", tmp_path / "start").path)) == ["model.w"]
     with pytest.raises(UsageError, match="holds no tensors 'modle'"):
-        import_weights(tmp_path / "dcp", tmp_path / "start", only="modle")
+        import_weights(tmp_path / "again.pt", tmp_path / "start", only="modle")
 
 
 def test_names_of_hugging_face_become_the_decoders() -> None:
