@@ -23,6 +23,7 @@ from slurmtrain.planner.fit import most_bytes
 from slurmtrain.planner.hardware import Hardware, hardware_of
 from slurmtrain.planner.memory import in_gb
 from slurmtrain.planner.plan import (
+    PARAMETER_BYTES,
     WORTH_IT,
     Candidate,
     Plan,
@@ -31,7 +32,6 @@ from slurmtrain.planner.plan import (
     plan_of,
     search,
 )
-from slurmtrain.planner.saving import PARAMETER_BYTES
 from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.step_time import Measured, StepTime, calibrated, sequence_length
 from slurmtrain.report.page.units import plural

@@ -18,10 +18,9 @@ from slurmtrain.control.submitting import submit_run
 from slurmtrain.errors import EXIT_CONFIG, UsageError
 from slurmtrain.launch.checks import check
 from slurmtrain.launch.submit import preparing
+from slurmtrain.report.facts import PreflightRecord, Rates, read_preflight
 from slurmtrain.report.page.units import plural
-from slurmtrain.report.preflight import PreflightRecord, Rates, read_preflight
-from slurmtrain.report.status.look import state
-from slurmtrain.report.waiting import as_they_end
+from slurmtrain.report.status.look import as_they_end, state
 from slurmtrain.runs import attempts
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir

@@ -3,8 +3,7 @@
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
 from slurmtrain.observe.metrics import MetricsLog, read_evaluations, read_metrics
 from slurmtrain.observe.progress import ProgressLine
-from slurmtrain.observe.reporter import Reporter
-from slurmtrain.observe.tensorboard import TensorBoardLog
+from slurmtrain.observe.reporter import Reporter, TensorBoardLog
 from slurmtrain.observe.throughput import Throughput
 
 __all__ = [

@@ -22,7 +22,7 @@ from slurmtrain.system.patience import BestEffort
 log = logging.getLogger(__name__)
 
 # Names, or what they begin with, of metrics that describe the machine; besides those whose unit has seconds.
-MEASURED = ("tokens_per_s", "tflops_per_gpu", "mfu", "communication_share", "memory_", "slowest_rank")
+MEASURED = ("tokens_per_s", "tflops_per_gpu", "mfu", "communication_share", "memory_")
 EVALUATION_KEYS = ("evaluation", "time")  # in a record of an evaluation job, besides the step and its metrics
 
 Value = float | int | str | bool | None
@@ -123,7 +123,7 @@ def is_measured(name: str) -> bool:
 
 def is_detail(name: str) -> bool:
     """Return whether a metric is one of many that explain another: a part of a step's time, or the norm of one layer."""
-    return name.startswith(("time_", "grad_norm/", "param_norm/", "slowest_rank")) or name == "mfu_attended"
+    return name.startswith(("time_", "grad_norm/", "param_norm/")) or name == "mfu_attended"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -71,6 +71,8 @@ class StepProfiler:
 
     def _write(self, profile: Any) -> None:
         """Write the files; called by torch when the steps are done, or when it is stopped before."""
+        import torch
+
         if not self._wanted:
             return
         self._wanted = False
@@ -81,24 +83,13 @@ class StepProfiler:
             packed.chmod(file_mode(self._folder))
             packed.replace(trace)
             if self._remembers:
-                self._write_memory()
+                torch.cuda.memory._dump_snapshot(str(self._folder / f"rank-{self._rank}.memory.pickle"))
         finally:
             self._forget()
             packed.unlink(missing_ok=True)
         by = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
         table = profile.key_averages().table(sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=60)
         write_text(self._folder / f"rank-{self._rank}.txt", table, durable=False)
-
-    def _write_memory(self) -> None:
-        import torch
-
-        path = self._folder / f"rank-{self._rank}.memory.pickle"
-        raw = temporary_beside(path)
-        try:
-            torch.cuda.memory._dump_snapshot(str(raw))
-            raw.replace(path)
-        finally:
-            raw.unlink(missing_ok=True)
 
     def _forget(self) -> None:
         """Stop recording allocations, and free what is recorded."""

@@ -69,18 +69,6 @@ class Straggler:
     sporadic: bool = False
 
 
-@dataclass(frozen=True)
-class Slowest:
-    """The rank that has taken longest for its own work in the last window.
-
-    Attributes:
-        ratio: its time over the median of all ranks.
-    """
-
-    rank: int
-    ratio: float
-
-
 def summary(steps: Sequence[Mapping[Phase, float]]) -> list[float]:
     """Return what a rank tells the others of some steps: the quantiles of each watched part, and the median of a whole step.
 
@@ -109,7 +97,6 @@ class StragglerDetector:
         self._looks: dict[tuple[int, Phase], deque[Straggler | None]] = {}
         self._windows = 0
         self.named: dict[tuple[int, Phase], Straggler] = {}
-        self.slowest: Slowest | None = None
 
     def look(self, told: Sequence[Sequence[float]]) -> tuple[list[Straggler], list[Straggler]]:
         """Look at a window.
@@ -123,7 +110,6 @@ class StragglerDetector:
         if not all(math.isfinite(number) for numbers in told for number in numbers):
             return [], []
         self._windows += 1
-        self.slowest = _slowest(told)
         found = self._found(told)
         new, over = [], []
         for key in list(self._looks.keys() | found.keys()):
@@ -177,12 +163,6 @@ def _slow(times: Mapping[int, float], limits: Limits, phase: Phase, work_s: floa
         ratio = seconds / usual if usual > 0 else math.inf
         found[rank] = Straggler(rank, phase, ratio, excess, work_s, sporadic=limits is not LIMITS[0])
     return found
-
-
-def _slowest(told: Sequence[Sequence[float]]) -> Slowest:
-    own = [sum(numbers[: len(WATCHED)]) for numbers in told]
-    usual, most = statistics.median(own), max(own)
-    return Slowest(own.index(most), most / usual if usual > 0 else 1.0)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

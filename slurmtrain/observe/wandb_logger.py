@@ -19,6 +19,7 @@ import os
 import shlex
 import socket
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +30,7 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.records import typed_or_none
 
 log = logging.getLogger(__name__)
 
@@ -197,21 +199,21 @@ class WandbLogger(Logger):
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if ending == Ending.FINISHED else 1)
         if self._folder is not None:
-            write_json(self._folder / MARK, {"held": [self._held.step, self._held.evaluated]})
+            write_json(self._folder / MARK, asdict(self._held))
         return self.said
 
 
 def begin_offline(run: LoggedRun) -> Held:
     """Move folders aside that were not closed, and return the last steps that the others have, or that W&B has been given."""
-    found = {path: read_json(path / MARK) for path in sorted((run.directory / "wandb").glob("offline-run-*"))}
-    marks = []
-    for path, mark in found.items():
-        match mark:
-            case {"held": [int(step), int(evaluated)]}:
-                marks.append(Held(step, evaluated))
-            case _:
-                move_aside(path, "incomplete")
-    return max(marks, default=Held() if found else run.held)
+    folders = sorted((run.directory / "wandb").glob("offline-run-*"))
+    held = Held() if folders else run.held
+    for path in folders:
+        mark = typed_or_none(Held, read_json(path / MARK))
+        if mark is None:
+            move_aside(path, "incomplete")
+        else:
+            held = max(held, mark)
+    return held
 
 
 def move_aside(path: Path, why: str) -> None:

@@ -54,6 +54,7 @@ class Evidence:
         superseded: if a newer attempt has taken the run over: "attempt 3 in job 12 goes on with this run".
         trained: this attempt has begun to train.
         trained_before: an earlier attempt has begun to train with the same config and code.
+        trained_on: the nodes of each earlier attempt that has trained without a fault.
         program_code: exit code of a program of the user's own on rank 0; None for other kinds of jobs.
         finished_when: job.finished_when.
         hang: the watchdog's sentence on the ranks that did not come, if it has ended the attempt; `failed_on` is their node.
@@ -100,6 +101,7 @@ class Evidence:
     superseded: str | None = None
     trained: bool = False
     trained_before: bool = False
+    trained_on: tuple[Sequence[str], ...] = ()
     program_code: int | None = None
     finished_when: str | None = None
     hang: str | None = None
@@ -196,13 +198,8 @@ def fault_of_node(evidence: Evidence, reason: Reason) -> NodeRecord | None:
         lasted_s=round(evidence.lasted_s, 1),
         proven=event in (NodeEvent.HARDWARE, NodeEvent.BAD_START)
         or (event is NodeEvent.HANG and evidence.trained)
-        or _has_trained_elsewhere(evidence, node),
+        or any(node not in nodes for nodes in evidence.trained_on),
     )
-
-
-def _has_trained_elsewhere(evidence: Evidence, node: str) -> bool:
-    trained = [each for each in evidence.node_records if each.event is NodeEvent.TRAINED and each.run == evidence.run]
-    return any(node not in each.nodes for each in trained)
 
 
 def nodes_to_leave_out(fault: NodeRecord | None, evidence: Evidence, policy: BlamePolicy) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ directory, the run still leaves out the nodes that its own attempts speak agains
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
@@ -34,29 +35,34 @@ def cluster_of_this_job() -> str | None:
     return os.environ.get("SLURM_CLUSTER_NAME") or None
 
 
-def records_of(run: str, tries: Iterable[Attempt]) -> list[NodeRecord]:
-    """Return what the attempts of a run say for and against nodes."""
-    found = []
+def records_of(run: str, tries: Sequence[Attempt]) -> list[NodeRecord]:
+    """Return what the attempts of a run say against nodes. It is proven once an attempt has trained on other nodes."""
+    found, well = [], trained_on(tries)
     for attempt in tries:
         fault = typed_or_none(NodeRecord, attempt.fault)
         if fault is not None:
-            found.append(fault)
+            found.append(replace(fault, proven=fault.proven or any(fault.node not in nodes for nodes in well)))
         ended = attempt.ended or attempt.started
         found += [
             NodeRecord(ended, node, NodeEvent.BAD_START, run, attempt.number, attempt.sentence or "", proven=True)
             for node in attempt.bad_nodes
             if fault is None or node != fault.node
         ]
-        if fault is None and has_trained_well(attempt):
-            found.append(
-                NodeRecord(ended, "", NodeEvent.TRAINED, run, attempt.number, nodes=tuple(attempt.nodes), proven=True)
-            )
     return found
 
 
-def has_trained_well(attempt: Attempt) -> bool:
-    """Return whether an attempt has trained, and did not fail."""
-    return attempt.reason not in FAILED and attempt.has_trained
+def trained_on(tries: Sequence[Attempt]) -> list[list[str]]:
+    """Return the nodes of each attempt that has trained, and did not fail."""
+    return [attempt.nodes for attempt in tries if attempt.reason not in FAILED and attempt.has_trained]
+
+
+def proven_by(attempt: Attempt, run: str, earlier: Sequence[Attempt]) -> list[NodeRecord]:
+    """Return what earlier attempts said that counts for other runs, too, since this attempt has trained on other nodes."""
+    return [
+        replace(each, proven=True)
+        for each in records_of(run, earlier)
+        if not each.proven and any(each.node not in nodes for nodes in trained_on([attempt]))
+    ]
 
 
 def ledger_of(cluster: str | None, policy: BlamePolicy) -> list[NodeRecord]:

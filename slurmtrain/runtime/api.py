@@ -141,6 +141,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
     import torch.distributed as dist  # torch, which takes seconds
 
     from slurmtrain.data.loading.workers import let_all_workers_ignore_stop_signals
+    from slurmtrain.hangs.beats import Position
     from slurmtrain.runtime.agreement import StopAgreement
     from slurmtrain.runtime.distributed_context import environment_of_process_group, init_distributed
     from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
@@ -183,20 +184,14 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
         leave(EXIT_REQUEUE)
     if session.context is not None:
         session.profiling = _profiling(session.context, session.distributed, config.observe.profile_ranks)
-    if session.watchdog is None:  # a rank that is alone
-        watch(session.distributed)
-    _follow(session.watchdog, session.agreement)
+    if session.watchdog is not None:
+        agreement = session.agreement
+        session.watchdog.follow(
+            lambda: Position(agreement.rounds, session.first_step + agreement.rounds, agreement.rounds > 0)
+        )
     atexit.register(_let_go)
     run_path = session.context.run_dir.path if session.context else Path.cwd()
     return Run(environment.rank, environment.world_size, environment.local_rank, session.distributed.device, run_path)
-
-
-def _follow(watchdog: Watchdog | None, agreement: StopAgreement) -> None:
-    """Watch from now on whether this rank calls `should_stop`."""
-    from slurmtrain.hangs.beats import Position
-
-    if watchdog is not None:
-        watchdog.follow(lambda: Position(agreement.rounds, session.first_step + agreement.rounds, agreement.rounds > 0))
 
 
 def _profiling(context: AttemptContext, distributed: DistributedContext, ranks: Sequence[int]) -> Profiling:

@@ -117,8 +117,8 @@ def init_distributed(
 
     Args:
         directory: folder where rank 0 publishes its address; not needed under torchrun or for a single rank.
-        on_met: called when several ranks have met, with what they share so far: a store, and no group yet. NCCL has no
-            time-out for the start of a group, so whoever watches over the ranks has to begin now.
+        on_met: called when the ranks have met, with what they share so far: a store, and no group yet. NCCL has no time-out
+            for the start of a group, so whoever watches over the ranks has to begin now.
 
     Raises:
         EnvironmentMismatchError: a GPU was asked for that does not exist.
@@ -131,21 +131,16 @@ def init_distributed(
     else:
         torch.cuda.set_device(own)
     if environment.world_size == 1:
-        return DistributedContext(environment, own)
+        alone = DistributedContext(environment, own)
+        on_met(alone)
+        return alone
     timeout = timedelta(seconds=cluster.collective_timeout_s)
     if dist.is_initialized():
         _choose_interface(cluster.network_interface, None)
         met = DistributedContext(environment, own, store_address=_address_of_store())
         on_met(met)
         return _with_groups(met, timeout)
-    rendezvous = meet(
-        environment,
-        directory or Path("."),
-        timeout_s=cluster.rendezvous_timeout_s,
-        stop_requested=lambda: stop_flag.requested,
-        interface=cluster.network_interface,
-        ports=cluster.ports,
-    )
+    rendezvous = meet(environment, directory or Path("."), cluster, lambda: stop_flag.requested)
     met = DistributedContext(environment, own, store_address=rendezvous.address)
     on_met(met)
     if own.type == "cuda":

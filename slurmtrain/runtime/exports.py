@@ -3,8 +3,7 @@
 A process of its own makes each from a committed checkpoint, `checkpoints ... export --format hf`, at the lowest priority and
 one at a time. Until it is there, its checkpoint is held, so that it is not removed, and the next attempt makes what this one
 could not. A failure is told, and that is all. When a step is done again from an older checkpoint, its folder is replaced by one
-of the new checkpoint. After a rollback the folders of the steps that were taken back get another name at once, since those
-steps need not come again.
+of the new checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ FINISH_WAITS_S = 600.0  # after the last step, whose checkpoint is exported, too
 STOP_WAITS_S = 5.0
 LOOK_EVERY_S = 0.2
 HOLDER = "export"  # for whom the checkpoints are held
-ROLLED_BACK = "rolled-back-"  # begins the name of the folder of a step that was taken back; the last one stays
 
 
 def finish_waits_s(collective_timeout_s: float) -> float:
@@ -86,17 +84,6 @@ class Exports:
         if self._is_due(step) or self._folder(step).is_dir():
             self._storage.attempt(lambda: retention.hold(self._run_dir.checkpoints, step, HOLDER))
         self._storage.attempt(self._go_on)
-
-    def rolled_back(self, step: int) -> None:
-        """Give the folders of later steps another name: training has gone back to `step`."""
-        with self._lock:
-            if self._running is not None and self._step > step:
-                self._end()
-        for folder in self._run_dir.exports.glob("step_*"):
-            if folder > self._folder(step):
-                aside = folder.with_name(f"{ROLLED_BACK}{folder.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                self._storage.attempt(lambda folder=folder, aside=aside: folder.rename(aside))  # type: ignore[misc]
 
     def finish(self) -> None:
         """Wait until all is exported, but not for ever: the training's GPUs are idle meanwhile."""

@@ -146,8 +146,6 @@ class Rank:
         if self.given is None:
             self._begin()
             self._watch(self.distributed)
-        elif self.watchdog is None:  # a rank that has met nobody
-            self._watch(self.distributed)
         run_preflight(self.config, self.distributed, self.context)
         self.timeline.mark("preflight")
         start_gpu_sampler(self.context.attempt_dir, self.environment)

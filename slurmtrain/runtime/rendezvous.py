@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import EnvironmentMismatchError, PreflightError
 from slurmtrain.runtime.addresses import (
     Pauses,
@@ -73,7 +75,6 @@ class _Word(NamedTuple):
         ending: MET, STOP, MISSING or WRONG; the last two with a sentence.
         world_size: the number of ranks that rank 0 was told.
         machine, interface: rank 0's machine, and the interface by which it is reached from there; None if it is not known.
-        everywhere: all ranks are on that machine.
     """
 
     ending: str
@@ -81,46 +82,34 @@ class _Word(NamedTuple):
     world_size: int = 0
     machine: str = ""
     interface: str | None = None
-    everywhere: bool = False
 
 
 MET, STOP, MISSING, WRONG = "met", "stop", "missing", "wrong"
 
 
 def meet(
-    environment: Environment,
-    directory: Path,
-    *,
-    timeout_s: float,
-    stop_requested: Callable[[], bool],
-    interface: str = "auto",
-    ports: range | None = None,
+    environment: Environment, directory: Path, cluster: ClusterConfig, stop_requested: Callable[[], bool]
 ) -> Rendezvous:
     """Bring all ranks together: each says that it is there, rank 0 waits for all, and tells the others how that has ended.
 
     Args:
         directory: a directory that all ranks share and this attempt alone uses.
-        timeout_s: seconds for which rank 0 waits for the last rank. The others wait as long as it does.
+        cluster: says where rank 0 listens, and for how long it waits for the last rank. The others wait as long as it does.
         stop_requested: polled while waiting.
-        interface: name of the interface at which rank 0 should be reached, or "auto".
-        ports: the ports on which rank 0 may wait; None: any.
 
     Raises:
         RendezvousError: none of the ports is free, or ranks are missing; the message says which, and on which nodes.
         EnvironmentMismatchError: two processes are the same rank, or ranks have been told different numbers of ranks.
         StopDuringStartError: a stop was requested before all ranks were there.
     """
-    deadline = time.monotonic() + timeout_s
+    timeout_s = cluster.rendezvous_timeout_s
     if environment.source == "torchrun":
         found = _connect_to_launcher(environment, timeout_s)
     elif environment.rank == 0:
-        found = _publish(environment, directory, interface, ports, timeout_s)
+        found = _publish(environment, directory, cluster)
     else:
-
-        def use(address: dict[str, Any]) -> _Connection:
-            return _connect_to(address["host"], address["port"], address["token"], timeout_s)
-
-        found = await_rank_0(directory / ADDRESS_FILE, environment, timeout_s, stop_requested, use)
+        connect = partial(_connect_to, timeout_s=timeout_s)
+        found = await_rank_0(directory / ADDRESS_FILE, environment, timeout_s, stop_requested, connect)
     store, rank = found.store, environment.rank
     place = {
         "machine": machine(),
@@ -135,7 +124,7 @@ def meet(
         store.set(WRONG, sentence)
         raise _wrong(sentence)
     if rank == 0:
-        word = _gather(store, environment, deadline, timeout_s, stop_requested)
+        word = _gather(store, environment, timeout_s, stop_requested)
     else:
         word = _await_word(store, environment, timeout_s, stop_requested)
     if word.ending == STOP:
@@ -149,10 +138,8 @@ def meet(
     if word.world_size != environment.world_size:  # this rank is none of those for which rank 0 has waited
         raise _wrong(_other_size(rank, place, word.world_size))
     # A rank on rank 0's machine has reached it through the loopback, which no other machine can use.
-    beside = word.everywhere or word.machine == machine()
-    return Rendezvous(
-        dist.PrefixStore("ranks", store), word.interface if beside else interface_towards(found.via), found.address
-    )
+    interface = word.interface if word.machine == machine() else interface_towards(found.via)
+    return Rendezvous(dist.PrefixStore("ranks", store), interface, found.address)
 
 
 def _wrong(sentence: str) -> EnvironmentMismatchError:
@@ -167,16 +154,15 @@ def _other_size(rank: int, place: dict[str, Any], size: int) -> str:
 # Rank 0's store.
 
 
-def _publish(
-    environment: Environment, directory: Path, interface: str, ports: range | None, timeout_s: float
-) -> _Connection:
+def _publish(environment: Environment, directory: Path, cluster: ClusterConfig) -> _Connection:
     """Open the store on rank 0, and publish where it is.
 
     Raises:
         RendezvousError: none of the ports is free.
     """
-    listens, timeout = listening_address(environment, interface), timedelta(seconds=timeout_s)
-    with bind_port(listens, ports, environment.node) as listener:
+    listens = listening_address(environment, cluster.network_interface)
+    timeout = timedelta(seconds=cluster.rendezvous_timeout_s)
+    with bind_port(listens, cluster.ports, environment.node) as listener:
         port = listener.getsockname()[1]
         descriptor = listener.detach()  # the store's from now on
     # Given a port alone it would listen on every network of this node.
@@ -208,17 +194,18 @@ def _connect_to_launcher(environment: Environment, timeout_s: float) -> _Connect
     return _Connection(store, (host, int(port or 0)), address_of(host))
 
 
-def _connect_to(host: str, port: int, token: str, timeout_s: float) -> _Connection:
-    """Connect to the store with this token at an address.
+def _connect_to(address: dict[str, Any], timeout_s: float) -> _Connection:
+    """Connect to the store at the address that rank 0 has published.
 
     Raises:
         OSError: it is not there.
     """
+    host, port = address["host"], address["port"]
     with socket.create_connection((host, port), timeout=CONNECT_S) as probe:
         via = str(probe.getpeername()[0])
     try:
         store = dist.TCPStore(host, port, None, False, timedelta(seconds=CONNECT_S))
-        ours = store.check(["token"]) and store.get("token").decode() == token
+        ours = store.check(["token"]) and store.get("token").decode() == address["token"]
     except dist.DistError as error:
         raise ConnectionError(str(error)) from None
     if not ours:
@@ -230,19 +217,13 @@ def _connect_to(host: str, port: int, token: str, timeout_s: float) -> _Connecti
 # Who is there.
 
 
-def _gather(
-    store: dist.Store,
-    environment: Environment,
-    deadline: float,
-    timeout_s: float,
-    stop_requested: Callable[[], bool],
-) -> _Word:
+def _gather(store: dist.Store, environment: Environment, timeout_s: float, stop_requested: Callable[[], bool]) -> _Word:
     """Wait on rank 0 until every rank is there, or is not going to be; tell the others, and return that.
 
     All leave by the same error: srun ends with the largest exit code of all ranks, so a 78 among them would end a run that is
     worth another start.
     """
-    size, pauses = environment.world_size, Pauses(LONGEST_PAUSE_S)
+    size, pauses, deadline = environment.world_size, Pauses(LONGEST_PAUSE_S), time.monotonic() + timeout_s
     places: dict[int, dict[str, Any]] = {}
     while True:
         for rank in [rank for rank in range(size) if rank not in places and store.check([f"here/{rank}"])]:
@@ -257,7 +238,7 @@ def _gather(
         elif len(places) == size:
             strangers = [place["via"] for place in places.values() if place["machine"] != machine()]
             own = interface_towards(strangers[0]) if strangers else "lo"
-            word = _Word(MET, "", size, machine(), own, not strangers)
+            word = _Word(MET, "", size, machine(), own)
         elif time.monotonic() > deadline:
             missing = [rank for rank in range(size) if rank not in places]
             shown = ", ".join(f"{rank} (on {environment.expected_node(rank)})" for rank in missing[:8])

@@ -5,6 +5,7 @@ As pure functions from the sandbox's description to files and commands; the supe
 
 from __future__ import annotations
 
+from slurmtrain.sandbox.directory import Daemon
 from slurmtrain.sandbox.spec import CLUSTER_NAME, SandboxSpec, Site
 
 ACCOUNT = "sandbox"  # the account of whoever starts the sandbox, and the default one
@@ -56,8 +57,8 @@ JobAcctGatherType=jobacct_gather/none
 """
 
 
-def database_daemons(site: Site, programs: dict[str, str], port: int) -> list[dict[str, object]]:
-    """Return the two daemons, in the order of their start, as the supervisor's plan has them."""
+def database_daemons(site: Site, programs: dict[str, str], port: int) -> list[Daemon]:
+    """Return the two daemons, in the order of their start."""
     d = site.directory
     # As root, MariaDB wants to be told that it is meant.
     as_root = ["--user=root"] if site.user == "root" else []
@@ -70,10 +71,7 @@ def database_daemons(site: Site, programs: dict[str, str], port: int) -> list[di
     serve += ["--innodb-flush-log-at-trx-commit=0", "--innodb-buffer-pool-size=64M", "--innodb-lock-wait-timeout=900"]
     # MariaDB's client takes the socket of "localhost" from this variable alone.
     slurmdbd = ["env", f"MYSQL_UNIX_PORT={d}/db.sock", programs["slurmdbd"], "-D"]
-    return [
-        {"name": "mariadbd", "prepare": [make], "argv": serve, "ready_file": f"{d}/db.sock"},
-        {"name": "slurmdbd", "argv": slurmdbd, "ready_port": port},
-    ]
+    return [Daemon("mariadbd", serve, prepare=[make], ready=f"{d}/db.sock"), Daemon("slurmdbd", slurmdbd, ready=port)]
 
 
 def accounts_commands(spec: SandboxSpec, site: Site, sacctmgr: str) -> list[list[str]]:

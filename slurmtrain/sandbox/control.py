@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -13,22 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from slurmtrain.errors import ClusterError
 from slurmtrain.sandbox.directory import (
     MARKER,
     PLAN,
     PROCESSES,
-    START,
-    Cell,
+    Plan,
     claim_directory,
     claim_ports,
     default_directory,
+    recorded,
 )
 from slurmtrain.sandbox.files import find_programs, prefix_of, write_files
 from slurmtrain.sandbox.spec import SandboxSpec
 from slurmtrain.slurm.command_environment import clean_environment, path_with, programs_beside
-from slurmtrain.system.files import replace_file
-from slurmtrain.system.process import Process, kill_trees, wait_until
+from slurmtrain.system.process import kill_trees, wait_until
 
 _UP_TIMEOUT_S = 90.0  # usually 2 to 3 s
 
@@ -69,48 +69,13 @@ class Sandbox:
             return {}
         return dict(line.split() for line in done.stdout.splitlines()) if done.returncode == 0 else {}
 
-    def kill_node(self, node: str, *, only_daemon: bool = False) -> None:
-        """Simulate the power failure of a node: its slurmd, slurmstepds and tasks end at one instant.
-
-        Args:
-            only_daemon: kill slurmd and nothing else, as if the node were cut off: SLURM considers it dead, its tasks
-                run on.
-        """
-        cells = self._cells(node)
-        if only_daemon:
-            for cell in cells:
-                cell.daemon.signal(signal.SIGKILL)
-        else:
-            kill_trees(cell.process for cell in cells)
-        wait_until(lambda: not any(cell.daemon.alive() for cell in cells), timeout_s=5.0)
-
-    def start_node(self, node: str) -> None:
-        """Start the slurmd of a node that was killed. SLURM sees it idle some seconds later."""
-        if any(cell.daemon.alive() for cell in self._cells(node)):
-            raise ClusterError(f"cannot start {node}: {node} is running.")
-        supervisor, _ = _recorded(self.directory)
-        if supervisor is not None:
-            replace_file(self.directory / START, node.encode(), durable=False)
-            supervisor.signal(signal.SIGHUP)
-        if not wait_until(lambda: any(cell.daemon.alive() for cell in self._cells(node)), timeout_s=60.0):
-            raise ClusterError(
-                f"the sandbox in {self.directory} does not start {node}.", hint="take it down, then up again"
-            )
-
-    def _cells(self, node: str) -> list[Cell]:
-        """Return what has run as a node, or as another daemon of the sandbox, such as "slurmctld"."""
-        found = [cell for cell in _recorded(self.directory)[1] if cell.name == node]
-        if not found:
-            raise ClusterError(f"there is no {node} here.")
-        return found
-
     def down(self) -> None:
         """End every process of the sandbox and remove its directory, whatever state they are in."""
-        supervisor, _ = _recorded(self.directory)
-        if supervisor is not None:
-            supervisor.signal(signal.SIGTERM)
-            wait_until(lambda: not supervisor.alive(), timeout_s=20.0)
-        kill_trees(_roots(self.directory))  # no process is left, unless the supervisor was killed or hangs
+        found = recorded(self.directory)
+        if found is not None:
+            found.supervisor.signal(signal.SIGTERM)
+            wait_until(lambda: not found.supervisor.alive(), timeout_s=20.0)
+        _kill_remains(self.directory)  # no process is left, unless the supervisor was killed or hangs
         if (self.directory / MARKER).exists():
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -156,28 +121,17 @@ def find(name_or_directory: str | Path) -> Sandbox | None:
     try:
         if directory.stat().st_uid not in (os.getuid(), 0):
             return None
-        nodes = tuple(json.loads((directory / PLAN).read_text())["nodes"])
-    except (OSError, ValueError, KeyError):
+        plan = msgspec.json.decode((directory / PLAN).read_bytes(), type=Plan)
+    except (OSError, msgspec.MsgspecError):
         return None
-    return Sandbox(directory, nodes) if any(p.alive() for p in _roots(directory)) else None
+    found = recorded(directory)
+    lives = found is not None and any(process.alive() for process in found.roots)
+    return Sandbox(directory, plan.nodes) if lives else None
 
 
-def _recorded(directory: Path) -> tuple[Process | None, list[Cell]]:
-    """Return the supervisor and its cells, as far as it has recorded them."""
-    try:
-        state = json.loads((directory / PROCESSES).read_text())
-    except (OSError, ValueError):
-        return None, []
-    cells = [
-        Cell(**{**c, "process": Process(**c["process"]), "daemon": Process(**c["daemon"])}) for c in state["cells"]
-    ]
-    return Process(**state["supervisor"]), cells
-
-
-def _roots(directory: Path) -> list[Process]:
-    """Return the root processes: all other processes of the sandbox are below one of them."""
-    supervisor, cells = _recorded(directory)
-    return [process for process in (supervisor, *(cell.process for cell in cells)) if process is not None]
+def _kill_remains(directory: Path) -> None:
+    found = recorded(directory)
+    kill_trees(found.roots if found is not None else ())
 
 
 def _launch_supervisor(directory: Path, ends_with: int | None, *, inherit: tuple[int, ...]) -> None:
@@ -198,7 +152,8 @@ def _wait_until_idle(sandbox: Sandbox) -> None:
     states: dict[str, str] = {}
     while not (len(states) == len(sandbox.nodes) and set(states.values()) == {"idle"}):
         _refuse_one_node_a_machine(sandbox)
-        _, cells = _recorded(sandbox.directory)
+        found = recorded(sandbox.directory)
+        cells = found.cells if found is not None else []
         if failed := [c for c in cells if c.exit_status is not None]:
             cell = failed[0]
             what = f"{cell.name} of the sandbox ended at once, with exit code {cell.exit_status}"
@@ -256,7 +211,7 @@ def _failure(directory: Path, daemon: str, what: str) -> ClusterError:
 
 def _clear_remains(directory: Path) -> None:
     """Remove what a sandbox that was not stopped has left here: after a reboot, say."""
-    kill_trees(_roots(directory))
+    _kill_remains(directory)
     for entry in directory.iterdir():
         if entry.name != MARKER:
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()

@@ -9,19 +9,55 @@ import socket
 import stat
 import tempfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.sandbox.spec import MAX_NODES
 from slurmtrain.system.process import Process
 
 MARKER = "this-is-a-sandbox"  # only a directory with this file in it is ever removed
-PLAN, PROCESSES, START = "plan.json", "processes.json", "start"  # between control.py and supervisor.py
+PLAN, PROCESSES, START = (
+    "plan.json",
+    "processes.json",
+    "start",
+)  # `Plan`, `Processes`, and the name of a daemon to start
 _BLOCK = MAX_NODES + 2  # slurmctld's, one for each node, slurmdbd's
 _PORTS = range(17000, 29000 - _BLOCK, _BLOCK)  # all below the ephemeral range, which starts at 32768
 _LONGEST_SOCKET = "/spool/n00/n00_4294967295.4294967295.0"  # slurmstepd's, one for each step
 _SUN_PATH = 107  # longest path that fits into sockaddr_un beside the final zero
+
+
+@dataclass(frozen=True)
+class Daemon:
+    """A program to run in the foreground.
+
+    Attributes:
+        prepare: commands that are run before it, one after the other. If one fails, the program is not started.
+        ready: the file or local port whose appearance shows that it is ready; None: nothing does.
+    """
+
+    name: str
+    argv: list[str]
+    prepare: list[list[str]] = field(default_factory=list)
+    ready: str | int | None = None
+
+    def is_ready(self) -> bool:
+        if isinstance(self.ready, int):
+            return not is_free(self.ready)  # no connection: the daemon would log it as an error
+        return self.ready is None or os.path.exists(self.ready)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the supervisor of a sandbox runs: the daemons in the order of their start, and the commands before their end."""
+
+    nodes: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    daemons: list[Daemon] = field(default_factory=list)
+    stop_commands: list[list[str]] = field(default_factory=list)
 
 
 @dataclass
@@ -32,6 +68,26 @@ class Cell:
     process: Process  # the cell itself
     daemon: Process
     exit_status: int | None = None  # exit status of the daemon, once nothing is left in the cell
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes below which all others of a sandbox are, as the supervisor has recorded them."""
+
+    supervisor: Process
+    cells: list[Cell]
+
+    @property
+    def roots(self) -> list[Process]:
+        return [self.supervisor, *(cell.process for cell in self.cells)]
+
+
+def recorded(directory: Path) -> Processes | None:
+    """Return the supervisor of a sandbox and its cells; None: nothing is on record."""
+    try:
+        return msgspec.json.decode((directory / PROCESSES).read_bytes(), type=Processes)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def default_directory(name: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shlex
@@ -11,6 +10,8 @@ import socket
 import stat
 import subprocess
 from pathlib import Path
+
+import msgspec
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.sandbox.accounting import (
@@ -22,7 +23,7 @@ from slurmtrain.sandbox.accounting import (
     database_daemons,
     slurmdbd_conf,
 )
-from slurmtrain.sandbox.directory import PLAN
+from slurmtrain.sandbox.directory import PLAN, Daemon, Plan
 from slurmtrain.sandbox.spec import EPILOG, GPU_DEVICES, SandboxSpec, Site, epilog, gres_conf, slurm_conf
 from slurmtrain.slurm.command_environment import PREFIX_FILE, path_with
 from slurmtrain.slurm.versions import CGROUP_PLUGIN_DISABLED, Version, parse_version
@@ -90,7 +91,7 @@ def write_files(
         raise ClusterError(f"this machine has devices to stand in for {len(devices)} GPUs per node, not {spec.gpus}.")
     version = _slurm_version(programs["slurmctld"])
     task_prolog = directory / "task-prolog" if prefix is not None else None
-    site = Site(directory, user, socket.gethostname().split(".")[0], first_port, version, task_prolog)
+    site = Site(directory, user, socket.gethostname().split(".")[0], first_port, task_prolog)
     for name in ("log", "state", "spool", *(f"spool/{node}" for node in spec.node_names)):
         (directory / name).mkdir(mode=0o700)
     texts = {"slurm.conf": slurm_conf(spec, site), "gres.conf": gres_conf(spec, devices)}
@@ -114,8 +115,8 @@ def write_files(
     key = directory / "munge.key"
     key.touch(0o600)
     key.write_bytes(secrets.token_bytes(128))
-    path = os.environ["PATH"] if prefix is None else path_with(f"{prefix}/bin", os.environ["PATH"])
-    (directory / PLAN).write_text(json.dumps(_plan(spec, site, programs, path)))
+    path = path_with(os.path.dirname(programs["srun"]), os.environ["PATH"])
+    (directory / PLAN).write_bytes(msgspec.json.encode(_plan(spec, site, programs, path)))
 
 
 def task_prolog_text(programs: str) -> str:
@@ -134,42 +135,19 @@ def port_of_slurmdbd(spec: SandboxSpec, first_port: int) -> int:
     return first_port + 1 + spec.nodes
 
 
-def _plan(spec: SandboxSpec, site: Site, programs: dict[str, str], path: str) -> dict[str, object]:
-    directory = site.directory
-    munge_socket = f"{directory}/munge.sock"
+def _plan(spec: SandboxSpec, site: Site, programs: dict[str, str], path: str) -> Plan:
+    d = site.directory
     # --force: a home directory that only its owner may enter is enough for a sandbox that only its owner uses.
-    munged = [
-        programs["munged"],
-        "--foreground",
-        "--force",
-        f"--socket={munge_socket}",
-        f"--key-file={directory}/munge.key",
-    ]
-    munged += [f"--pid-file={directory}/state/munged.pid", f"--seed-file={directory}/state/munged.seed"]
-    slurmctld: dict[str, object] = {
-        "name": "slurmctld",
-        "argv": [programs["slurmctld"], "-D"],
-        "ready_port": site.first_port,
-    }
-    databases: list[dict[str, object]] = []
+    munged = [programs["munged"], "--foreground", "--force", f"--socket={d}/munge.sock", f"--key-file={d}/munge.key"]
+    munged += [f"--pid-file={d}/state/munged.pid", f"--seed-file={d}/state/munged.seed"]
+    daemons, prepare = [Daemon("munged", munged, ready=f"{d}/munge.sock")], list[list[str]]()
     if spec.accounting:
-        databases = database_daemons(site, programs, port_of_slurmdbd(spec, site.first_port))
-        slurmctld["prepare"] = accounts_commands(spec, site, programs["sacctmgr"])
-    return {
-        "nodes": spec.node_names,
-        "env": {
-            "PATH": path_with(os.path.dirname(programs["srun"]), os.environ["PATH"]),
-            "LANG": "C.UTF-8",
-            "SLURM_CONF": f"{directory}/slurm.conf",
-        },
-        "daemons": [
-            {"name": "munged", "argv": munged, "ready_file": munge_socket},
-            *databases,
-            slurmctld,
-            *({"name": node, "argv": [programs["slurmd"], "-D", "-N", node]} for node in spec.node_names),
-        ],
-        "stop_commands": [[programs["scancel"], "-p", partition] for partition in ("low", "high")],
-    }
+        daemons += database_daemons(site, programs, port_of_slurmdbd(spec, site.first_port))
+        prepare = accounts_commands(spec, site, programs["sacctmgr"])
+    daemons.append(Daemon("slurmctld", [programs["slurmctld"], "-D"], prepare, site.first_port))
+    daemons += [Daemon(node, [programs["slurmd"], "-D", "-N", node]) for node in spec.node_names]
+    env = {"PATH": path, "LANG": "C.UTF-8", "SLURM_CONF": f"{d}/slurm.conf"}
+    return Plan(spec.node_names, env, daemons, [[programs["scancel"], "-p", name] for name in ("low", "high")])
 
 
 def _slurm_version(slurmctld: str) -> Version:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.errors import UsageError
-from slurmtrain.slurm.versions import PREEMPT_PARAMETERS, Version
 
 CLUSTER_NAME = "sandbox"  # SLURM's name of every sandbox
 MAX_NODES = 64  # all on one machine; a block of ports, see directory.py, has one for each and two more
@@ -18,6 +17,10 @@ does not open them, and without a task/cgroup plugin it does not fence them off 
 
 
 EPILOG = "epilog"  # in the sandbox's directory
+MEMORY_MB = 4000  # of a node; only book-keeping, nothing enforces it
+SLURMD_TIMEOUT_S = 10  # without a sign of a node it counts as down, and its jobs are requeued (real clusters: 300)
+# A requeued job starts again after this plus 1 s (real clusters: 120). Below 5 slurmctld takes its default without a word.
+CRED_EXPIRE_S = 5
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,10 @@ class SandboxSpec:
 
     Attributes:
         gpus: GPUs per node; devices that exist only for SLURM, no program can compute on them.
-        memory_mb: memory per node; only book-keeping, nothing enforces it.
         grace_s: GraceTime of partition `low`: from the first signal of a preemption to the second.
         kill_wait_s: KillWait: from SIGTERM to SIGKILL. SLURM's default, and that of most clusters, is 30.
-        slurmd_timeout_s: silence after which a node counts as down and its jobs are requeued (real clusters: 300).
         preempt_mode: what happens to a job of partition `low` when its grace time is over: "requeue", "cancel" or
             "suspend".
-        user_signal: a preempted job gets the signal it asked for with `--signal` instead of SIGTERM.
-        cred_expire_s: a requeued job starts again after this plus 1 s (real clusters: 120).
         accounting: also run slurmdbd and MariaDB, with an account and the QOS `low` and `high`. Then QOS preempt each other,
             not partitions: `grace_s` and `preempt_mode` are those of QOS `low`, the default one.
     """
@@ -41,26 +40,13 @@ class SandboxSpec:
     nodes: int = 4
     cpus: int = 4
     gpus: int = 0
-    memory_mb: int = 4000
     grace_s: int = 10
     kill_wait_s: int = 30
-    slurmd_timeout_s: int = 20
     preempt_mode: str = "requeue"
-    user_signal: bool = False
-    cred_expire_s: int = 6
     accounting: bool = False
 
     def __post_init__(self) -> None:
-        limits = {
-            "nodes": (1, MAX_NODES),
-            "cpus": (1, 1024),
-            "gpus": (0, len(GPU_DEVICES)),
-            "memory_mb": (self.cpus, 10_000_000),
-            "grace_s": (0, 3600),
-            "kill_wait_s": (1, 3600),
-            "slurmd_timeout_s": (5, 3600),
-            "cred_expire_s": (5, 3600),  # below 5 slurmctld falls back to its default without a word
-        }
+        limits = {"nodes": (1, MAX_NODES), "cpus": (1, 1024), "gpus": (0, len(GPU_DEVICES))}
         for field, (low, high) in limits.items():
             value = getattr(self, field)
             if not low <= value <= high:
@@ -84,7 +70,6 @@ class Site:
     user: str
     host: str
     first_port: int  # port of slurmctld; the nodes' ports follow
-    slurm_version: Version
     task_prolog: Path | None = None  # tells each task where SLURM's commands are
 
 
@@ -106,7 +91,7 @@ SlurmctldPort={site.first_port}
 SlurmUser={site.user}
 SlurmdUser={site.user}
 AuthType=auth/munge
-AuthInfo=socket={d}/munge.sock,cred_expire={spec.cred_expire_s}
+AuthInfo=socket={d}/munge.sock,cred_expire={CRED_EXPIRE_S}
 StateSaveLocation={d}/state
 SlurmdSpoolDir={d}/spool/%n
 SlurmctldPidFile={d}/state/slurmctld.pid
@@ -128,9 +113,9 @@ MpiDefault=none
 # Preemption as clusters do it.
 PreemptType={"preempt/qos" if spec.accounting else "preempt/partition_prio"}
 PreemptMode={PREEMPT_MODES[spec.preempt_mode]}
-{_user_signal(spec, site)}JobRequeue=1
+JobRequeue=1
 KillWait={spec.kill_wait_s}
-SlurmdTimeout={spec.slurmd_timeout_s}
+SlurmdTimeout={SLURMD_TIMEOUT_S}
 ReturnToService=2
 EnforcePartLimits=ANY
 MinJobAge=3600
@@ -142,10 +127,10 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 # Without a default a job that names no memory takes all of the node's, and nothing else fits beside it.
-DefMemPerCPU={spec.memory_mb // spec.cpus}
+DefMemPerCPU={MEMORY_MB // spec.cpus}
 {"GresTypes=gpu" if spec.gpus else ""}
 NodeName={nodes} NodeHostname={site.host} NodeAddr=127.0.0.1 Port={ports} Sockets=1 CoresPerSocket={spec.cpus} \
-ThreadsPerCore=1 RealMemory={spec.memory_mb}{gres} State=UNKNOWN
+ThreadsPerCore=1 RealMemory={MEMORY_MB}{gres} State=UNKNOWN
 PartitionName=low Nodes=ALL Default=YES{low} MaxTime=INFINITE
 PartitionName=high Nodes=ALL{high} MaxTime=INFINITE
 """
@@ -171,13 +156,6 @@ for file in $(grep -lz "$of_this_job" /proc/[0-9]*/environ 2>/dev/null); do
 done
 exit 0 # anything else would drain the node
 """
-
-
-def _user_signal(spec: SandboxSpec, site: Site) -> str:
-    if not spec.user_signal:
-        return ""
-    current = PREEMPT_PARAMETERS.applies_to(site.slurm_version)
-    return "PreemptParameters=send_user_signal\n" if current else "SlurmctldParameters=preempt_send_user_signal\n"
 
 
 def gres_conf(spec: SandboxSpec, devices: Sequence[str]) -> str:

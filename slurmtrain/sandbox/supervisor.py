@@ -5,14 +5,13 @@ daemon ever starts (slurmd forks slurmstepd twice, to get rid of it) stays below
 killing it and all below it is what a power failure does.
 
 On SIGTERM, or when the process that it is to end with has ended, it kills everything and removes the directory. It restarts
-nothing by itself: on SIGHUP, it starts the daemon that the file START names. If it is killed itself, it leaves
+nothing by itself, but the daemon that the file START names. If it is killed itself, it leaves
 `processes.json` behind, from which control.py finishes the job.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import shutil
@@ -20,42 +19,22 @@ import signal
 import subprocess
 import sys
 import traceback
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurmtrain.sandbox.directory import PLAN, PROCESSES, START, Cell, is_free
+import msgspec
+
+from slurmtrain.sandbox.directory import PLAN, PROCESSES, START, Cell, Daemon, Plan, Processes
+from slurmtrain.system.files import replace_file
 from slurmtrain.system.process import Process, become_subreaper, below, kill_trees, set_name, wait_until
 
-SIGNALS = (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP)  # end; a child has ended; start what is asked for
+SIGNALS = (signal.SIGTERM, signal.SIGCHLD)  # end; a child has ended
 LOOK_S = 0.5  # between two looks at what sends no signal
 
 
 def is_stopping() -> bool:
     """Return whether this process was told to end."""
     return signal.SIGTERM in signal.sigpending()
-
-
-@dataclass(frozen=True)
-class Daemon:
-    """A program to run in the foreground, and the file or local port whose appearance shows that it is ready.
-
-    Attributes:
-        prepare: commands that are run before it, one after the other. If one fails, the program is not started.
-    """
-
-    name: str
-    argv: tuple[str, ...]
-    prepare: tuple[tuple[str, ...], ...] = ()
-    ready_file: str | None = None
-    ready_port: int | None = None
-
-    def is_ready(self) -> bool:
-        if self.ready_file is not None:
-            return os.path.exists(self.ready_file)
-        if self.ready_port is not None:
-            return not is_free(self.ready_port)  # no connection: the daemon would log it as an error
-        return True
 
 
 @dataclass
@@ -67,9 +46,7 @@ class Supervisor:
     """
 
     directory: Path
-    daemons: dict[str, Daemon]
-    env: dict[str, str]
-    stop_commands: list[list[str]]
+    plan: Plan
     owner: int | None = None
     cells: list[Cell] = field(default_factory=list)
 
@@ -90,39 +67,32 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         """Wait for a signal, not for long, and return whether it is the end: SIGTERM, or that of the owner."""
-        told = signal.sigtimedwait(SIGNALS, LOOK_S)
-        if told is not None and told.si_signo == signal.SIGTERM:
+        heard = signal.sigtimedwait(SIGNALS, LOOK_S)
+        if heard is not None and heard.si_signo == signal.SIGTERM:
             return True
         return self.owner is not None and bool(select.select([self.owner], [], [], 0)[0])
 
     def _start_all(self) -> None:
-        """Start the daemons in order, each when the one before is ready.
-
-        The process that waits for us sees if one is not.
-        """
-        for daemon in self.daemons.values():
-            cell = self._start(daemon)
-            wait_until(partial(self._need_not_wait, daemon, cell), timeout_s=30.0)
-            if is_stopping() or not cell.daemon.alive():
+        """Start the daemons in order, each when the one before is ready; whoever waits for us sees if one is not."""
+        for daemon in self.plan.daemons:
+            if is_stopping() or not self._start(daemon).daemon.alive():
                 return
-
-    def _need_not_wait(self, daemon: Daemon, cell: Cell) -> bool:
-        return daemon.is_ready() or is_stopping() or not cell.daemon.alive()
 
     def _start_asked(self) -> None:
         """Start the daemon that somebody asks for."""
         with contextlib.suppress(OSError):
             name = (self.directory / START).read_text()
             (self.directory / START).unlink()
-            self._start(self.daemons[name])
+            self._start(next(daemon for daemon in self.plan.daemons if daemon.name == name))
 
     def _start(self, daemon: Daemon) -> Cell:
+        """Start a daemon, and wait until it is ready, or has ended."""
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(read)
             try:
-                _live_in_cell(daemon, self.env, self.directory, write)
+                _live_in_cell(daemon, self.plan.env, self.directory, write)
             except BaseException:  # whatever it was: a forked child must not run on in its parent's code
                 traceback.print_exc()  # into the supervisor's log
             finally:
@@ -136,6 +106,7 @@ class Supervisor:
         cell = Cell(daemon.name, this, inner or this)
         self.cells.append(cell)
         self._record()
+        wait_until(lambda: daemon.is_ready() or is_stopping() or not cell.daemon.alive(), timeout_s=30.0)
         return cell
 
     def _reap(self) -> None:
@@ -157,21 +128,18 @@ class Supervisor:
 
     def _record(self) -> None:
         self.cells = [c for c in self.cells if c.exit_status is None or c is self._last(c.name)]
-        state = {"supervisor": asdict(self._me), "cells": [asdict(c) for c in self.cells]}
-        draft = self.directory / f"{PROCESSES}.tmp"
-        draft.write_text(json.dumps(state))
-        draft.replace(self.directory / PROCESSES)
+        processes = msgspec.json.encode(Processes(self._me, self.cells))
+        replace_file(self.directory / PROCESSES, processes, durable=False)
 
     def _last(self, name: str) -> Cell:
         return [c for c in self.cells if c.name == name][-1]
 
     def _end(self) -> None:
         """Kill everything below us, but first have SLURM tell every srun in somebody's terminal that its job is over."""
-        served = {c.name for c in self.cells} == self.daemons.keys()
-        null = subprocess.DEVNULL
+        served = {c.name for c in self.cells} == {daemon.name for daemon in self.plan.daemons}
         last_words = [
-            subprocess.Popen(command, env=self.env, stdout=null, stderr=null)
-            for command in self.stop_commands
+            subprocess.Popen(command, env=self.plan.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            for command in self.plan.stop_commands
             if served
         ]
         wait_until(lambda: all(p.poll() is not None for p in last_words), timeout_s=2.0)
@@ -217,12 +185,7 @@ def main(directory: Path, ends_with: int | None = None) -> None:
     if os.fork() > 0:
         os._exit(0)
     os.setsid()
-    plan = json.loads((directory / PLAN).read_text())
-    daemons = [
-        Daemon(**{**d, "argv": tuple(d["argv"]), "prepare": tuple(map(tuple, d.get("prepare", ())))})
-        for d in plan["daemons"]
-    ]
-    Supervisor(directory, {d.name: d for d in daemons}, plan["env"], plan["stop_commands"], owner=owner).run()
+    Supervisor(directory, msgspec.json.decode((directory / PLAN).read_bytes(), type=Plan), owner).run()
 
 
 if __name__ == "__main__":

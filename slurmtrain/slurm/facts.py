@@ -6,8 +6,9 @@ Plain values, which `slurm.read_facts` makes of the output of SLURM's commands, 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from slurmtrain.slurm.parse_values import parse_duration
 from slurmtrain.slurm.versions import Version, parse_version
 
 DEFAULT_QOS = "normal"  # which SLURM's database always has (slurmctld's job_mgr.c)
@@ -85,7 +86,6 @@ class Partition:
     preempt_mode: str = ""
     grace_s: float | None = None
     exclusive: bool = False
-    root_only: bool = False
     cpus_per_node: int | None = None
     memory_mb: int | None = None
     memory_per_cpu_mb: int | None = None
@@ -275,36 +275,53 @@ NOT_AT_ALL = ("", "preempt/none", "(null)")  # of PreemptType
 
 @dataclass(frozen=True)
 class Preemption:
-    """How jobs of a partition and a QOS are preempted.
+    """How a job is preempted, and how long it lives on then, as far as SLURM says.
 
     Attributes:
         mode: in SLURM's words: "OFF", "REQUEUE", "CANCEL" or "SUSPEND,GANG"; "": not known.
-        grace_s: seconds from the announcement to the end; None: not known.
         of: whose settings these are: "partition low", "QOS cheap".
+        grace_s: seconds from the announcement to SIGTERM, for a job that ends; None: not known.
+        kill_wait_s: seconds from SIGTERM at the end to SIGKILL, also at the time limit; None: not known.
     """
 
     mode: str
-    grace_s: float | None
-    of: str
+    of: str = ""
+    grace_s: float | None = None
+    kill_wait_s: float | None = None
 
     @property
     def ends_jobs(self) -> bool:
         """Whether a preempted job ends, rather than being suspended, or left alone."""
         return self.mode in ("REQUEUE", "CANCEL")
 
+    @property
+    def to_leave_s(self) -> float | None:
+        """Seconds from the announcement of a preemption to SIGKILL; None if SLURM does not say."""
+        return None if self.kill_wait_s is None else (self.grace_s or 0.0) + self.kill_wait_s
+
 
 def preemption_of(
-    facts: ClusterFacts, partition: Partition, *, account: str | None = None, qos: str | None = None
+    facts: ClusterFacts, partition: str | None, *, account: str | None = None, qos: str | None = None
 ) -> Preemption:
-    """Return how a job of this partition, account and QOS is preempted; None: the default ones."""
-    cluster = facts.config.get("PreemptMode", "").upper()
-    if facts.config.get("PreemptType", "") != "preempt/qos":
-        return Preemption(partition.preempt_mode.upper() or cluster, partition.grace_s, f"partition {partition.name}")
-    its = qos_of(facts, association_of(facts, account, partition.name), qos)
-    if its is None:
-        return Preemption(cluster, None, f"QOS {qos}" if qos else "its QOS")
-    mode = its.preempt_mode.upper()
-    return Preemption(cluster if mode in ("", "CLUSTER") else mode, its.grace_s, f"QOS {its.name}")
+    """Return how a job of this partition, account and QOS is preempted.
+
+    Args:
+        partition: of several names, separated by commas, the first counts: where the job will run is not known yet. None: the
+            default one.
+        account, qos: None: the default ones.
+    """
+    by, mode = facts.config.get("PreemptType", ""), facts.config.get("PreemptMode", "").upper()
+    kill_wait_s, own = parse_duration(facts.config.get("KillWait", "")), facts.partition(first_partition(partition))
+    if own is None or by in NOT_AT_ALL:
+        return Preemption("OFF", kill_wait_s=kill_wait_s)
+    found = Preemption(own.preempt_mode.upper() or mode, f"partition {own.name}", own.grace_s, kill_wait_s)
+    if by == "preempt/qos":
+        found = Preemption(mode, f"QOS {qos}" if qos else "its QOS", None, kill_wait_s)
+        its = qos_of(facts, association_of(facts, account, own.name), qos)
+        if its is not None:
+            mode = mode if its.preempt_mode.upper() in ("", "CLUSTER") else its.preempt_mode.upper()
+            found = Preemption(mode, f"QOS {its.name}", its.grace_s, kill_wait_s)
+    return found if found.ends_jobs else replace(found, grace_s=None)
 
 
 def first_partition(names: str | None) -> str | None:

@@ -64,7 +64,6 @@ class NodeEvent(StrEnum):
     LOST = "lost"  # SLURM said that the node failed
     BY_HAND = "by hand"
     FORGIVEN = "forgiven"  # by hand: what was recorded before does not count any more
-    TRAINED = "trained"  # a run has trained on these nodes without a fault
 
 
 SOFT = (NodeEvent.CRASH, NodeEvent.HANG, NodeEvent.LOST)  # a program can cause them, too
@@ -77,12 +76,11 @@ class NodeRecord:
 
     Attributes:
         time: unix seconds.
-        node: node that it is about; `ALL` in a record of forgiveness; empty for TRAINED.
+        node: node that it is about; `ALL` in a record of forgiveness.
         run, attempt: id of the run and number of its attempt; empty and 0 for what a person has typed.
         said: what the failing rank said, or the person's reason, without secrets and short.
         lasted_s: seconds from the beginning of the attempt to its end; None if not known.
-        proven: the run had trained on another node before, so its program works.
-        nodes: nodes of a TRAINED record.
+        proven: the run has trained on another node, so its program works.
     """
 
     time: Time
@@ -93,7 +91,6 @@ class NodeRecord:
     said: str = ""
     lasted_s: Number | None = None
     proven: bool = False
-    nodes: tuple[str, ...] = ()
 
     @property
     def fast(self) -> bool:
@@ -135,6 +132,16 @@ class Blamed:
         return f"{self.node} ({self.why}, {when})"
 
 
+PHRASES = {
+    NodeEvent.CRASH: "crashed {attempts}",
+    NodeEvent.HARDWARE: "broken hardware in {attempts}: {said}",
+    NodeEvent.HANG: "hung in {attempts}",
+    NodeEvent.BAD_START: "could not start {attempts}",
+    NodeEvent.LOST: "failed in {attempts}",
+    NodeEvent.BY_HAND: "blamed by hand: {said}",
+}
+
+
 def why_blamed(against: Iterable[NodeRecord]) -> str:
     """Say what records count against a node: "crashed 2 attempts in 1 s"."""
     by_event: dict[NodeEvent, list[NodeRecord]] = defaultdict(list)
@@ -146,18 +153,9 @@ def why_blamed(against: Iterable[NodeRecord]) -> str:
 def _phrase(event: NodeEvent, found: Sequence[NodeRecord]) -> str:
     attempts = "1 attempt" if len(found) == 1 else f"{len(found)} attempts"
     said = next((record.said for record in reversed(found) if record.said), "")
-    if event is NodeEvent.CRASH:
-        seconds = max(record.lasted_s or 0.0 for record in found)
-        return f"crashed {attempts}" + (f" in {max(1.0, seconds):.0f} s" if seconds < FAST_S else "")
-    if event is NodeEvent.HANG:
-        return f"hung in {attempts}"
-    if event is NodeEvent.BAD_START:
-        return f"could not start {attempts}"
-    if event is NodeEvent.LOST:
-        return f"failed in {attempts}"
-    if event is NodeEvent.HARDWARE:
-        return f"broken hardware in {attempts}: {said[:80]}"
-    return f"blamed by hand: {said[:80]}" if said else "blamed by hand"
+    phrase = PHRASES[event].format(attempts=attempts, said=said[:80]).removesuffix(": ")
+    seconds = max(record.lasted_s or 0.0 for record in found)
+    return f"{phrase} in {max(1.0, seconds):.0f} s" if event is NodeEvent.CRASH and seconds < FAST_S else phrase
 
 
 def blamed_nodes(
@@ -175,19 +173,26 @@ def blamed_nodes(
     """
     recent = (each for each in sorted(found, key=lambda each: each.time) if now - each.time < policy.expiry_s)
     live = _without_twins(recent)
-    weights = _RecordWeights(live, policy, run)
-    by_node: dict[str, list[NodeRecord]] = defaultdict(list)
+    forgiven = {each.node: each.time for each in live if each.event is NodeEvent.FORGIVEN}
+    nodes_alike: dict[tuple[str, str], set[str]] = defaultdict(set)  # by run and words, on which nodes
     for each in live:
-        if weights.weight(each):
-            by_node[each.node].append(each)
+        if each.event in SOFT:
+            nodes_alike[each.run, alike(each)].add(each.node)
+    by_node: dict[str, list[tuple[NodeRecord, int]]] = defaultdict(list)
+    for each in live:
+        since_forgiven = max(forgiven.get(each.node, 0.0), forgiven.get(ALL, 0.0)) < each.time
+        on_many = len(nodes_alike[each.run, alike(each)]) > 1
+        counts = _weight(each, policy, own=bool(each.run) and each.run == run, on_many=on_many)
+        if counts and since_forgiven:
+            by_node[each.node].append((each, counts))
     result = []
     for node, against in sorted(by_node.items()):
-        total = 0
-        for each in reversed(against):
-            total += weights.weight(each)
+        total, records = 0, [each for each, _ in against]
+        for each, counts in reversed(against):
+            total += counts
             if total >= max(1, policy.threshold):
-                by_hand = any(record.event is NodeEvent.BY_HAND for record in against)
-                result.append(Blamed(node, why_blamed(against), each.time + policy.expiry_s, by_hand))
+                by_hand = any(record.event is NodeEvent.BY_HAND for record in records)
+                result.append(Blamed(node, why_blamed(records), each.time + policy.expiry_s, by_hand))
                 break
     return result
 
@@ -202,65 +207,26 @@ def _without_twins(found: Iterable[NodeRecord]) -> list[NodeRecord]:
     return list(kept.values())
 
 
-class _RecordWeights:
-    """What each record counts against its node, beside all others."""
+def _weight(each: NodeRecord, policy: BlamePolicy, *, own: bool, on_many: bool) -> int:
+    """Return how much a record counts against its node.
 
-    def __init__(self, live: Iterable[NodeRecord], policy: BlamePolicy, run: str | None):
-        self._policy, self._run = policy, run
-        self._forgiven: dict[str, float] = {}  # by node, when a person has last forgiven it
-        self._trained: dict[str, float] = {}  # by node, when a run has last trained there
-        self._trained_by: dict[str, list[tuple[str, ...]]] = defaultdict(list)  # by run, on which nodes
-        self._nodes_alike: dict[tuple[str, str], set[str]] = defaultdict(set)  # by run and words, on which nodes
-        for each in live:
-            if each.event is NodeEvent.FORGIVEN:
-                self._forgiven[each.node] = each.time
-            elif each.event is NodeEvent.TRAINED:
-                self._trained |= dict.fromkeys(each.nodes, each.time)
-                self._trained_by[each.run].append(each.nodes)
-            elif each.event in SOFT:
-                self._nodes_alike[each.run, alike(each)].add(each.node)
-
-    def weight(self, each: NodeRecord) -> int:
-        """Return how much a record counts."""
-        if each.event not in FAULTS or self._is_taken_back(each):
-            return 0
-        own = bool(each.run) and each.run == self._run
-        if each.event is NodeEvent.BAD_START and own:
-            return max(1, self._policy.threshold)
-        if self._policy.threshold == 0:
-            return 0
-        if each.event is NodeEvent.BY_HAND:
-            return self._policy.threshold
-        if each.event is NodeEvent.HARDWARE:
-            return 2
-        if each.event is NodeEvent.BAD_START:  # other nodes have done better
-            return 1
-        if len(self._nodes_alike[each.run, alike(each)]) > 1:  # the program's fault
-            return 0
-        return int(own or self._is_proven(each))
-
-    def _is_taken_back(self, each: NodeRecord) -> bool:
-        """Return whether a person has forgiven the node since, or a run has trained there, which only few faults allow."""
-        if max(self._forgiven.get(each.node, 0.0), self._forgiven.get(ALL, 0.0)) >= each.time:
-            return True
-        trained_since = self._trained.get(each.node, 0.0) >= each.time
-        return trained_since and each.event in (NodeEvent.CRASH, NodeEvent.LOST, NodeEvent.BAD_START)
-
-    def _is_proven(self, each: NodeRecord) -> bool:
-        """Return whether the run of a record has trained on other nodes, before or after, so that its program works."""
-        return each.proven or any(each.node not in nodes for nodes in self._trained_by[each.run])
+    Args:
+        own: it is of the run that is to start.
+        on_many: a run has ended in this way on several nodes, so that its program is at fault.
+    """
+    if each.event is NodeEvent.BAD_START and own:
+        return max(1, policy.threshold)
+    if policy.threshold == 0:
+        return 0
+    if each.event in SOFT:
+        return int((own or each.proven) and not on_many)
+    return {NodeEvent.BY_HAND: policy.threshold, NodeEvent.HARDWARE: 2, NodeEvent.BAD_START: 1}.get(each.event, 0)
 
 
 def alike(record: NodeRecord) -> str:
     """Return what a rank said without what differs between nodes and attempts: numbers, addresses, the node's name."""
     text = record.said.replace(record.node, "#") if record.node else record.said
     return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", re.sub(r"^rank \d+: ", "", text)).lower()
-
-
-def is_worth_telling(run: str, nodes: Iterable[str], found: Iterable[NodeRecord]) -> bool:
-    """Return whether it changes what earlier records mean that this run has trained on these nodes; it seldom does."""
-    there = set(nodes)
-    return any(each.event in SOFT and (each.node in there or (each.run == run and not each.proven)) for each in found)
 
 
 def short(text: str) -> str:

@@ -12,6 +12,10 @@ from slurmtrain.errors import EnvironmentMismatchError
 AT_WORK = ("idle", "mixed", "allocated", "completing", "planned")  # states of nodes on which jobs can run now or soon
 
 
+# A name or a pattern of names: what stands between two commas that are not in brackets.
+GROUP = r"(?:[^\[\],]|\[[^\[\]]*\])+"
+
+
 def expand_nodelist(text: str) -> list[str]:
     """Return all host names of a node list, in its order; zero padding is kept, several brackets multiply left to right.
 
@@ -19,36 +23,16 @@ def expand_nodelist(text: str) -> list[str]:
         EnvironmentMismatchError: brackets do not close, or a range is not valid.
     """
     hosts: list[str] = []
-    for group in _split(text, text):
+    groups = [group.strip() for group in re.findall(GROUP, text)]
+    if re.fullmatch(f"{GROUP}(?:,{GROUP})*", text) is None or not all(groups):
+        raise _unreadable(text)
+    for group in groups:
         names = [""]
-        rest = group
-        while rest:
-            head, bracket, tail = rest.partition("[")
-            names = [name + head for name in names]
-            if not bracket:
-                break
-            inside, closing, rest = tail.partition("]")
-            if not closing:
-                raise _unreadable(text)
-            names = [name + item for name in names for item in _expand_range(inside, text)]
+        for fixed, inside in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", group):
+            items = [fixed] if fixed else _expand_range(inside, text)
+            names = [name + item for name in names for item in items]
         hosts.extend(names)
     return hosts
-
-
-def _split(text: str, whole: str) -> list[str]:
-    """Split at the commas outside of brackets."""
-    groups, depth, start = [], 0, 0
-    for position, character in enumerate(text):
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if depth not in (0, 1):
-            raise _unreadable(whole)
-        if character == "," and depth == 0:
-            groups.append(text[start:position])
-            start = position + 1
-    groups.append(text[start:])
-    if depth or not all(group.strip() for group in groups):
-        raise _unreadable(whole)
-    return [group.strip() for group in groups]
 
 
 def _expand_range(inside: str, whole: str) -> list[str]:

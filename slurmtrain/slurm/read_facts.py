@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.slurm.facts import Association, ClusterFacts, NodeGroup, Partition, Qos
-from slurmtrain.slurm.nodelist import AT_WORK, expand_nodelist
+from slurmtrain.slurm.nodelist import AT_WORK, GROUP, expand_nodelist
 from slurmtrain.slurm.parse_values import parse_duration, parse_show_config
 from slurmtrain.system.trust import own_user
 
@@ -146,7 +146,6 @@ def _partition(fields: Mapping[str, str]) -> Partition:
         preempt_mode=fields.get("PreemptMode", ""),
         grace_s=parse_duration(fields.get("GraceTime", "")),
         exclusive=fields.get("OverSubscribe") == "EXCLUSIVE",
-        root_only=fields.get("RootOnly") == "YES",
         cpus_per_node=parse_count(fields.get("MaxCPUsPerNode", "")),
         memory_mb=parse_count(fields.get("MaxMemPerNode", "")),
         memory_per_cpu_mb=parse_count(fields.get("MaxMemPerCPU", "")),
@@ -241,7 +240,7 @@ def with_nodes(groups: Iterable[NodeGroup], text: str) -> tuple[NodeGroup, ...]:
 
 def first_name(names: str) -> str:
     """Return the first name of SLURM's list of nodes, "rack[1-2]-n[01-04],x" -> "rack1-n01"; "" if it cannot be read."""
-    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+(?=,|$)", names)
+    first = re.match(f"{GROUP}(?=,|$)", names)
     if first is None:
         return ""
     # Of a range only its beginning: a list of all names of a large cluster is long.

@@ -25,10 +25,6 @@ class Difference:
         return version is None or version >= self.since
 
 
-# It documents PreemptParameters=send_user_signal for SlurmctldParameters=preempt_send_user_signal, which it still takes.
-# 22.05.8 knows the old one alone; 23.11.11, 24.11.7, 25.05.9 the new; 23.02 to 25.11 both by their source.
-PREEMPT_PARAMETERS = Difference((23, 2))
-
 # slurmd initialises its cgroup plugin even where nothing uses cgroups, and fails where it may not write to cgroup v2.
 # 22.05.8 not; 23.11.11, 25.05.9.
 SLURMD_NEEDS_CGROUP = Difference((23, 11))

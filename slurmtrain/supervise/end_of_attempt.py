@@ -20,7 +20,7 @@ from slurmtrain.runs.reasons import FAILURES, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
-from slurmtrain.slurm.node_ledger import append_to_ledger, is_worth_telling, ledger_file, read_ledger
+from slurmtrain.slurm.node_ledger import append_to_ledger, ledger_file
 from slurmtrain.supervise import in_place
 from slurmtrain.supervise.gather_evidence import evidence_of, policy
 
@@ -80,18 +80,15 @@ def finish_attempt(
 
 
 def _tell_ledger(run_dir: RunDir, attempt: Attempt, outcome: AttemptOutcome, config: Config) -> None:
-    """Write to this person's ledger what an attempt says against a node, or for the nodes that it has trained on."""
+    """Write to this person's ledger what an attempt says against a node, or proves of earlier ones."""
     cluster = node_blame.cluster_of_this_job()
     if cluster is None or config.requeue.blame_threshold == 0:
         return
-    new = [outcome.fault] if outcome.fault is not None else []
+    earlier = [each for each in attempts.all_attempts(run_dir) if each.number < attempt.number]
+    new = [outcome.fault] if outcome.fault is not None else node_blame.proven_by(attempt, run_dir.id, earlier)
     try:
-        path = ledger_file(cluster)
-        if not new and node_blame.has_trained_well(attempt):
-            new = node_blame.records_of(run_dir.id, [attempt])
-            new = new if is_worth_telling(run_dir.id, attempt.nodes, read_ledger(path)) else []
         if new:
-            append_to_ledger(path, new)
+            append_to_ledger(ledger_file(cluster), new)
     except OSError as error:
         why = error.strerror or error
         log.warning("the ledger of nodes cannot be written here: %s; other runs will not know about this attempt", why)

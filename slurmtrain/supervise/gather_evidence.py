@@ -148,6 +148,7 @@ def evidence_of(
         trained_before=any(
             each.has_trained for each in tries if each.number < attempt.number and each.started > run_dir.changed_at()
         ),
+        trained_on=tuple(node_blame.trained_on(tries)),
         program_code=attempt.program_code,
         finished_when=config.job.finished_when,
         hang=hang.sentence if hang is not None else None,

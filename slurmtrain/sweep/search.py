@@ -25,9 +25,8 @@ from slurmtrain.errors import ClusterError, RunFailedError, SlurmtrainError, Unr
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.observe import read_metrics
 from slurmtrain.report import collect
-from slurmtrain.report.status.look import is_over, state, states
+from slurmtrain.report.status.look import EndWatch, is_over, state, states
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
-from slurmtrain.report.waiting import EndWatch
 from slurmtrain.runs import requests
 from slurmtrain.runs.create import new_run_id
 from slurmtrain.runs.events import Event

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -218,36 +218,27 @@ class Process:
                 os.kill(self.pid, signum)
 
 
-def below(roots: Iterable[Process]) -> set[Process]:
-    """Return all processes below `roots`, without them, including zombies."""
-    return {Process(pid, its.start) for pid, its in descendants(each.pid for each in roots).items()}
+def below(roots: Iterable[Process]) -> list[Process]:
+    """Return all processes below `roots`, without them, including zombies; a parent comes before its children."""
+    return [Process(pid, its.start) for pid, its in descendants(each.pid for each in roots).items()]
 
 
 def kill_trees(roots: Iterable[Process]) -> None:
-    """Kill `roots` and all processes below them, at one instant as seen from outside.
+    """Kill `roots`, parents first, and all processes below them, at one instant as seen from outside.
 
     All are stopped first, again and again until there are no new ones: a child forked between the look and the kill
     would lose its parent and with it the only trace to it. Then children are killed before their parents: a process group
     that is stopped and loses its last parent gets SIGHUP and SIGCONT from the kernel, and would run for a moment more.
     """
-    doomed = {p for p in roots if p.alive()}
-    for one in doomed:
-        one.signal(signal.SIGSTOP)
-    while newcomers := below(doomed) - doomed:
-        for one in newcomers:
-            one.signal(signal.SIGSTOP)
-        doomed |= newcomers
-    parents = {pid: its.parent for pid, its in stats().items()}
-    for one in sorted(doomed, key=lambda one: _ancestors(one.pid, parents), reverse=True):
-        one.signal(signal.SIGKILL)
-    wait_until(lambda: not any(p.alive() for p in doomed), timeout_s=5.0)
-
-
-def _ancestors(pid: int, parents: Mapping[int, int]) -> int:
-    number = 0
-    while pid in parents and number < len(parents):  # numbers used again during the look could make a circle
-        pid, number = parents[pid], number + 1
-    return number
+    doomed, newcomers = list[Process](), [each for each in roots if each.alive()]
+    while newcomers:
+        for each in newcomers:
+            each.signal(signal.SIGSTOP)
+        doomed += newcomers
+        newcomers = [each for each in below(doomed) if each not in doomed]
+    for each in reversed(doomed):
+        each.signal(signal.SIGKILL)
+    wait_until(lambda: not any(each.alive() for each in doomed), timeout_s=5.0)
 
 
 def wait_until(done: Callable[[], bool], *, timeout_s: float) -> bool:

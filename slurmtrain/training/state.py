@@ -15,7 +15,6 @@ from slurmtrain.data.loading import sample_digest
 from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.observe import Throughput
 from slurmtrain.observe.phases import PhaseClock
-from slurmtrain.observe.stragglers import Slowest
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.training.health import Health
@@ -99,7 +98,6 @@ class TrainingState:
         throughput: tokens and seconds of the last steps.
         phases: how long the parts of each step take on this rank.
         flops: operations of the model's training; None: not known.
-        slowest: the rank that took longest for its own work when ranks last compared; None: they have not.
         first_step: step at which this attempt began.
         restored: the checkpoint that it began from, if any.
         stopping: training ends before the next step. A hook that was interrupted by a stop sets it.
@@ -123,7 +121,6 @@ class TrainingState:
     throughput: Throughput = field(default_factory=Throughput)
     phases: PhaseClock = field(default_factory=lambda: PhaseClock(None))
     flops: ModelFlops | None = None
-    slowest: Slowest | None = None
     first_step: int = 0
     restored: Restored | None = None
     stopping: bool = False

@@ -13,7 +13,7 @@ import torch
 from slurmtrain.choices import PreflightMode
 from slurmtrain.config.schema import CheckpointConfig, ClusterConfig, Config, PreflightConfig
 from slurmtrain.errors import PreflightError
-from slurmtrain.report.preflight import Rates, read_preflight
+from slurmtrain.report.facts import Rates, read_preflight
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import init_distributed

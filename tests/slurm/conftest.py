@@ -14,7 +14,7 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.sandbox import SandboxSpec, default_directory, up
 from slurmtrain.sandbox.files import find_programs
 from slurmtrain.slurm.command_environment import PREFIX_FILE
-from slurmtrain.slurm.versions import PREEMPT_PARAMETERS
+from slurmtrain.slurm.versions import Difference
 from tests.support.gloo import wait_until
 from tests.support.slurm_cluster import Cluster, reconfigured
 
@@ -40,7 +40,7 @@ def _cluster(name: str, spec: SandboxSpec) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def sandbox() -> Iterator[Cluster]:
     """Eight nodes; preemption and requeue send SIGTERM, like most clusters."""
-    spec = SandboxSpec(nodes=8, cpus=4, gpus=4, grace_s=30, kill_wait_s=10, slurmd_timeout_s=10, cred_expire_s=5)
+    spec = SandboxSpec(nodes=8, cpus=4, gpus=4, grace_s=30, kill_wait_s=10)
     for cluster in _cluster("tests", spec):
         SHARED.append(cluster)
         yield cluster
@@ -58,6 +58,11 @@ def leaves_no_job() -> Iterator[None]:
 
 def _jobs(cluster: Cluster) -> list[str]:
     return cluster.run(["squeue", "--noheader", "--format=%A"]).stdout.split()
+
+
+# It documents PreemptParameters=send_user_signal for SlurmctldParameters=preempt_send_user_signal, which it still takes.
+# 22.05.8 knows the old one alone; 23.11.11, 24.11.7, 25.05.9 the new; 23.02 to 25.11 both by their source.
+PREEMPT_PARAMETERS = Difference((23, 2))
 
 
 @pytest.fixture
@@ -78,5 +83,5 @@ def accounting_sandbox() -> Iterator[Cluster]:
         pytest.skip(f"{error.message} {error.hint}")
     yield from _cluster(
         "tests-db",
-        SandboxSpec(nodes=2, cpus=4, gpus=2, grace_s=10, kill_wait_s=10, slurmd_timeout_s=10, accounting=True),
+        SandboxSpec(nodes=2, cpus=4, gpus=2, grace_s=10, kill_wait_s=10, accounting=True),
     )

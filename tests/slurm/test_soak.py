@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 
 import slurmtrain
-from slurmtrain.errors import ClusterError
 from slurmtrain.report.status.state import RunStatus
 from tests.slurm.project import Project, Run, make_project
 from tests.support.children import children
 from tests.support.gloo import wait_until
 from tests.support.local_runs import assert_same_bits
-from tests.support.slurm_cluster import Cluster
+from tests.support.slurm_cluster import Cluster, runs, start_node
 
 pytestmark = pytest.mark.slow
 
@@ -64,10 +63,9 @@ def supervisor_and_srun(run: Run) -> list[int]:
 
 
 def controller_started(cluster: Cluster) -> bool:
-    try:
-        cluster.sandbox.start_node("slurmctld")
-    except ClusterError:  # the one before has not left yet
+    if runs(cluster.sandbox, "slurmctld"):  # the one before has not left yet
         return False
+    start_node(cluster.sandbox, "slurmctld")
     return True
 
 

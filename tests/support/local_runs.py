@@ -27,7 +27,7 @@ from tests.support.reading import checkpoint_tensors
 # The fields of metrics.jsonl that depend on the clock, or on what an attempt has done before, or what they begin with.
 TIMING = (
     *("tokens_per_s", "samples_per_s", "step_time_s", "data_wait_s", "time_", "tflops_per_gpu", "mfu"),
-    *("communication_share", "slowest_rank", "memory_"),
+    *("communication_share", "memory_"),
 )
 
 # A model of the user's own, found because the working directory is on the path of the ranks. While a file `pause` lies

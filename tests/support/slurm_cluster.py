@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,9 +14,43 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.sandbox import Sandbox
+from slurmtrain.sandbox.directory import START, Cell, recorded
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.versions import Difference
+from slurmtrain.system.process import kill_trees
 from tests.support.gloo import wait_until
+
+
+def cells(sandbox: Sandbox, name: str) -> list[Cell]:
+    """What has run as a node, or as another daemon of the sandbox, such as "slurmctld"."""
+    found = recorded(sandbox.directory)
+    assert found is not None
+    return [cell for cell in found.cells if cell.name == name]
+
+
+def kill_node(sandbox: Sandbox, node: str, *, only_daemon: bool = False) -> None:
+    """The power failure of a node: its slurmd, slurmstepds and tasks end at one instant.
+
+    Args:
+        only_daemon: kill slurmd and nothing else, as if the node were cut off: SLURM considers it dead, its tasks run on.
+    """
+    if only_daemon:
+        for cell in cells(sandbox, node):
+            cell.daemon.signal(signal.SIGKILL)
+    else:
+        kill_trees(cell.process for cell in cells(sandbox, node))
+    wait_until(lambda: not runs(sandbox, node), f"{node} has ended")
+
+
+def runs(sandbox: Sandbox, node: str) -> bool:
+    return any(cell.daemon.alive() for cell in cells(sandbox, node))
+
+
+def start_node(sandbox: Sandbox, node: str) -> None:
+    """Start the daemon of a node that was killed. SLURM sees it idle some seconds later."""
+    (sandbox.directory / START).write_text(node)
+    wait_until(lambda: runs(sandbox, node), f"{node} runs")
+
 
 Job = dict[str, str]
 """What `scontrol show job -o` says about one job, by key."""
@@ -99,11 +134,11 @@ class Cluster:
         return difference.applies_to(SlurmClient(str(self.sandbox.slurm_conf)).version())
 
     def kill_node(self, node: str, *, only_daemon: bool = False) -> None:
-        self.sandbox.kill_node(node, only_daemon=only_daemon)
+        kill_node(self.sandbox, node, only_daemon=only_daemon)
 
     def start_node(self, node: str) -> None:
         """Start a killed node and wait until SLURM uses it again."""
-        self.sandbox.start_node(node)
+        start_node(self.sandbox, node)
         self.wait_for_nodes({node})
 
     def wait_for_nodes(self, nodes: Collection[str] | None = None, *, timeout_s: float = 180) -> None:

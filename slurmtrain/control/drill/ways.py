@@ -23,7 +23,6 @@ from slurmtrain.slurm.facts import (
     qos_of,
 )
 from slurmtrain.slurm.nodelist import expand_nodelist
-from slurmtrain.slurm.parse_values import parse_duration
 
 INTERRUPTION = "slurmtrain.training.hooks.interruption.Interruption"
 # If a command line has only these words, the site is drilled.
@@ -192,7 +191,7 @@ def preemptors(
         return "SLURM preempts nothing here (PreemptType=preempt/none)"
     if own is None:
         return f"SLURM does not show partition {partition}" if partition else "there is no default partition"
-    found = preemption_of(facts, own, account=account, qos=qos)
+    found = preemption_of(facts, own.name, account=account, qos=qos)
     if not found.ends_jobs:
         return f"preempted jobs of {found.of} do not end (PreemptMode={found.mode})"
     if by == "preempt/partition_prio":
@@ -210,13 +209,12 @@ def preemptors(
 
 def time_given(way: Way, cluster: ClusterConfig, facts: ClusterFacts) -> float | None:
     """Return the seconds from the signal until SLURM kills; None: it is not known, or nothing is told to stop."""
-    kill_wait_s = parse_duration(facts.config.get("KillWait", ""))
-    if way is Way.EARLY_SIGNAL and cluster.backend != Backend.LOCAL:
+    if cluster.backend == Backend.LOCAL or way.kills:
+        return None
+    if way is Way.EARLY_SIGNAL:
         return float(cluster.signal_lead_s)
-    own = facts.partition(first_partition(cluster.partition))
-    if way is Way.PREEMPTION and own is not None and kill_wait_s is not None:
-        return kill_wait_s + (preemption_of(facts, own, account=cluster.account, qos=cluster.qos).grace_s or 0.0)
-    return kill_wait_s if way is Way.REQUEUE else None
+    its = preemption_of(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
+    return its.to_leave_s if way is Way.PREEMPTION else its.kill_wait_s
 
 
 def _share_nodes(one: Partition, other: Partition) -> bool:

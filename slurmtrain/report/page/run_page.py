@@ -26,18 +26,18 @@ MOODS = {
     **dict.fromkeys((RunStatus.FAILED, RunStatus.LOST, RunStatus.UNREADABLE), "bad"),
     **dict.fromkeys((RunStatus.RUNNING, RunStatus.STARTING, RunStatus.STOPPING), "busy"),
 }
-# Metrics that share a chart, which has the key of the first.
-LOSS = (("loss", "valid_loss"),)
-SPEED = (("tokens_per_s",), ("samples_per_s",), ("step_time_s",), ("slowest_rank_ratio",))
-SPEED_OF_GPUS = (("tokens_per_s_per_gpu",), ("tflops_per_gpu",), ("mfu", "mfu_attended"))  # not of a run on CPUs
-TRAINING = (("lr",), ("grad_norm",), ("param_norm",), ("memory_allocated_gb", "memory_reserved_gb"))
+# Metrics that are drawn in the chart of another.
+SHARED = {"loss": "valid_loss", "mfu": "mfu_attended", "memory_allocated_gb": "memory_reserved_gb"}
+SPEED = ("tokens_per_s", "samples_per_s", "step_time_s")
+SPEED_OF_GPUS = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu")  # not of a run on CPUs
+TRAINING = ("lr", "grad_norm", "param_norm", "memory_allocated_gb")
 PHASES = tuple(
     f"time_{name}_s"
     for name in ("data", "forward_backward", "communication", "optimizer", "checkpoint", "evaluation", "other")
 )
 TITLES = {"loss": "Loss", "memory_allocated_gb": "Peak memory"}
-NOT_DRAWN = ("data_wait_s", "time_total_s", "communication_share", "slowest_rank", "valid_tokens")  # others say it
-KNOWN = {name for shared in (*LOSS, *SPEED, *SPEED_OF_GPUS, *TRAINING, PHASES, NOT_DRAWN) for name in shared}
+NOT_DRAWN = ("data_wait_s", "time_total_s", "communication_share", "valid_tokens")  # others say it
+KNOWN = {"loss", *SPEED, *SPEED_OF_GPUS, *TRAINING, *SHARED.values(), *PHASES, *NOT_DRAWN}
 OF_EVALUATIONS = ("valid_", "eval_", "test_", "eval/", "valid/", "perplexity", "bits_per_byte", "accuracy")
 MOST_EVALUATIONS, MOST_OTHERS = 12, 24  # charts of metrics that nobody here knows
 MOST_ROWS, MOST_SETTINGS = 60, 2000  # of the timeline, and of the table
@@ -67,12 +67,15 @@ def _curves(facts: RunFacts, series: Mapping[str, Series]) -> list[Section]:
     """Return the sections of the losses, of the speed, of the phases of a step, and of all other metrics."""
     span, places = charts.span_of(series.values()), {name: place for place, name in enumerate(series)}
 
-    def drawn(groups: Iterable[Iterable[str]]) -> list[Chart]:
+    def drawn(names: Iterable[str]) -> list[Chart]:
         found = []
-        for first, *others in filter(None, ([name for name in names if name in series] for names in groups)):
-            words = units.name_of(first)
-            further = [Curve(series[name], units.name_of(name), 1) for name in others]
-            curves = [*charts.with_means(series[first], words), *further]
+        for name in names:
+            logged = [each for each in (name, SHARED.get(name, "")) if each in series]
+            if not logged:
+                continue
+            first, words = logged[0], units.name_of(logged[0])
+            curves = charts.with_means(series[first], words)
+            curves += [Curve(series[each], units.name_of(each), 1) for each in logged[1:]]
             key, title = first if first in KNOWN else f"metric-{places[first]}", TITLES.get(first)
             found.append(charts.line_chart(key, title or units.capital(words), curves, span, unit=units.unit_of(first)))
         return [chart for chart in found if chart is not None]
@@ -80,9 +83,9 @@ def _curves(facts: RunFacts, series: Mapping[str, Series]) -> list[Section]:
     unknown = [name for name in series if name not in KNOWN and not is_detail(name)]
     evaluations = [name for name in unknown if name.startswith(OF_EVALUATIONS)][:MOST_EVALUATIONS]
     others = [name for name in unknown if name not in evaluations]
-    loss = drawn([*LOSS, *zip(evaluations, strict=True)])
+    loss = drawn(["loss", *evaluations])
     speed = drawn([*SPEED, *(SPEED_OF_GPUS if facts.has_gpus else ())])
-    further = drawn([*TRAINING, *zip(others[:MOST_OTHERS], strict=True)])
+    further = drawn([*TRAINING, *others[:MOST_OTHERS]])
     cut = len(others) > MOST_OTHERS or len(series) == charts.MOST_METRICS
     return [
         Section("curves", "Loss and evaluation", [] if loss else ["Nothing has been logged yet."], loss),

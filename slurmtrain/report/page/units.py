@@ -25,7 +25,6 @@ METRICS = {  # words, and the unit
     "tflops_per_gpu": ("achieved TFLOP/s per GPU", "TFLOP/s"),
     "mfu": ("model FLOPs utilisation (MFU)", "share of the peak"),
     "mfu_attended": ("only attention within documents counted", "share of the peak"),
-    "slowest_rank_ratio": ("slowest rank, times the median", ""),
     "memory_allocated_gb": ("memory, allocated", "GiB"),
     "memory_reserved_gb": ("memory, reserved", "GiB"),
     "step_time_s": ("time of a step", "s"),

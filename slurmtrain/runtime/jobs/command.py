@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import shlex
 import time
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runtime import attempt_context
-from slurmtrain.runtime.addresses import HeldPort
+from slurmtrain.runtime.addresses import HeldPort, Pauses
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.jobs.own_checkpoints import look_before_start
 from slurmtrain.runtime.jobs.program_start import STOPS, start_program
@@ -37,7 +36,7 @@ from slurmtrain.system.signals import StopFlag
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.05  # seconds between looks at a file: a shared file system has no event to await
+POLL_S, LONGEST_POLL_S = 0.05, 5.0  # seconds between looks at a file: a shared file system has no event to await
 LISTINGS_PER_S = 500  # directory listings per second of all ranks together, while they wait for each other
 SAVING_S = 600.0  # how long a child may go on after a stop, where nobody knows when SLURM ends the job
 
@@ -167,17 +166,15 @@ def _wait_for_ranks(attempt_dir: AttemptDir, environment: Environment) -> None:
     except OSError as error:  # the disk is full: leaving with what is known is better than a crash
         log.warning("cannot tell the other ranks that this one has ended: %s", error)
         return
-    began = time.monotonic()
-    shortest = max(POLL_S, environment.world_size / LISTINGS_PER_S)
+    pauses = Pauses(LONGEST_POLL_S, first_s=max(POLL_S, environment.world_size / LISTINGS_PER_S))
     while True:
-        try:
+        with contextlib.suppress(
+            OSError
+        ):  # a hiccup of a shared file system; srun ends this rank when others have left
             ended, failed = attempt_dir.count_ended_and_failed()
-        except OSError:  # a hiccup of a shared file system; srun ends this rank when all others have left
-            ended = failed = 0
-        if ended >= environment.world_size or failed:
-            return
-        waited = time.monotonic() - began
-        time.sleep(max(shortest, min(10.0, waited / 10)) * random.uniform(0.8, 1.2))
+            if ended >= environment.world_size or failed:
+                return
+        pauses.pause()
 
 
 # What the exit code of a program means, in the exit codes of our contract.

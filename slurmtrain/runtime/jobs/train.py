@@ -19,7 +19,7 @@ from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import EvalMode
 from slurmtrain.config.fields import profiled_steps
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
-from slurmtrain.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
+from slurmtrain.config.schema import Config, ParallelConfig, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader, RowLength
 from slurmtrain.data.sources.config_check import check_vocabulary
 from slurmtrain.data.sources.protocol import (
@@ -309,7 +309,7 @@ def _bound(config: Config, source: SourceSpec) -> dict[str, Any]:
         {
             "model": config.model,
             "data": config.data,
-            "optim": _of_optimizer(config.optim),
+            "optim": dataclasses.asdict(config.optim),
             "train": {
                 "seed": train.seed,
                 "global_batch_size": train.global_batch_size,
@@ -321,20 +321,6 @@ def _bound(config: Config, source: SourceSpec) -> dict[str, Any]:
         }
     )
     return bound
-
-
-# Fields that every checkpoint is bound to. A field that was added later counts only if it differs from its default;
-# otherwise an update of this package would separate a run from its checkpoints.
-OPTIM_FIELDS = ("lr", "betas", "eps", "weight_decay", "warmup_steps", "min_lr_ratio", "grad_clip")
-
-
-def _of_optimizer(optim: OptimConfig) -> dict[str, Any]:
-    default = dataclasses.asdict(type(optim)())
-    return {
-        name: value
-        for name, value in dataclasses.asdict(optim).items()
-        if name in OPTIM_FIELDS or value != default.get(name)
-    }
 
 
 def _order_of_samples(train: TrainConfig, source: SourceSpec) -> dict[str, Any]:

@@ -179,30 +179,27 @@ def _gpus_shown(gpus: Sequence[GpuFacts], ranks: int, wanted: int) -> int:
 
 def _gpu(node: str, gpu: GpuFacts, own: Collection[int], *, alone: bool, managed: bool) -> Iterator[Finding]:
     def finding(kind: FindingKind, value: str, right: str, *, fatal: bool) -> Finding:
-        return Finding(kind, (node,), f"GPU {gpu.index} {value}", right, fatal, Fault.NODE)
+        return Finding(kind, (node,), value, right, fatal, Fault.NODE)
 
     # Since Ampere the driver takes memory with errors out of use, also before a reset replaces it, and new programs may begin.
     # It says itself if they may not (NVIDIA GPU Memory Error Management). Of older GPUs only the count is known.
     is_mended = gpu.remap_pending is not None or gpu.needs is not None
-    if gpu.remap_failed:
-        yield finding(FindingKind.GPU_BROKEN, "has memory that cannot be remapped", "spare rows", fatal=True)
-    elif gpu.needs:
-        value = f"needs {gpu.needs} after an error (Xid)"
+    if gpu.needs and not gpu.remap_failed:
+        value = f"GPU {gpu.index} needs {gpu.needs} after an error (Xid)"
         yield finding(FindingKind.GPU_BROKEN, value, "nothing", fatal=not gpu.needs_later)
-    elif gpu.ecc_errors:
-        value = f"has {gpu.ecc_errors} uncorrectable ECC errors"
-        yield finding(FindingKind.GPU_BROKEN, value, "none since its reset", fatal=not is_mended)
-    elif gpu.remap_pending:
-        yield finding(FindingKind.GPU_BROKEN, "has memory that waits to be remapped", "none", fatal=False)
+    elif gpu.broken:
+        fatal = bool(gpu.remap_failed or (gpu.ecc_errors and not is_mended))
+        yield finding(FindingKind.GPU_BROKEN, gpu.broken, "sound memory", fatal=fatal)
     if gpu.slowed_by:
-        yield finding(FindingKind.GPU_SLOWED, f"is slowed by {', '.join(gpu.slowed_by)}", "its full clock", fatal=False)
+        value = f"GPU {gpu.index} is slowed by {', '.join(gpu.slowed_by)}"
+        yield finding(FindingKind.GPU_SLOWED, value, "its full clock", fatal=False)
     # A slice (MIG) is the job's own, and the memory in use is that of all slices, which may be those of other jobs.
     others = [pid for pid in gpu.processes or () if pid not in own and not gpu.sliced]
     # In a container's own space of process ids a rank is not known by its own; what a rank takes before it trains is little.
     if others and alone and gpu.used_gb is not None and gpu.used_gb > BUSY_GB:
         share = gpu.used_gb / gpu.memory_gb if gpu.memory_gb else 0.0
         pids = ", ".join(map(str, others[:4]))
-        value = f"has {gpu.used_gb:.1f} GB in use, by processes that are none of this job ({pids})"
+        value = f"GPU {gpu.index} has {gpu.used_gb:.1f} GB in use, by processes that are none of this job ({pids})"
         yield finding(FindingKind.GPU_BUSY, value, "no other process", fatal=managed and share > BUSY_SHARE)
 
 

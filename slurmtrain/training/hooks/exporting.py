@@ -12,9 +12,6 @@ from slurmtrain.training.state import StepResult, TrainingState
 class Exports(Protocol):
     """What makes the exports, beside training."""
 
-    def rolled_back(self, step: int) -> None:
-        """Training has gone back to this step: what is exported of later ones is not of what comes now."""
-
     def finish(self) -> None:
         """Wait until all that was asked for is done."""
 
@@ -36,10 +33,6 @@ class Exporting(TrainingHook):
     def after_step(self, state: TrainingState, result: StepResult) -> None:
         if not state.stopping and (state.step % self._every == 0 or state.is_last_step):
             state.save_requested = True
-
-    def rolled_back(self, state: TrainingState, from_step: int) -> None:
-        if self._exports is not None:
-            self._exports.rolled_back(state.step)
 
     def close(self, state: TrainingState) -> None:
         if self._exports is not None:

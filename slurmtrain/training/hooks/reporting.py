@@ -79,7 +79,6 @@ class StepReports(TrainingHook):
             **self._utilisation(state),
             **_memory(state),
             **_times(state, state.phases.read(window)),
-            **_balance(state),
         }
 
     def _utilisation(self, state: TrainingState) -> dict[str, float]:
@@ -124,13 +123,6 @@ def _times(state: TrainingState, times: PhaseTimes | None) -> dict[str, float]:
         **{f"time_{phase}_s": value for phase, value in seconds.items()},
         **values,
     }
-
-
-def _balance(state: TrainingState) -> dict[str, float]:
-    """Return the slowest rank by its own work, and how many times the median's time it takes; none if nobody compares."""
-    if state.slowest is None:
-        return {}
-    return {"slowest_rank": state.slowest.rank, "slowest_rank_ratio": state.slowest.ratio}
 
 
 class RunReporter(TrainingHook):

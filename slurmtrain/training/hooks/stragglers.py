@@ -68,7 +68,6 @@ class StragglerWatch(TrainingHook):
         with state.phases.waiting():
             work.wait()
         new, over = self._detector.look(everyones.view(-1, NUMBERS).tolist())
-        state.slowest = self._detector.slowest
         for found in self._by_node(new):
             state.hooks.event(Event.STRAGGLER, self._values(state.step, found))
             state.hooks.message(self._sentence(state.step, found))

@@ -250,7 +250,7 @@ CHEAP = ["cheap||cluster"]
         ("requeue", {}, [], None),
         ("preemption", BY_PARTITION, [], 40.0),
         ("preemption", BY_PARTITION, ["cluster.partition='low,high'"], 40.0),
-        ("preemption", {"PreemptType": "preempt/qos"}, ["cluster.qos=cheap"], 90.0),
+        ("preemption", {"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}, ["cluster.qos=cheap"], 90.0),
         ("crash", BY_PARTITION, [], None),
     ],
 )

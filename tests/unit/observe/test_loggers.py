@@ -217,7 +217,12 @@ def test_wandb_is_online_only_where_it_can_be(
 def test_offline_folders_that_a_kill_left_open_are_moved_aside_and_written_again(tmp_path: Path) -> None:
     run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1, held=Held(40, 20))
     assert begin_offline(run) == Held(40, 20)  # of an attempt that was online
-    for number, mark in ((1, '{"held": [10, -1]}'), (2, '{"held": [20, 10]}'), (3, None), (4, '{"held": 3}')):
+    for number, mark in (
+        (1, '{"step": 10, "evaluated": -1}'),
+        (2, '{"step": 20, "evaluated": 10}'),
+        (3, None),
+        (4, '{"step": "x"}'),
+    ):
         folder = tmp_path / "wandb" / f"offline-run-{number}-r"
         folder.mkdir(parents=True)
         if mark is not None:

@@ -142,10 +142,3 @@ def test_windows_without_steps_or_with_numbers_that_are_none_do_not_count() -> N
         new, _ = detector.look(good if number % 2 else [good[0], [math.nan] * NUMBERS])
         assert bool(new) == (number == 9)  # the fifth that counts
     assert detector.look([[0.0] * NUMBERS] * 2) == ([], [])
-
-
-def test_the_slowest_rank_of_the_last_window_is_known() -> None:
-    detector = StragglerDetector([0] * 4)
-    detector.look(window(np.random.default_rng(0), 4, normal, {(3, Phase.FORWARD_BACKWARD): 2.0}))
-    assert detector.slowest is not None
-    assert detector.slowest.rank == 3 and 1.5 < detector.slowest.ratio < 2.0

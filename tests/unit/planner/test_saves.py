@@ -8,7 +8,7 @@ import pytest
 
 from slurmtrain.config.compose import compose
 from slurmtrain.planner.hardware import hardware_of
-from slurmtrain.planner.saving import Saving, failure_interval_s, saving_of
+from slurmtrain.planner.plan import Saving, failure_interval_s, saving_of
 
 DAY_S, MINUTE_S = 86400.0, 60.0
 

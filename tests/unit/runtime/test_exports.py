@@ -18,7 +18,6 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import exports
 from slurmtrain.runtime.exports import Exports, finish_waits_s
-from tests.support.gloo import wait_until
 
 
 class Training:
@@ -100,27 +99,6 @@ def test_a_checkpoint_whose_attempt_was_killed_before_its_export_was_asked_for_i
     training.commit(8, "killed", told=False)
     training.restart()
     assert training.folders() == {"step_0000008": "killed"}
-
-
-def test_exports_of_steps_that_were_taken_back_are_not_taken_for_those_of_the_run(training: Training) -> None:
-    def roll_back(step: int) -> None:
-        shutil.rmtree(training.run.checkpoints / checkpoint_name(step))
-        training.exports.rolled_back(step - 4)
-
-    for text in ("before", "again"):
-        training.do(4, f"{text} 4")
-        training.do(8, f"{text} 8")
-        roll_back(8)
-    expected = {"step_0000004": "again 4", "rolled-back-step_0000008": "again 8"}
-    assert training.folders() == expected
-    training.instead = f"touch {training.run.path}/begun; exec sleep 600"
-    training.commit(8, "while it is exported")
-    wait_until((training.run.path / "begun").exists, "begun")
-    roll_back(8)
-    assert training.folders() == expected and training.asked() == [8]
-    training.instead = ""
-    training.do(8, "after")
-    assert training.folders()["step_0000008"] == "after" and training.asked() == []
 
 
 def test_an_export_that_a_stop_or_a_preemption_ends_is_made_by_the_next_attempt(training: Training) -> None:

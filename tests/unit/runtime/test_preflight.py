@@ -356,8 +356,11 @@ def rates(
     )
 
 
-def judged(found: Rates, limits: PreflightConfig | None = None, device: str = "cuda") -> list[Finding]:
-    return list(slow(found, limits or PreflightConfig(), torch.device(device)))
+LIMITS = PreflightConfig()
+
+
+def judged(found: Rates, limits: PreflightConfig = LIMITS, device: str = "cuda") -> list[Finding]:
+    return list(slow(found, limits, torch.device(device)))
 
 
 def test_a_slow_gpu_is_named_by_its_rank_and_its_node() -> None:

@@ -18,7 +18,6 @@ from slurmtrain.sandbox.directory import PLAN, PROCESSES
 from slurmtrain.sandbox.files import find_programs, task_prolog_text, write_files
 from slurmtrain.sandbox.spec import Site, slurm_conf
 from slurmtrain.slurm.command_environment import PREFIX_FILE, clean_environment, programs_beside, submission_environment
-from slurmtrain.slurm.versions import Version
 from slurmtrain.system.process import Process, wait_until
 from tests.support.runs import refused
 
@@ -40,7 +39,7 @@ def test_a_sandbox_ends_with_the_process_that_it_was_begun_for_however_that_is_k
     owner = subprocess.Popen(["sleep", "600"])
     directory = Path(tempfile.mkdtemp(prefix="sandbox-"))
     try:
-        (directory / PLAN).write_text(json.dumps({"daemons": [], "env": {}, "stop_commands": []}))
+        (directory / PLAN).write_text("{}")
         command = [sys.executable, "-m", "slurmtrain.sandbox.supervisor", str(directory), str(owner.pid)]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         assert wait_until((directory / PROCESSES).exists, timeout_s=60)
@@ -72,16 +71,9 @@ def test_slurmd_needs_no_cgroups_where_it_can_be_told_so(tmp_path: Path, version
         ("suspend", ("PreemptMode=SUSPEND,GANG", "PreemptMode=SUSPEND GraceTime=10")),
     ],
 )
-@pytest.mark.parametrize(
-    ("version", "signal"),
-    [((22, 5), "SlurmctldParameters=preempt_send_user_signal"), ((24, 11), "PreemptParameters=send_user_signal")],
-)
-def test_a_sandbox_preempts_as_it_was_asked_to(
-    mode: str, lines: tuple[str, str], version: Version, signal: str, tmp_path: Path
-) -> None:
-    spec = SandboxSpec(preempt_mode=mode, user_signal=True)
-    text = slurm_conf(spec, Site(tmp_path, "me", "here", 17000, version))
-    assert f"\n{lines[0]}\n{signal}\n" in text and f" {lines[1]} " in text
+def test_a_sandbox_preempts_as_it_was_asked_to(mode: str, lines: tuple[str, str], tmp_path: Path) -> None:
+    text = slurm_conf(SandboxSpec(preempt_mode=mode), Site(tmp_path, "me", "here", 17000))
+    assert f"\n{lines[0]}\n" in text and f" {lines[1]} " in text
     with pytest.raises(UsageError, match="preempt_mode='kill'"):
         SandboxSpec(preempt_mode="kill")
 

@@ -57,7 +57,7 @@ def test_partitions_with_their_limits_are_read_from_each_version(name: str) -> N
     assert (debug.max_time_min, debug.max_nodes, debug.cpus_per_node, debug.memory_mb) == (5, 1, 16, 64000)
     assert (debug.preempt_mode, debug.grace_s) == ("CANCEL", 0.0)
     assert (cpu.exclusive, cpu.min_nodes, cpu.max_time_min) == (True, 2, None)
-    assert (closed.state, closed.root_only) == ("INACTIVE", True)
+    assert closed.state == "INACTIVE"
     assert facts.config["JobRequeue"] == "0"
 
 
@@ -214,14 +214,32 @@ def read(answers: dict[str, str]) -> ClusterFacts:
     return read_facts(ask, whole=False, user="me")
 
 
-def test_the_grace_of_a_qos_is_known_where_qos_preempt_each_other() -> None:
-    accounts = "AccountingStorageType = accounting_storage/slurmdbd\n"
+def test_how_long_a_preempted_job_lives_is_known_by_its_partition() -> None:
+    facts = read({"config": CONFIG, "partition": PARTITIONS})
+    for low in (None, "low", "low,high"):
+        assert preemption_of(facts, low) == Preemption("REQUEUE", "partition low", 120, 30)
+        assert preemption_of(facts, low).to_leave_s == 150
+    assert preemption_of(facts, "high") == preemption_of(facts, "high,low")
+    assert preemption_of(facts, "high").to_leave_s == preemption_of(facts, "nope").to_leave_s == 30
+    assert preemption_of(read({}), None).to_leave_s is None
+
+
+def test_where_nobody_is_preempted_or_jobs_are_suspended_only_the_time_to_kill_counts() -> None:
+    for config, mode in ((CONFIG.replace("partition_prio", "none"), "REQUEUE"), (CONFIG, "SUSPEND,GANG")):
+        facts = read({"config": config, "partition": PARTITIONS.replace("PreemptMode=REQUEUE", f"PreemptMode={mode}")})
+        assert preemption_of(facts, "low").to_leave_s == 30
+
+
+def test_the_grace_of_a_qos_is_asked_for_where_qos_preempt_each_other() -> None:
+    accounts = "AccountingStorageType = accounting_storage/slurmdbd\nPreemptMode = REQUEUE\n"
     config = CONFIG.replace("partition_prio", "qos") + accounts
+    silent = read({"config": config, "partition": PARTITIONS})
+    assert preemption_of(silent, "low", qos="cheap") == Preemption("REQUEUE", "QOS cheap", None, 30)
+    assert preemption_of(silent, "low").to_leave_s == 30
     row = "|".join(["cheap", "", "00:01:00", "", "cluster", *[""] * (len(QOS_COLUMNS) - 5)])
-    for qos, grace_s in (("", None), (f"{row}\n", 60)):
-        facts = read({"config": config, "partition": PARTITIONS, "qos": qos})
-        assert preemption_of(facts, facts.partitions[0], qos="cheap") == Preemption("REQUEUE", grace_s, "QOS cheap")
-        assert preemption_of(facts, facts.partitions[0]) == Preemption("REQUEUE", None, "its QOS")
+    known = read({"config": config, "partition": PARTITIONS, "qos": f"{row}\n"})
+    assert preemption_of(known, "low", qos="cheap") == Preemption("REQUEUE", "QOS cheap", 60, 30)
+    assert preemption_of(known, "low").to_leave_s == 30
 
 
 def test_a_jobs_default_qos_is_that_of_its_account() -> None:
@@ -231,14 +249,14 @@ def test_a_jobs_default_qos_is_that_of_its_account() -> None:
     assert facts.config["PreemptType"] == "preempt/qos" and facts.associations is not None
     high = [replace(each, default_qos="high") if each.account == "physics" else each for each in facts.associations]
     facts = replace(facts, associations=tuple(high))
-    for account, qos, grace_s in (("physics", "high", 30), ("biology", "normal", 0)):
-        found = preemption_of(facts, Partition("gpu"), account=account)
-        assert (found.of, found.grace_s) == (f"QOS {qos}", grace_s)
+    physics, biology = (preemption_of(facts, "gpu", account=account) for account in ("physics", "biology"))
+    assert (physics.of, physics.grace_s, biology.of, biology.grace_s) == ("QOS high", 30, "QOS normal", 0)
 
 
 @pytest.mark.parametrize(("own", "found"), [("", "REQUEUE"), ("CANCEL", "CANCEL"), ("OFF", "OFF")])
 def test_a_partition_without_a_mode_of_its_own_has_the_clusters(own: str, found: str) -> None:
-    facts = ClusterFacts(config={"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"})
-    its = preemption_of(facts, Partition("low", preempt_mode=own, grace_s=5.0))
-    assert its == Preemption(found, 5.0, "partition low")
+    config = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
+    facts = ClusterFacts(config=config, partitions=(Partition("low", preempt_mode=own, grace_s=5.0),))
+    its = preemption_of(facts, "low")
+    assert its == Preemption(found, "partition low", 5.0 if its.ends_jobs else None)
     assert its.ends_jobs == (found != "OFF")

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from slurmtrain.runs.attempts import Attempt
+from slurmtrain.runs.node_blame import proven_by, records_of
+from slurmtrain.runs.reasons import Reason
 from slurmtrain.slurm.node_ledger import (
     ALL,
     BlamePolicy,
@@ -17,7 +20,6 @@ from slurmtrain.slurm.node_ledger import (
     NodeRecord,
     append_to_ledger,
     blamed_nodes,
-    is_worth_telling,
     ledger_file,
     read_ledger,
     short,
@@ -41,10 +43,6 @@ def other(
     return NodeRecord(NOW - ago, node, event, run, attempt, said)
 
 
-def trained(*nodes: str, run: str = "a", attempt: int = 9, ago: float = 0) -> NodeRecord:
-    return NodeRecord(NOW - ago, "", NodeEvent.TRAINED, run, attempt, nodes=nodes)
-
-
 def names(*found: NodeRecord, run: str | None = "a", now: float = NOW, policy: BlamePolicy = POLICY) -> list[str]:
     return [each.node for each in blamed_nodes(found, policy, now=now, run=run)]
 
@@ -52,7 +50,6 @@ def names(*found: NodeRecord, run: str | None = "a", now: float = NOW, policy: B
 TWICE = [crash("n3", 1, ago=30), crash("n3", 2, ago=20)]
 ALIKE = [crash("n3", 1, said="rank 0: step 17 at 0x7f01 on n3"), crash("n3", 2, said="rank 4: step 9 at 0xaa on n3")]
 ON_ANOTHER = crash("n12", 3, said="rank 1: step 1 at 0xbc on n12")
-BROKEN = other(NodeEvent.HARDWARE, ago=20)
 # Somebody tries a program again and again, and SLURM gives it the first idle node each time.
 TRIED_AGAIN = [crash("n0", 1, run=run, said=f"{run}: a bug") for run in "abcdef"]
 
@@ -67,12 +64,8 @@ TRIED_AGAIN = [crash("n0", 1, run=run, said=f"{run}: a bug") for run in "abcdef"
         pytest.param([*ALIKE, ON_ANOTHER], "a", [], id="the same on another node: the program's own"),
         pytest.param([*ALIKE, replace(ON_ANOTHER, said="else")], "a", ["n3"], id="something else on another node"),
         pytest.param(TWICE, "b", [], id="another run, of whose program nothing is known"),
-        pytest.param([*TWICE, trained("n4")], "b", ["n3"], id="another run, since the program has trained elsewhere"),
-        pytest.param([*TWICE, trained("n4", run="c")], "b", [], id="another run, since a third has trained elsewhere"),
         pytest.param([replace(each, proven=True) for each in TWICE], "b", ["n3"], id="another run, proven"),
         pytest.param(TRIED_AGAIN, "g", [], id="the programs of many runs"),
-        pytest.param([*TWICE, trained("n3", "n4", ago=10)], "a", [], id="the run has trained there since"),
-        pytest.param([BROKEN, trained("n3", ago=10)], "a", ["n3"], id="trained since on what is broken"),
     ],
 )
 def test_which_nodes_crashes_speak_against(found: list[NodeRecord], run: str, left_out: list[str]) -> None:
@@ -134,11 +127,19 @@ def test_thousands_of_records_are_judged_within_a_second() -> None:
     assert time.process_time() - before < 1.0
 
 
-def test_only_news_is_told_of_a_run_that_has_trained() -> None:
-    assert not is_worth_telling("a", ["n4"], [])
-    assert not is_worth_telling("a", ["n4"], [crash("n3", 1, run="b")])
-    assert is_worth_telling("a", ["n4"], [crash("n3", 1)])  # it proves that the program works
-    assert is_worth_telling("a", ["n3"], [crash("n3", 1, run="b")])  # it proves that the node works
+def test_crashes_count_for_other_runs_once_their_run_has_trained_on_another_node() -> None:
+    crashes = [
+        Attempt(number, nodes=["n3"], started=each.time, ended=each.time, reason=Reason.CRASH, fault=asdict(each))
+        for number, each in enumerate(TWICE, start=1)
+    ]
+    for node, proven in (("n3", False), ("n4", True)):
+        trains = Attempt(
+            number=3, nodes=[node], stepping=NOW - 15, last_step=10, reason=Reason.PREEMPTED, started=NOW - 19
+        )
+        told = proven_by(trains, "a", crashes)
+        assert [(each.node, each.attempt, each.proven) for each in told] == [("n3", 1, True), ("n3", 2, True)] * proven
+        assert names(*TWICE, *told, run="b") == names(*records_of("a", [*crashes, trains]), run="b") == ["n3"] * proven
+        assert proven_by(trains, "a", [*crashes, trains]) == []  # it is told once
 
 
 # The file.
@@ -146,7 +147,7 @@ def test_only_news_is_told_of_a_run_that_has_trained() -> None:
 
 def test_records_read_back_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "state" / "nodes" / "big.jsonl"
-    found = [crash("n3", 1, proven=True), trained("n3", "n4"), other(NodeEvent.FORGIVEN, ALL, run="")]
+    found = [crash("n3", 1, proven=True), crash("n3", 2), other(NodeEvent.FORGIVEN, ALL, run="")]
     append_to_ledger(path, found[:1])
     append_to_ledger(path, found[1:])
     assert read_ledger(path) == found
