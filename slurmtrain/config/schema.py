@@ -199,13 +199,6 @@ class ClusterConfig:
     reservation: str | None = None
     exclude: str | None = None  # nodes that the job must not get, as a SLURM node list
     exclusive: bool = False  # let no other job run on the job's nodes
-    # the greatest number of leaf switches that the nodes may span, on clusters with topology/tree
-    switches: Positive | None = None
-    # with switches: how long to wait for such nodes before accepting any. SLURM never waits longer than the site's
-    # max_switch_wait (SchedulerParameters, 300 s by default); null: that long
-    switches_wait_min: Positive | None = None
-    # allocate nodes in groups of this size, each within one block (topology/block, SLURM 24.05 or newer)
-    segment: Positive | None = None
     # additional sbatch options by their long name; only sbatch validates them. true: an option without a value
     sbatch: dict[Annotated[str, SBATCH_OPTION], Any] = field(default_factory=dict)
     srun_args: list[str] = field(default_factory=list)  # additional arguments of srun, appended to ours
