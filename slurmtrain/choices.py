@@ -57,7 +57,7 @@ BestMode = StrEnum("BestMode", "MIN MAX")
 # What a save does when ranks differ that should hold the same
 ReplicaDrift = StrEnum("ReplicaDrift", "REFUSE WARN")
 # How much of a checkpoint's files is compared with their digests
-Verify = StrEnum("Verify", "FULL SAMPLED OFF")
+Verify = StrEnum("Verify", "FULL OFF")
 # A part of a checkpoint to start from
 RestoreOnly = StrEnum("RestoreOnly", "MODEL")
 # The element type of the weights in an export
@@ -79,7 +79,7 @@ RecordKind = StrEnum("RecordKind", "TEXT CHAT")
 # The parts of a conversation that the model learns to write
 LossOn = StrEnum("LossOn", "ANSWERS LAST_ANSWER ALL")
 # The format of raw text
-RawFormat = StrEnum("RawFormat", "AUTO JSONL PARQUET TEXT HF")
+RawFormat = StrEnum("RawFormat", "AUTO JSONL PARQUET TEXT")
 # Where the numbers of a run go that Weights & Biases is to have
 WandbMode = StrEnum("WandbMode", "AUTO ONLINE OFFLINE")
 # How much is checked in the allocation before training
@@ -88,7 +88,7 @@ PreflightMode = StrEnum("PreflightMode", "OFF QUICK FULL")
 FindingKind = StrEnum(
     "FindingKind",
     "GPU_MISSING GPU_DRIVER GPU_BROKEN GPU_SLOWED GPU_BUSY VERSIONS CODE DATA SHARED_FOLDER DISK_FULL CPUS CLOCK "
-    "SLOW_NODE SLOW_LINK",
+    "SLOW_NODE SLOW_LINK SLOW_NETWORK",
 )
 
 for _kind in list(globals().values()):

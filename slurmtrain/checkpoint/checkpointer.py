@@ -77,9 +77,8 @@ class Checkpointer:
         config: JSON values that a checkpoint is bound to: restoring with other values is refused.
         changed: dotted keys of `config`, such as "optim.lr", that were changed on purpose since: they may differ.
         keep: which complete checkpoints are kept.
-        verify: how restored files are compared with their digests before a tensor is touched: "full", "sampled" (one
-            block of 16) or "off" (sizes only). Unless "off", a new checkpoint is read back before older ones are
-            removed.
+        verify: "full": restored files are compared with their digests before a tensor is touched, and a new checkpoint is
+            read back before older ones are removed. "off": sizes only.
         asynchronous: write while training goes on. False: `save` returns after the commit, and raises if it failed.
         max_failures: this many failed saves in a row end the run; 0: any number of failures is only reported.
         on_replica_drift: when ranks hold different values of what should be the same on all of them: "refuse" fails the

@@ -62,28 +62,6 @@ class _Part(NamedTuple):
     plain: Mapping[str, Any] = {}
 
 
-def differing_tensors(a: Path, b: Path, of: str = "model") -> list[str]:
-    """Return the names of the tensors of the object `of` whose bits, shape or type differ, or that only one of ours has.
-
-    Raises:
-        CheckpointError: a checkpoint is damaged.
-    """
-    with retention.reading(a), retention.reading(b):
-        manifests = [read_manifest(path) for path in (a, b)]
-        if manifests[0].files == manifests[1].files:  # by their digests
-            return []
-        left, right = (
-            _stored(path, read_contents(path, manifest)) for path, manifest in zip((a, b), manifests, strict=True)
-        )
-        found = _compare_tensors(_Part(left), _Part(right), prefix=f"{of}.")
-    return sorted(each.name for each in found)
-
-
-def size_of(path: Path, of: str = "model") -> int:
-    """Return the bytes of the tensors of the object `of` in a checkpoint of ours."""
-    return sum(facts.nbytes for name, facts in read_manifest(path).tensors.items() if name.startswith(f"{of}."))
-
-
 def differences(a: Path, b: Path) -> tuple[list[TensorDifference], list[str]]:
     """Compare everything in two checkpoints, each of ours, or a file or a folder of files of another program.
 
@@ -233,12 +211,9 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or nan or (type(a) is type(b) and bool(a == b))
 
 
-def _compare_tensors(a: _Part, b: _Part, prefix: str = "") -> list[TensorDifference]:
-    """Return the tensors that differ, of those whose names begin with `prefix`."""
+def _compare_tensors(a: _Part, b: _Part) -> list[TensorDifference]:
     found = []
     for name in dict.fromkeys([*a.tensors, *b.tensors]):
-        if not name.startswith(prefix):
-            continue
         one, other = a.tensors.get(name), b.tensors.get(name)
         if one is None or other is None:
             kind = "a tensor in one of them only" if name in {**a.plain, **b.plain} else None

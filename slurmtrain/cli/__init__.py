@@ -63,9 +63,8 @@ def _run(words: list[str]) -> int:
         logs.set_up()
     function = verb.function if verb is not None and verb.function else f"{found.verb}.main"
     if hasattr(found, "cfg"):  # Hydra's options
-        if found.cfg or found.info or found.hydra_help or found.shell_completion:
-            is_query = verb is None and found.shell_completion and "query=bash" in found.overrides
-            function = f"hydra_options.{'complete' if is_query else 'main'}"
+        if found.cfg or found.shell_completion:
+            function = f"hydra_options.{'show_config' if found.cfg else 'complete'}"
         elif verb is None:
             if found.words:
                 raise arguments.not_understood(found.words[0], None)

@@ -1,4 +1,4 @@
-"""checkpoints: list, verify, prune and export checkpoints, and import weights. Only export and import load torch.
+"""checkpoints: list, verify, prune and export checkpoints. Only export loads torch.
 
 Works on a run, on any directory of checkpoints, and on a single one.
 """
@@ -48,8 +48,6 @@ SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth")}
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    if options.action == "import":
-        return _import(options)
     actions = {"list": _list, "verify": _verify, "prune": _prune, "export": _export}
     return actions[options.action](_target(options.run), options)
 
@@ -365,7 +363,7 @@ def _check_newest(target: Target, found: list[Path]) -> None:
         )
 
 
-# export and import
+# export
 
 
 def _export(target: Target, options: argparse.Namespace) -> int:
@@ -412,26 +410,3 @@ def _format_of(out: Path, asked: str | None) -> str:
     if asked in ("hf", "peft") and by_suffix is not None:
         raise UsageError(f"--format {asked} writes a folder, and {out} is the name of a file")
     return asked or by_suffix or "safetensors"  # whose own check says what is wrong with the name
-
-
-def _import(options: argparse.Namespace) -> int:
-    """Write a checkpoint of another program's weights, and print its path and how a run begins from it."""
-    folder, source = Path(options.run), Path(options.source)
-    if RunDir(folder).exists():
-        raise UsageError(
-            f"{folder} is a run, which has its own checkpoints",
-            hint="name a new folder for the checkpoint: checkpoints FOLDER import SOURCE",
-        )
-    if not folder.parent.is_dir():
-        raise UsageError(f"there is no folder {folder.parent} to make {folder.name} in")
-    if not source.exists():
-        raise UsageError(f"there is no file or folder {source}")
-    from slurmtrain.weights.import_weights import import_weights
-
-    with _progress_bar(source.name, disk_usage(source.resolve())) as progress:
-        done = import_weights(source, folder, only=options.only, progress=progress)
-    print(f"{done.path}: {done.tensors} tensors from {source}, {format_size(done.size)}")
-    # The trainer keeps its weights in float32, and a restore refuses others until it is told that they are meant.
-    allowed = " 'checkpoint.allow=[dtypes]'" if {str(dtype) for dtype in done.dtypes} != {"torch.float32"} else ""
-    print(f"to start from them: checkpoint.restore_from={done.path} checkpoint.restore_only=model{allowed}")
-    return 0

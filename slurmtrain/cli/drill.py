@@ -21,7 +21,7 @@ from slurmtrain.system.records import printable
 
 log = logging.getLogger(__name__)
 
-OF_A_WAY = "way left_after_s time_s saved_step stopped_at resumed_at back_by back_after_s comparison"
+OF_A_WAY = "way left_after_s time_s saved_step stopped_at resumed_at comparison"
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -69,15 +69,15 @@ def _print(found: Drill) -> None:
     """Print a row for each way; below, what has happened in those that have not passed, and what to do."""
     rows = []
     for its, verdict in found.verdicts:
-        left, back = ["" if each is None else f"{each:.1f} s" for each in (its.left_after_s, its.back_after_s)]
+        left = "" if its.left_after_s is None else f"{its.left_after_s:.1f} s"
         bits = ""
         if its.comparison is not None and its.comparison.reached is not None:
             bits = "the same" if its.comparison.same_bits else "others"
         if left and its.time_s:
             left += f" of {its.time_s:.0f} s"
         saved = f"step {its.saved_step}" if its.saved_step else ""
-        rows.append([its.way, verdict.result, left, saved, its.back_by or "", back, bits])
-    print_table(["way", "verdict", "left after", "saved", "came back", "after", "bits"], rows)
+        rows.append([its.way, verdict.result, left, saved, bits])
+    print_table(["way", "verdict", "left after", "saved", "bits"], rows)
     print()
     for its, verdict in found.verdicts:
         if verdict.result is not Result.PASSED or its.is_program or len(found.verdicts) == 1:

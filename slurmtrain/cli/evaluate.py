@@ -12,22 +12,18 @@ from slurmtrain.checkpoint.format.directory import step_of
 from slurmtrain.cli.checkpoints import Target
 from slurmtrain.cli.columns import print_table
 from slurmtrain.cli.json_output import evaluation_object, print_json
-from slurmtrain.cli.stop import say_which
+from slurmtrain.cli.stop import open_run
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.evaluations import prepare, submit_due, submit_evaluation
 from slurmtrain.report.status.look import state
-from slurmtrain.runs import lookup, ownership
 from slurmtrain.supervise.platforms.local import run_local
-from slurmtrain.system.paths import runs_root
 
 log = logging.getLogger(__name__)
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
-    run_dir = lookup.find(options.run, runs_root())
-    ownership.require_own(run_dir)
-    say_which(options.run, run_dir)
+    run_dir = open_run(options.run)
     if options.due:
         submit_due(run_dir)
         return 0

@@ -99,7 +99,7 @@ Hydra
   {PROGRAM} --cfg job [overrides]     the composed config, with every field
   --config-dir DIR     your own configs (DIR/cluster/mine.yaml -> cluster=mine), also with a primary config of its own
   --config-name NAME   another primary config
-  +key=value adds, ~key removes, ++key=value adds or overrides; --info defaults-tree; --hydra-help
+  +key=value adds, ~key removes, ++key=value adds or overrides
   eval "$(slurmtrain -sc install=bash)"    tab completion
 
 Examples

@@ -67,7 +67,7 @@ def run_object(run_dir: RunDir, now: RunState) -> dict[str, Any]:
         "id": run_dir.id,
         "name": run_dir.path.parent.name,
         "path": str(run_dir.path),
-        **_state_object(now),
+        **now.facts(),
         "alive": now.alive,
         "job_ids": info["job_ids"],
         "created": info.get("created"),
@@ -88,17 +88,7 @@ def point_object(point: Point, now: RunState) -> dict[str, Any]:
     attempts       number of attempts
     """
     about = {"point": point.number, "varied": point.varied, "run": point.run_id}
-    return {**about, **_state_object(now), "attempts": len(now.attempts)}
-
-
-def _state_object(now: RunState) -> dict[str, Any]:
-    return {
-        "state": now.status,
-        "sentence": now.explanation,
-        "job_id": now.job_id,
-        **fields_of(now.progress, "step steps loss valid_loss logged tokens_per_s step_time_s eta_s"),
-        **fields_of(now, "reason expected_start"),
-    }
+    return {**about, **now.facts(), "attempts": len(now.attempts)}
 
 
 def evaluation_object(evaluation: RunDir, now: RunState) -> dict[str, Any]:

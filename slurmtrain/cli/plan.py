@@ -46,17 +46,6 @@ SCALES = {  # bytes in units of 10^9, as file systems and networks count them
     "bytes": ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")),
     "seconds": ((1, "s"), (1e-3, "ms")),
 }
-WHY = {
-    "bubble": "stages of the pipeline wait longer for each other, since a rank has fewer micro batches",
-    "imbalance": "stages of the pipeline have unequal work",
-    "computation": "ranks compute more for each token",
-    "data and optimiser": "the optimiser, or waiting for data, does not get shorter with more ranks",
-    "tp": "tensor-parallel ranks exchange activations that nothing hides",
-    "cp": "context-parallel ranks exchange parts of sequences that nothing hides",
-    "pp": "activations travel through more stages",
-    "dp_shard": "gathering parameters and scattering gradients takes longer than the computation that hides it",
-    "dp_replicate": "adding up gradients takes longer than the backward pass that hides it",
-}
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -268,7 +257,7 @@ def _more_nodes(plan: Plan) -> str:
     """Say up to how many nodes more of them are worth it with this global batch, and why no more are."""
     wasted = first_not_worth_it(plan.more_nodes)
     if wasted is not None:
-        why = "" if wasted.cause is None else f", since {WHY.get(wasted.cause, wasted.cause)}"
+        why = "" if wasted.cause is None else f"; what costs most is {wasted.cause}"
         return (
             f"Using more than {plural(wasted.before.nodes, 'node')} is not worth it with train.global_batch_size="
             f"{plan.config.train.global_batch_size}: {wasted.after.nodes} reach {wasted.efficiency:.1%} of twice the speed, "

@@ -69,14 +69,14 @@ def _compare(options: argparse.Namespace) -> int:
     """
     root = runs_root()
     runs = {"a": lookup.find(options.a, root), "b": lookup.find(options.b, root)}
-    found = compare(runs["a"], runs["b"], tolerance=options.tolerance, weights=options.weights)
+    found = compare(runs["a"], runs["b"], tolerance=options.tolerance)
     if options.json:
         config = [
             {"key": key, **{side: value for side, value in zip(runs, values, strict=True) if value is not MISSING}}
             for key, *values in found.config
         ]
         sides = {side: fields_of(run, "id path") | {"code": run.info().get("code")} for side, run in runs.items()}
-        names = "files environment steps data weights divergences final first_divergence"
+        names = "files environment steps data divergences final first_divergence"
         print_json({**sides, "tolerance": options.tolerance, "config": config, **fields_of(found, names)})
         return 0
     for side, run in runs.items():
@@ -129,7 +129,7 @@ def _sentences(found: Comparison, tolerance: float) -> Iterator[str]:
     else:
         yield "the files of the code are not compared, since there are no snapshots of both"
 
-    environment, data, weights = found.environment, found.data, found.weights
+    environment, data = found.environment, found.data
     if environment.missing:
         yield f"what {' and '.join(environment.missing)} used is not known: no attempt recorded it"
     elif not environment.differences:
@@ -153,16 +153,6 @@ def _sentences(found: Comparison, tolerance: float) -> Iterator[str]:
             name for name, each in found.divergences.items() if each.step == first.step and not is_measured(name)
         )
         yield f"they diverge at step {first.step} ({_names(at)}), of {logged}"
-
-    left = f"; not compared: {weights.left}" if weights.left else ""
-    if weights.parts_at is not None:
-        tensors = f"{plural(len(weights.tensors), 'tensor')}: {_names(weights.tensors)}"
-        yield f"their weights part at the checkpoint of step {weights.parts_at} ({tensors})"
-    elif weights.steps:
-        compared = ", ".join(map(str, weights.steps))
-        yield f"their weights are equal to the last bit in the checkpoints of step {compared}{left}"
-    else:
-        yield f"their weights: no checkpoint of the same step was compared{left}"
 
 
 def _names(found: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slurmtrain.cli import columns
 from slurmtrain.cli.columns import PROGRESS, one_line, print_table, terminal_width
@@ -211,7 +211,7 @@ def _lines(facts: RunFacts) -> list[str]:
         "preflight": facts.findings,
         "left out": "; ".join(each.sentence(facts.now) for each in facts.left_out) if now.alive else "",
         "stacks": "".join(map(str, [*facts.hang_pages.values()][-1:])),
-        "sweep": facts.tried(lambda: _place_in_sweep(run_dir), ""),
+        "sweep": _place_in_sweep(run_dir, info) if lookup.is_sweep(run_dir.path.parent) else "",
         "program": str(facts.setting("job.command") or "") if len(typed) < len(info["overrides"]) else "",
     }
     sentences = [f"run {run_dir.id} ({one_line(info['name'])}): {now.status}", f"  {printable(now.explanation)}"]
@@ -237,16 +237,10 @@ def _progress(now: RunState, at: float) -> str:
     return "; ".join([*filter(None, [", ".join(known)]), ago])
 
 
-def _place_in_sweep(run_dir: RunDir) -> str:
-    """Say which point of its sweep a run is, since the overrides are those of all points; "" if it is not in a sweep."""
-    if not lookup.is_sweep(run_dir.path.parent):
-        return ""
-    sweep = Sweep(run_dir.path.parent)
-    point = next((point for point in sweep.points() if point.run_id == run_dir.id), None)
-    if point is None:
-        return ""
-    values = " ".join(f"{key}={value}" for key, value in point.varied.items())
-    return f"point {point.number} of {sweep.id}: {values or 'nothing varies'}"
+def _place_in_sweep(run_dir: RunDir, info: Mapping[str, Any]) -> str:
+    """Say which point of its sweep a run is, since the overrides are those of all points."""
+    values = " ".join(info.get("varied") or ()) or "nothing varies"
+    return f"point {run_dir.id.rpartition('-')[2].lstrip('0') or 0} of {run_dir.path.parent.name}: {values}"
 
 
 def _evaluation_row(evaluation: RunDir, now: RunState) -> list[str]:

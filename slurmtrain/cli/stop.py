@@ -21,6 +21,7 @@ from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.attempts import all_attempts, reopen
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system.durations import roughly
@@ -35,9 +36,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.verb == "cancel":
         said = stop.cancel(run_dir)
     elif arguments.verb == "requeue":
-        said = stop.requeue(run_dir)
+        said = stop.start_again(run_dir, RunAction.REQUEUE)
     else:
-        said = stop.preempt(run_dir, about_to=lambda: log.info(_what_follows(run_dir)))
+        said = stop.start_again(run_dir, RunAction.PREEMPT, about_to=lambda: log.info(_what_follows(run_dir)))
     say(run_dir, said, as_json=arguments.json)
     return 0
 

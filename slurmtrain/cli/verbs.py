@@ -108,14 +108,11 @@ CLUSTER = option("--cluster NAME", "SLURM's name of the cluster; default: the on
 MODE = option("--mode min|max", "whether lower or higher values are better (default: min for a loss)")
 EVERY = option("--every SECONDS", "seconds between updates", number(1), default=5.0)
 SANDBOX = option("--name NAME", "name, to run several at the same time", default="default")
-# Options of every verb that composes a config, and of a command line without a verb. Hydra handles those that are hidden
-# from the help, and those that print something.
+# Options of every verb that composes a config, and of a command line without a verb: they are called as in Hydra.
 HYDRA = (
-    option("--cfg, -c job|hydra|all", "print the composed config, and do nothing else"),
+    option("--cfg, -c job", "print the composed config, and do nothing else", choices=["job"]),
     option("--config-dir, -cd DIR", "also look for configs in DIR; first, if it has the primary config"),
     option("--config-name, -cn NAME", "another primary config", default="config"),
-    option("--info, -i all|config|defaults|defaults-tree|plugins|searchpath", HIDDEN),
-    option("--hydra-help", HIDDEN),
     option("--shell-completion, -sc", HIDDEN),
     option("--multirun, -m", "make a sweep of choices such as key=1,2; submit only"),
 )
@@ -207,7 +204,7 @@ VERBS: dict[str, Verb] = {
         function="stop.main",
     ),
     "preempt": Verb(
-        "Send a run the signal of a preemption, to test what happens, and say how long it took to stop.",
+        "Send a run the signal of a preemption, to test what happens.",
         (RUN, JSON),
         "clusters",
         function="stop.main",
@@ -250,12 +247,11 @@ VERBS: dict[str, Verb] = {
         topic="runs",
         actions={
             "compare": Verb(
-                "Show what differs between two runs: config, code, what they ran with, samples, metrics and weights.",
+                "Show what differs between two runs: config, code, what they ran with, samples and metrics.",
                 (
                     option("RUN_A", _RUN, dest="a"),
                     option("RUN_B", _RUN, dest="b"),
                     option("--tolerance R", "relative difference that counts as equal", number(), default=0.0),
-                    option("--weights", "also read the checkpoints of large models (over 2 GB)"),
                     JSON,
                 ),
             ),
@@ -309,7 +305,7 @@ VERBS: dict[str, Verb] = {
         },
     ),
     "checkpoints": Verb(
-        "List, verify, prune or export the checkpoints of a run; import weights. RUN may also be a directory of "
+        "List, verify, prune or export the checkpoints of a run. RUN may also be a directory of "
         "checkpoints, or one checkpoint; for import, it is the folder to create.",
         (option("RUN", f"{_RUN}; or the path of a directory of checkpoints, or of a checkpoint"), JSON),
         "checkpoints",
@@ -343,14 +339,6 @@ VERBS: dict[str, Verb] = {
                     option("--only NAME", "the object that was saved as NAME", default="model"),
                     option("--dtype float32|float16|bfloat16|float64", "convert floating-point tensors"),
                     option("--force", "replace OUT if it exists"),
-                ),
-            ),
-            "import": Verb(
-                "Convert another program's weights into a checkpoint in the folder RUN. It has step 0, for "
-                "checkpoint.restore_from with checkpoint.restore_only=model. Nothing in SOURCE is executed.",
-                (
-                    option("SOURCE", "a folder of Hugging Face; FILE.safetensors; a file of torch.save"),
-                    option("--only NAME", "the tensors whose names begin with NAME and a dot (default: the model's)"),
                 ),
             ),
         },

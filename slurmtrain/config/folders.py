@@ -67,9 +67,3 @@ def config_groups(folders: Sequence[Path] = ()) -> dict[str, list[str]]:
         for folder in sorted(path for path in folders_of_groups if path.name != "hydra"):  # Hydra's own groups
             groups.setdefault(folder.name, []).extend(sorted(file.stem for file in folder.glob("*.yaml")))
     return groups
-
-
-def search_path(folders: Sequence[Path]) -> str:
-    """Return the override that makes Hydra search these folders after the first one, quoted since a path may hold a comma."""
-    quoted = ",".join("'file://" + str(folder).replace("'", "\\'") + "'" for folder in folders)
-    return f"hydra.searchpath=[{quoted}]"

@@ -199,13 +199,6 @@ class ClusterConfig:
     reservation: str | None = None
     exclude: str | None = None  # nodes that the job must not get, as a SLURM node list
     exclusive: bool = False  # let no other job run on the job's nodes
-    # the greatest number of leaf switches that the nodes may span, on clusters with topology/tree
-    switches: Positive | None = None
-    # with switches: how long to wait for such nodes before accepting any. SLURM never waits longer than the site's
-    # max_switch_wait (SchedulerParameters, 300 s by default); null: that long
-    switches_wait_min: Positive | None = None
-    # allocate nodes in groups of this size, each within one block (topology/block, SLURM 24.05 or newer)
-    segment: Positive | None = None
     # additional sbatch options by their long name; only sbatch validates them. true: an option without a value
     sbatch: dict[Annotated[str, SBATCH_OPTION], Any] = field(default_factory=dict)
     srun_args: list[str] = field(default_factory=list)  # additional arguments of srun, appended to ours
@@ -414,7 +407,7 @@ class CheckpointConfig:
     # "refuse": fail and name them; "warn": report this once and save the copy of the lowest rank, which then writes all
     # of it
     on_replica_drift: choices.ReplicaDrift = choices.ReplicaDrift.REFUSE
-    # how much of restored files to compare with their digests: "full", "sampled" (one sixteenth) or "off" (sizes only)
+    # how restored files are compared with what was written: "full" (their digests) or "off" (sizes only)
     verify: choices.Verify = choices.Verify.FULL
     # URL of a folder in an object store; checkpoints are copied to <mirror>/<job.name>/<run id>
     mirror: str | None = None
@@ -622,7 +615,7 @@ class PrepareConfig:
     # files, glob patterns (including **), and folders, of which all files are used
     inputs: list[str] = field(default_factory=list)
     output: str | None = None  # folder of the prepared data set
-    # "auto": by suffix, with or without .gz/.zst; or "jsonl", "parquet", "text", "hf" for all inputs
+    # "auto": by suffix, with or without .gz/.zst; or "jsonl", "parquet" or "text" for all inputs
     format: choices.RawFormat = choices.RawFormat.AUTO
     text_field: str = "text"  # field of a JSON line, or column, that holds the document
     # what a record is: "text": a document; "chat": a conversation, or a question and its answer (text_field is ignored)

@@ -42,7 +42,7 @@ SBATCH_OPTIONS = {
         option: f"cluster.{option.replace('-', '_')}"
         for option in ("account", "constraint", "cpus-per-task", "exclude", "exclusive", "gpus-per-node", "nodes")
     },
-    **{option: f"cluster.{option}" for option in ("partition", "qos", "reservation", "segment", "switches")},
+    **{option: f"cluster.{option}" for option in ("partition", "qos", "reservation")},
     **dict.fromkeys(("ntasks", "ntasks-per-gpu", "ntasks-per-node", "tasks-per-node"), "cluster.tasks_per_node"),
     **dict.fromkeys(("gpus", "gpus-per-socket", "gpus-per-task"), "cluster.gpus_per_node"),
     "mem": "cluster.mem_per_node_gb",

@@ -313,9 +313,6 @@ def open_map(path: str | os.PathLike[str], *, project: str | os.PathLike[str] = 
 def _calls_of(function: object, iterables: Sequence[Iterable[Any]]) -> list[tuple[Any, ...]]:
     if not callable(function):
         raise UsageError(f"slurmtrain.map was given {_shown((function,))}, which is not callable", hint=MAP_HINT)
-    other = next((each for each in iterables if not isinstance(each, Iterable)), None)
-    if other is not None:
-        raise UsageError(f"the items are {_shown((other,))}, expected a list or another iterable", hint=MAP_HINT)
     lists = [list(each) for each in iterables]
     if len({len(each) for each in lists}) > 1:
         raise UsageError(f"the iterables have {', '.join(str(len(each)) for each in lists)} items", hint=MAP_HINT)

@@ -69,6 +69,8 @@ class Status:
         step, steps: steps done, and steps of the whole run; None if not known.
         loss, valid_loss: values logged last, in nats per token.
         tokens_per_s, step_time_s, eta_s: speed, and seconds left, while it runs.
+        logged: unix time of the last line of its metrics.
+        reason, expected_start: why its job waits, in SLURM's word, and the unix time at which SLURM expects to start it.
         job_id: its latest job; None outside of SLURM.
         attempts: its attempts, oldest first, each with the reason why it ended.
         doubt: why SLURM could not be asked; None if it could.
@@ -84,6 +86,9 @@ class Status:
     tokens_per_s: float | None
     step_time_s: float | None
     eta_s: float | None
+    logged: float | None
+    reason: str | None
+    expected_start: float | None
     job_id: str | None
     attempts: tuple[Attempt, ...]
     doubt: str | None
@@ -91,17 +96,7 @@ class Status:
     @classmethod
     def of(cls, now: RunState) -> Status:
         """Return what `report.status.look` knows of a run."""
-        logged = ("steps", "loss", "valid_loss", "tokens_per_s", "step_time_s", "eta_s")
-        return cls(
-            state=now.status,
-            sentence=now.explanation,
-            alive=now.alive,
-            step=now.step,
-            job_id=now.job_id,
-            attempts=tuple(now.attempts),
-            doubt=now.slurm_error,
-            **{name: getattr(now.progress, name) for name in logged},
-        )
+        return cls(**now.facts(), alive=now.alive, attempts=tuple(now.attempts), doubt=now.slurm_error)
 
     def __str__(self) -> str:
         of = f" of {self.steps}" if self.steps is not None else ""

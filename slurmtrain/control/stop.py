@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import lookup
-from slurmtrain.runs.attempts import read_attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import ask_to_cancel, ended_after, signal_ranks, write_request
@@ -30,7 +28,6 @@ from slurmtrain.system.process import ProcessMark
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.2  # seconds between looks at a file on a shared file system
 # Why a run in this state cannot be stopped to start again, and what to do.
 CANNOT_STOP = {
     **dict.fromkeys(WAITING, ("is not running but {0.status}", "requeue {1} starts it now")),
@@ -111,28 +108,14 @@ def _cancel_pods(run_dir: RunDir, now: RunState) -> str:
     return f"run {run_dir.id} is told to end; it saves if its grace time allows and does not come back"
 
 
-def preempt(run_dir: RunDir, about_to: Callable[[], None] = lambda: None) -> str:
-    """Let a run save and start again as a preemption does; return what was done. Raises as `cancel`.
+def start_again(run_dir: RunDir, action: RunAction, about_to: Callable[[], None] = lambda: None) -> str:
+    """Let a run save and start again, by the signal of a preemption or the early warning; return what was done.
+
+    Raises as `cancel`.
 
     Args:
         about_to: called when the run can be stopped, before it is.
     """
-    asked = time.time()
-    said, now = _stop_and_start_again(run_dir, RunAction.PREEMPT, about_to)
-    if has_no_job(run_dir, now) or not now.own_job:
-        return said
-    return "\n".join([said, *_how_long_leaving_took(run_dir, now, asked)])
-
-
-def requeue(run_dir: RunDir) -> str:
-    """Let a run save and start again; return what was done. Raises as `cancel`."""
-    return _stop_and_start_again(run_dir, RunAction.REQUEUE)[0]
-
-
-def _stop_and_start_again(
-    run_dir: RunDir, action: RunAction, about_to: Callable[[], None] = lambda: None
-) -> tuple[str, RunState]:
-    """Stop a running job with the signal of a preemption or the early warning; return what was done, and its state before."""
     _refuse_copy(run_dir)
     now = state(run_dir)
     if not now.alive:
@@ -145,7 +128,7 @@ def _stop_and_start_again(
         if now.status == RunStatus.HELD:
             client(run_dir).release(now.job_id)
         client(run_dir).update_pending(now.job_id, StartTime="now")  # SLURM holds a requeued one for 121 s otherwise
-        return f"run {run_dir.id} is asked to start now", now
+        return f"run {run_dir.id} is asked to start now"
     if now.status in CANNOT_STOP:
         raise _cannot(run_dir, now)
     ended_by = ended_after(run_dir, now.attempts[-1] if now.attempts else None)
@@ -171,8 +154,8 @@ def _stop_and_start_again(
     with contextlib.suppress(OSError):  # it has been told
         run_dir.event(Event.PREEMPT_ASKED if action == RunAction.PREEMPT else Event.REQUEUE_ASKED)
     if next_step is None:
-        return f"run {run_dir.id} is told to save and end; `resume {run_dir.id}` continues it", now
-    return f"run {run_dir.id} is told to save and leave; {next_step} (logs {run_dir.id} -f)", now
+        return f"run {run_dir.id} is told to save and end; `resume {run_dir.id}` continues it"
+    return f"run {run_dir.id} is told to save and leave; {next_step} (logs {run_dir.id} -f)"
 
 
 def _cannot(run_dir: RunDir, now: RunState, status: RunStatus | None = None) -> ClusterError:
@@ -194,32 +177,6 @@ def _next_step(run_dir: RunDir, now: RunState) -> str | None:
         return "it is submitted again and resumes by itself"
     others = " when the others of its pack have left, too" if now.packed else ""
     return f"it is requeued and resumes by itself{others}"
-
-
-def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> list[str]:
-    """Wait until all ranks have exited and the outcome is recorded, and return a sentence on how long that took.
-
-    Return nothing if SLURM does not say how long a preempted job may take.
-    """
-    from slurmtrain.slurm.facts import preemption_of
-    from slurmtrain.slurm.read_facts import read_facts
-
-    cluster = load_frozen(run_dir.config_file, with_secrets=False).cluster
-    facts = read_facts(client(run_dir).glance, whole=False)
-    its = preemption_of(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
-    if (within_s := its.to_leave_s) is None:
-        return []
-    log.info("waiting until it has stopped, for %.0f s at most", within_s)
-    deadline = time.monotonic() + within_s
-    while (attempt := read_attempt(run_dir, now.attempts[-1].number)).ended is None and time.monotonic() <= deadline:
-        time.sleep(POLL_S)
-    gives = f"{its.of} gives" if its.grace_s is not None else "SLURM's KillWait gives"
-    if attempt.ended is None:
-        late = f"it has not stopped within the {within_s:.0f} s that {gives}: a preemption would have killed it"
-        return [f"{late}, and it would go on from its last checkpoint"]
-    saved = f" after step {attempt.last_step}" if attempt.last_step is not None else ""
-    took = f"{max(0.0, attempt.ended - asked):.1f} s after it was told to stop"
-    return [f"it stopped{saved}, {took}; {gives} {within_s:.0f} s"]
 
 
 def _step_id(now: RunState) -> str:
@@ -269,14 +226,13 @@ def _signal_ranks(run_dir: RunDir, now: RunState, action: RunAction, number: int
         raise _cannot(run_dir, now, RunStatus.STARTING)
     if not last.rank_0.lives():
         where = f"in another container on {last.host}" if last.rank_0_lives else f"on {last.host}"
-        if now.job_id is None or now.own_job:
-            raise ClusterError(f"run {run_dir.id} runs {where}", hint=f"type `{action} {run_dir.id}` there")
-        # A job that does more than this run must not be ended, and it is not known which of its steps is ours.
-        raise ClusterError(
-            f"run {run_dir.id} was started by hand inside job {now.job_id}, which may also do other things, {where}",
-            hint=f"Ctrl-C (twice for srun) where it was started, or `squeue --steps --jobs={now.job_id}` and "
-            f"`scancel --signal=TERM {now.job_id}.STEP`",
-        )
+        what, hint = "runs", f"type `{action} {run_dir.id}` there"
+        if now.job_id is not None and not now.own_job:  # which may do more than this run, whose step is not known
+            what = f"was started by hand inside job {now.job_id},"
+            hint = (
+                f"Ctrl-C there, or `squeue --steps --jobs={now.job_id}` and `scancel --signal=TERM {now.job_id}.STEP`"
+            )
+        raise ClusterError(f"run {run_dir.id} {what} {where}", hint=hint)
     with _asking(run_dir, action):
         try:
             signal_ranks(run_dir, last, number)

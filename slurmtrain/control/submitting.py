@@ -60,11 +60,8 @@ def submit_run(
 
         with preparing(config, overrides, cwd, source) as run_dir:
             return run_dir, kubernetes.submit(run_dir)
-    client, facts = ask_cluster(config)
-    for warning in compare_with_cluster(facts, config):
-        log.warning(warning)
+    client = client_of(config)
     with preparing(config, overrides, cwd, source) as run_dir:
-        ask_slurm(run_dir.script, client, lambda said: hint_of_facts(said, facts, config.cluster))
         try:
             first, *links = submit(run_dir, client)
         except KeyboardInterrupt:
@@ -74,12 +71,12 @@ def submit_run(
 
 
 class PointLook:
-    """The look at the cluster for the points of a sweep, one by one.
+    """The look at the cluster for a run, or for the points of a sweep, one by one.
 
     A search takes days, and a cluster changes: before a point is refused, SLURM is asked once more.
 
     Args:
-        config: of all points, without what is searched.
+        config: of the run, or of all points, without what is searched.
 
     Raises:
         ClusterError: SLURM is not there.
@@ -96,11 +93,12 @@ class PointLook:
             ConfigError: SLURM would never start its job.
             RefusedError: SLURM would refuse it.
         """
+        cluster = with_choices_of_the_shell(config.cluster, os.environ)
         try:
-            warnings = compare_with_cluster(self._facts, config)
+            warnings = raise_fatal(check_request(self._facts, cluster))
         except ConfigError:
             self._facts = read_facts(self.client.glance, whole=False)
-            warnings = compare_with_cluster(self._facts, config)
+            warnings = raise_fatal(check_request(self._facts, cluster))
         for warning in warnings:
             if warning not in self._told:
                 log.warning(warning)
@@ -108,11 +106,9 @@ class PointLook:
         request, cwd = repr(config.cluster), current_folder()
         if request not in self._accepted:
             with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as script:
-                script.write(
-                    dry_run(config, cwd, CodeSource(None, str(cwd)))
-                )  # where the code lies is not SLURM's concern
+                script.write(dry_run(config, cwd, CodeSource(None, str(cwd))))  # where the code lies is not its concern
                 script.flush()
-                ask_slurm(Path(script.name), self.client)
+                ask_slurm(Path(script.name), self.client, lambda said: hint_of_facts(said, self._facts, config.cluster))
             self._accepted.add(request)
 
 
@@ -154,12 +150,3 @@ def ask_cluster(config: Config) -> tuple[SlurmClient, ClusterFacts]:
     client = SlurmClient(slurm_conf_of(config))
     check_slurm_is_here(client.slurm_conf)
     return client, read_facts(client.glance, whole=False)
-
-
-def compare_with_cluster(facts: ClusterFacts, config: Config) -> list[str]:
-    """Compare what a config asks for with what SLURM says of the cluster; return warnings.
-
-    Raises:
-        ConfigError: SLURM would refuse the job, or never start it.
-    """
-    return raise_fatal(check_request(facts, with_choices_of_the_shell(config.cluster, os.environ)))

@@ -13,9 +13,8 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +37,7 @@ from slurmtrain.launch.snapshot import take_snapshot
 from slurmtrain.launch.submit import facts_of_config, job_paths
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.planner.schedule import learning_rate
+from slurmtrain.report.compare import MISSING, config_differences
 from slurmtrain.runs import lookup
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -72,7 +72,7 @@ def change(
         overrides: fields of the config, `key=value` in Hydra's grammar; train.steps=+N are N more.
         cwd: the folder of the command, to which paths in them are relative.
         code: take a new snapshot, from the folder where the run was submitted.
-        client: asked whether SLURM accepts the script, if it asks for other resources; None: SLURM is not asked.
+        client: asked whether SLURM accepts the script; None: SLURM is not asked.
 
     Returns:
         Sentences that say what is different now.
@@ -102,7 +102,9 @@ def change(
             _take_along(run_dir, staged / run_dir.code.name)
         script = render_script(config, job_paths([run_dir.path], {**info, **new}))
         if client is not None:
-            check_accepted(run_dir, script, client)
+            proposed = staged / f"proposed-{run_dir.script.name}"
+            files.write_text(proposed, without_past(script))
+            submit_once.check(proposed, client)
         files.write_text(staged / run_dir.config_file.name, freeze(config))
         files.write_text(staged / run_dir.script.name, script)
         new |= {"overrides": [*info["overrides"], *words], "changes": [*changes, facts], "packed": False}
@@ -154,23 +156,6 @@ def plan(run_dir: RunDir, before: Config, overrides: Sequence[str], cwd: Path) -
     for warning in check_named_paths(config, cwd, begun=step is not None):
         log.warning(warning)
     return config, words
-
-
-def check_accepted(run_dir: RunDir, script: str, client: SlurmClient) -> None:
-    """Ask SLURM whether it would accept a script that asks for other resources than the run's present one.
-
-    Raises:
-        RefusedError: it would not.
-    """
-    asks = [
-        [line for line in text.splitlines() if line.startswith("#SBATCH ")]
-        for text in (script, run_dir.script.read_text() if run_dir.script.is_file() else "")
-    ]
-    if asks[0] != asks[1]:
-        with tempfile.TemporaryDirectory(prefix="slurmtrain-change-") as folder:
-            proposed = Path(folder) / run_dir.script.name
-            proposed.write_text(without_past(script))
-            submit_once.check(proposed, client)
 
 
 def _take_along(run_dir: RunDir, fresh: Path) -> None:
@@ -336,16 +321,13 @@ ABSENT = "(not there)"
 
 
 def differences(before: Config, after: Config) -> dict[str, Values]:
-    """Return the fields with other values, by dotted key.
+    """Return the fields with other values, by dotted key; a field that only one config has is ABSENT in the other."""
+    found = config_differences(to_values(before), to_values(after))
+    return {key: (_or_absent(old), _or_absent(new)) for key, old, new in found}
 
-    A list is one value. A field that only one config has is ABSENT in the other.
-    """
-    old, new = dict(_leaves(to_values(before))), dict(_leaves(to_values(after)))
-    return {
-        key: (old.get(key, ABSENT), new.get(key, ABSENT))
-        for key in {**old, **new}
-        if key not in old or key not in new or old[key] != new[key]
-    }
+
+def _or_absent(value: Any) -> Any:
+    return ABSENT if value is MISSING else value
 
 
 def check_meaning(before: Config, after: Config, step: int | None) -> None:
@@ -419,11 +401,3 @@ def describe(before: Config, after: Config, step: int | None) -> list[str]:
 def told(values: Values) -> str:
     """Return a change as a person reads it: "200 -> 300"."""
     return " -> ".join("null" if value is None else str(value) for value in values)
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -7,7 +7,6 @@ import difflib
 import functools
 import json
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -238,8 +237,6 @@ def _texts(values: Mapping[str, Any]) -> Iterator[Path]:
 
 # What can be wrong with the program of job.command.
 
-NAMES_A_PATH = re.compile("path|dir|file|folder|root")  # in the name of a field
-
 
 def check_program(config: Config, cwd: Path) -> None:
     """Check that the interpreter and the script or module of job.command exist, and that it can be executed.
@@ -297,52 +294,30 @@ def check_in_snapshot(config: Config, workdir: Path, source: CodeSource, cwd: Pa
     Raises:
         ConfigError: it is not, because git ignores it.
     """
-    if source.root is None:  # it runs in `cwd` itself
+    if source.root is None or config.job.kind != JobKind.COMMAND:  # without a root, it runs in `cwd` itself
         return []
-    top = os.path.realpath(source.root)
+    top, command = os.path.realpath(source.root), config.job.command or ""
 
     def why_missing(path: str) -> str:
         if not Path(os.path.realpath(cwd / path)).is_relative_to(top):
             return f"it lies outside of {source.root}"
         return "git ignores it" if source.git else "hidden files are not copied"
 
-    if config.job.kind == JobKind.COMMAND:
-        command = config.job.command or ""
-        script, module = script_and_module(command)
-        refused = None
-        if script is not None and not os.path.isabs(script) and not (workdir / script).exists():
-            refused, why = script, why_missing(script)
-        elif module is not None and _can_run(cwd, module) and not _can_run(workdir, module):
-            refused, why = f"the module {module}", why_missing(module.replace(".", "/"))
-        if refused is not None:
-            ways = ["take it out of .gitignore", "copy the whole folder with job.snapshot=cwd"] if source.git else []
-            raise ConfigError(
-                f"job.command: {refused} is not in the snapshot that the job would run, because {why}",
-                hint=", ".join([*ways, "or run in place: job.snapshot=none"]).removeprefix("or "),
-            )
-        named = list(dict.fromkeys(paths_in(command)))
-    else:  # own classes may get paths of which nothing else is known
-        named = list(_paths_of({"data": config.data, "model": config.model, "eval.sets": config.eval.sets}))
+    script, module = script_and_module(command)
+    refused = None
+    if script is not None and not os.path.isabs(script) and not (workdir / script).exists():
+        refused, why = script, why_missing(script)
+    elif module is not None and _can_run(cwd, module) and not _can_run(workdir, module):
+        refused, why = f"the module {module}", why_missing(module.replace(".", "/"))
+    if refused is not None:
+        ways = ["take it out of .gitignore", "copy the whole folder with job.snapshot=cwd"] if source.git else []
+        raise ConfigError(
+            f"job.command: {refused} is not in the snapshot that the job would run, because {why}",
+            hint=", ".join([*ways, "or run in place: job.snapshot=none"]).removeprefix("or "),
+        )
     return [
         f"{path} is not in the snapshot that the job runs, because {why_missing(path)}, so `{word}` does not name it there; "
         f"name it by its absolute path: {absolute(path, cwd)}"
-        for word, path in named
-        if not os.path.isabs(path) and _exists(cwd / path) and not _exists(workdir / path)
+        for word, path in dict.fromkeys(paths_in(command))
+        if not os.path.isabs(path) and os.path.exists(cwd / path) and not os.path.exists(workdir / path)
     ]
-
-
-def _paths_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield "name=value" and value of all texts in config groups that may be paths."""
-    for key, value in values.items():
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, Mapping):
-                yield from _paths_of(each, f"{prefix}{key}.")
-            elif isinstance(each, str) and key != "_target_" and (os.sep in each or NAMES_A_PATH.search(key)):
-                yield f"{prefix}{key}={each}", each
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # words that are no paths: too long, or with a null byte
-        return False

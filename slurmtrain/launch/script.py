@@ -66,7 +66,7 @@ def explained(config: Config, cwd: Path) -> list[Line]:
         *_with_reasons(dry_run(config, cwd, source, explain=True)),
         Line("", ""),
         Line("# `supervise` starts the ranks with:", ""),
-        *(each.line for each in srun),
+        *(Line(shlex.join(words), why) for words, why in srun),
     ]
 
 
@@ -226,18 +226,10 @@ def explained_directives(config: Config, paths: JobPaths) -> list[Line]:
     logs = paths.run_dirs[0].parent if len(paths.run_dirs) > 1 else paths.run_dirs[0]
     waits = cluster.sbatch.get("dependency")
     conditions = [*(waits if isinstance(waits, list) else [waits]), "singleton" if config.job.singleton else None]
-    preempted = "without it, SLURM cancels a job that is preempted before its first line runs"
-    may_requeue = f": {preempted}, and ends the job if a node fails"
-    must_not_requeue = (
-        ": SLURM does not start the job again"
-        if mode == RequeueMode.OFF
-        else ": another job continues the run, so SLURM must not start this one again"
-    )
     memory, memory_of_cpu, memory_of_gpu = (
         None if amount is None else f"{amount}G" if amount else "0"  # without a unit: all the memory of each node
         for amount in (cluster.mem_per_node_gb, cluster.mem_per_cpu_gb, cluster.mem_per_gpu_gb)
     )
-    wait = "" if cluster.switches_wait_min is None else f"@{cluster.switches_wait_min}"
     options: list[tuple[str, object, str]] = [
         ("job-name", config.job.name, "job.name: the name of the job in squeue"),
         ("partition", cluster.partition, "cluster.partition"),
@@ -287,18 +279,6 @@ def explained_directives(config: Config, paths: JobPaths) -> list[Line]:
         ("exclude", cluster.exclude, "cluster.exclude"),
         ("exclusive", cluster.exclusive, "cluster.exclusive: no other job runs on these nodes"),
         (
-            "switches",
-            f"{cluster.switches}{wait}" if cluster.switches is not None else None,
-            "cluster.switches"
-            + ", and cluster.switches_wait_min: after this wait, SLURM takes any nodes"
-            * bool(cluster.switches_wait_min),
-        ),
-        (
-            "segment",
-            cluster.segment,
-            "cluster.segment: SLURM allocates nodes in groups of this size, each within one block",
-        ),
-        (
             "array",
             f"0-{paths.tasks - 1}{limit}" if paths.tasks > 1 else None,
             f"{paths.tasks} tasks, each with {runs} of the sweep{at_once}",
@@ -313,8 +293,12 @@ def explained_directives(config: Config, paths: JobPaths) -> list[Line]:
             ((spare > 0 or elastic) and config.requeue.starts_in_place and paths.pack == 1) or None,
             "if a node fails, the job keeps its other nodes, which are enough to continue (requeue.in_place)",
         ),
-        ("requeue", mode == RequeueMode.REQUEUE, f"requeue.mode={mode}{may_requeue}"),
-        ("no-requeue", mode != RequeueMode.REQUEUE, f"requeue.mode={mode}{must_not_requeue}"),
+        (
+            "requeue",
+            mode == RequeueMode.REQUEUE,
+            f"requeue.mode={mode}: SLURM starts the job again after a preemption",
+        ),
+        ("no-requeue", mode != RequeueMode.REQUEUE, f"requeue.mode={mode}: SLURM must not start this job again"),
         ("open-mode", "append", "otherwise a restarted job would overwrite the log of its earlier attempts"),
         ("chdir", paths.submit_dir, "the folder where you ran submit; paths in set-up lines are relative to it"),
         (

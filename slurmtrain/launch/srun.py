@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from slurmtrain.choices import ContainerKind
 from slurmtrain.config.schema import ClusterConfig, Config
-from slurmtrain.launch.script import Line
 from slurmtrain.runs.attempt_dir import rank_log_name
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.slurm.versions import PERCENT_SIGNS_READ_TWICE, Version
@@ -26,17 +23,7 @@ STAGED = (
 )
 CONTAINER_ENV = "--container-env="  # option of pyxis: names of variables that the host sets, not the image
 _OWN_ARGS = "cluster.container.args: your arguments, unchanged"
-
-
-class Words(NamedTuple):
-    """Words of a command line, and why they are there."""
-
-    words: Sequence[str]
-    why: str
-
-    @property
-    def line(self) -> Line:
-        return Line(shlex.join(self.words), self.why)
+Words = tuple[Sequence[str], str]  # words of the command line, and why they are there
 
 
 def explained_srun(
@@ -59,53 +46,46 @@ def explained_srun(
     """
     cluster = config.cluster
     container = cluster.container
-    words = [
-        Words(
-            ["srun"],
-            "starts one process per task: a rank",
-        ),
-        Words(
+    words: list[Words] = [
+        (["srun"], "starts one process per task: a rank"),
+        (
             [f"--cpus-per-task={cluster.cpus_per_task}"],
             "cluster.cpus_per_task, repeated because srun ignores that of sbatch (before 23.11), or finds it in two variables",
         ),
-        Words(["--kill-on-bad-exit=1"], "if a rank fails, srun ends the others, which would wait for it"),
-        Words(
+        (["--kill-on-bad-exit=1"], "if a rank fails, srun ends the others, which would wait for it"),
+        (
             [f"--wait={cluster.srun_wait_s}"],
             "cluster.srun_wait_s: srun kills ranks that are still alive this many seconds after the first one exited",
         ),
     ]
     if cluster.gpus_per_node and cluster.tasks_per_node > 1 and "distribution" not in cluster.sbatch:
         words.append(
-            Words(
+            (
                 ["--distribution=block:block"],
                 "ranks fill one socket of a node after the other, as GPUs are numbered; by SLURM's default they alternate "
                 "between sockets, which puts half of them far from their GPUs",
             )
         )
     if packed:
-        words.append(Words(["--overlap"], "runs beside other steps of this job, on the same CPUs and GPUs"))
+        words.append((["--overlap"], "runs beside other steps of this job, on the same CPUs and GPUs"))
     if not packed and not any(word.startswith("--mem") for word in cluster.srun_args):
         # Counted memory is given back late: after a crash, SLURM 22.05 refuses the next step ("Memory required by task is not
         # available"). What `--mem=0` takes is not counted (slurmctld's step_mgr.c, `_pick_step_nodes`).
-        words.append(
-            Words(["--mem=0"], "all memory of the job, and none that must be given back before the next start")
-        )
+        words.append((["--mem=0"], "all memory of the job, and none that must be given back before the next start"))
     if nodes:
-        words.append(Words(nodes, "the nodes on which the ranks run; the others are spare, or cannot divide the batch"))
-    words.append(
-        Words(["--unbuffered"], "writes output at once, so that the last lines of a rank that dies are in its log")
-    )
+        words.append((nodes, "the nodes on which the ranks run; the others are spare, or cannot divide the batch"))
+    words.append((["--unbuffered"], "writes output at once, so that the last lines of a rank that dies are in its log"))
     log = f"{_no_pattern(attempt_dir, version)}/{rank_log_name('%t')}"
-    words.append(Words([f"--output={log}"], "one log per rank, in the attempt's folder"))
+    words.append(([f"--output={log}"], "one log per rank, in the attempt's folder"))
     if container.kind == ContainerKind.PYXIS:
         words += _pyxis_options(config, cluster, run_dir, workdir)
-    words += [Words([word], "cluster.srun_args: your arguments, unchanged") for word in cluster.srun_args]
+    words += [([word], "cluster.srun_args: your arguments, unchanged") for word in cluster.srun_args]
     if container.kind == ContainerKind.APPTAINER:
         words += _apptainer_words(cluster, run_dir, workdir)
     shielded = ["bash", "-c", STAGED if cluster.stage.wanted else SHIELDED]
     rank = [rank_python(cluster), "-u", "-m", "slurmtrain", "train", str(run_dir)]
     why = "the program of a rank (cluster.python, venv or conda_env); it ignores signals until Python can handle them"
-    return [*words, Words([*shielded, *rank], why)]
+    return [*words, ([*shielded, *rank], why)]
 
 
 def _no_pattern(folder: Path, version: Version | None) -> str:
@@ -122,29 +102,29 @@ def _mounts(cluster: ClusterConfig, run_dir: Path, workdir: Path) -> list[str]:
 def _pyxis_options(config: Config, cluster: ClusterConfig, run_dir: Path, workdir: Path) -> Iterator[Words]:
     container = cluster.container
     mounts = ",".join(_mounts(cluster, run_dir, workdir))
-    yield Words([f"--container-image={container.image}"], "cluster.container.image, run by pyxis")
-    yield Words([f"--container-mounts={mounts}"], "the run directory, and cluster.container.mounts")
-    yield Words([f"--container-workdir={workdir}"], "otherwise the image would set the working directory")
+    yield ([f"--container-image={container.image}"], "cluster.container.image, run by pyxis")
+    yield ([f"--container-mounts={mounts}"], "the run directory, and cluster.container.mounts")
+    yield ([f"--container-workdir={workdir}"], "otherwise the image would set the working directory")
     own = [word for word in container.args if word.startswith(CONTAINER_ENV)]
     names = [*OF_RANKS, *config.cluster.env, *config.secrets]
     names += [name for word in own for name in word.removeprefix(CONTAINER_ENV).split(",")]
     # Without it, the image's variables win: its PYTHONPATH, say, and the ranks would not run the snapshot.
     named = CONTAINER_ENV + ",".join(dict.fromkeys(filter(None, names)))
-    yield Words([named], "variables of this job that override those of the image")
+    yield ([named], "variables of this job that override those of the image")
     for word in container.args:
         if word not in own:
-            yield Words([word], _OWN_ARGS)
+            yield ([word], _OWN_ARGS)
 
 
 def _apptainer_words(cluster: ClusterConfig, run_dir: Path, workdir: Path) -> Iterator[Words]:
     container = cluster.container
-    yield Words(["apptainer", "exec"], "cluster.container.kind=apptainer")
+    yield (["apptainer", "exec"], "cluster.container.kind=apptainer")
     for mount in _mounts(cluster, run_dir, workdir):
-        yield Words(["--bind", mount], "the run directory, and cluster.container.mounts")
-    yield Words(["--pwd", str(workdir)], "otherwise the image would set the working directory")
+        yield (["--bind", mount], "the run directory, and cluster.container.mounts")
+    yield (["--pwd", str(workdir)], "otherwise the image would set the working directory")
     for word in container.args:
-        yield Words([word], _OWN_ARGS)
-    yield Words([str(container.image)], "cluster.container.image")
+        yield ([word], _OWN_ARGS)
+    yield ([str(container.image)], "cluster.container.image")
 
 
 def srun_node_options(cluster: ClusterConfig, count: int, names: Sequence[str] = ()) -> list[str]:

@@ -95,8 +95,9 @@ def _fill(parameter: nn.Parameter, start: Normal, key: int, pool: ThreadPoolExec
         drawn = stream.standard_normal(area.size, dtype=np.float32)
         drawn *= std
         drawn += mean
-        here, there = _overlap(box, area)
-        values[here] = drawn[there]
+        common = box.intersection(area)
+        assert common is not None  # or it would not be touched
+        values[common.within(box)] = drawn[common.within(area)]
 
     list(pool.map(draw, _tiles(box, parameter.shape)))  # as a list, for the sake of exceptions
     if not in_place:
@@ -121,13 +122,3 @@ def _tiles(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Box]]:
             number = number * -(-whole // extent) + at
         start = tuple(at * extent for at, extent in zip(place, extents, strict=False))
         yield number, Box(start, tuple(map(min, extents, map(operator.sub, shape, start))))
-
-
-def _overlap(box: Box, tile: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Return what two boxes have in common, as an index into `box` and as an index into `tile`."""
-    here, there = [], []
-    for begin, size, first, extent in zip(box.start, box.size, tile.start, tile.size, strict=True):
-        low, high = max(begin, first), min(begin + size, first + extent)
-        here.append(slice(low - begin, high - begin))
-        there.append(slice(low - first, high - first))
-    return tuple(here), tuple(there)

@@ -1,4 +1,4 @@
-"""Differences between two runs: config, code, data, and the first steps at which their logs and their weights differ.
+"""Differences between two runs: config, code, data, and the first step at which their logs differ.
 
 Everything is a pure function of the runs' files.
 """
@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.errors import ConfigError, UnavailableRecordError, UnreadableRecordError
 from slurmtrain.observe.metrics import is_measured
 from slurmtrain.report.collect import metrics_of
@@ -23,7 +21,6 @@ from slurmtrain.runs.software import read_environment
 from slurmtrain.system.process_facts import FactDifference, ProcessFacts, fact_differences
 from slurmtrain.system.records import is_scalar
 
-READ_AT_MOST = 2e9  # bytes of a model, without being asked to
 MISSING = object()  # a key that one of the two does not have, which is not null
 
 
@@ -46,7 +43,6 @@ class Comparison:
         environment: what the newest attempt of each ran with, as far as it differs.
         steps: steps that both have logged.
         data: comparison of the samples that they have seen.
-        weights: comparison of the checkpoints that both have.
         divergences: by metric, the first difference; a metric that never differs is not in it.
         final: by metric, the last value of each; None if it was never logged.
     """
@@ -56,7 +52,6 @@ class Comparison:
     environment: Environments
     steps: list[int]
     data: Data
-    weights: Weights
     divergences: dict[str, Divergence]
     final: dict[str, tuple[float | None, float | None]]
 
@@ -93,29 +88,11 @@ class Data:
     parts_at: int | None
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The comparison of the checkpoints of two runs.
-
-    Attributes:
-        steps: steps of the checkpoints that were compared, up to the first that differs.
-        parts_at: step of the first checkpoint whose model differs; None when none does.
-        tensors: names of the tensors that differ there.
-        left: why there are checkpoints of the same step that were not compared; None when there are none.
-    """
-
-    steps: list[int]
-    parts_at: int | None = None
-    tensors: list[str] = field(default_factory=list)
-    left: str | None = None
-
-
-def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0, weights: bool = False) -> Comparison:
+def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0) -> Comparison:
     """Compare two runs.
 
     Args:
         tolerance: relative difference up to which values are equal; 0: every bit counts.
-        weights: read the models of checkpoints however large they are.
 
     Raises:
         ConfigError: one of the configs cannot be read.
@@ -128,7 +105,6 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0, weights: bool = Fal
         compare_environments(a, b),
         sorted(logs[0].keys() & logs[1].keys()),
         compare_data(a, b),
-        _compare_weights(a, b, READ_AT_MOST if not weights else math.inf),
         divergences(*logs, tolerance=tolerance),
         _final(*logs),
     )
@@ -165,27 +141,6 @@ def compare_data(a: RunDir, b: RunDir) -> Data:
     ]
     steps = sorted(hashes[0].keys() & hashes[1].keys())
     return Data(steps, next((step for step in steps if hashes[0][step] != hashes[1][step]), None))
-
-
-def _compare_weights(a: RunDir, b: RunDir, at_most: float) -> Weights:
-    saved = [{step_of(path): path for path in committed(run.checkpoints)} for run in (a, b)]
-    compared: list[int] = []
-    common = sorted(saved[0].keys() & saved[1].keys())
-    if common:  # only then is numpy needed
-        from slurmtrain.checkpoint.difference import differing_tensors, size_of
-    for step in common:
-        pair = saved[0][step], saved[1][step]
-        try:
-            size = max(size_of(path) for path in pair)
-            if size > at_most:
-                return Weights(compared, left=f"the models have {size / 1e9:.1f} GB; --weights reads them")
-            tensors = differing_tensors(*pair)
-        except CheckpointError as error:
-            return Weights(compared, left=error.message)
-        compared.append(step)
-        if tensors:
-            return Weights(compared, step, tensors)
-    return Weights(compared)
 
 
 def config_differences(a: Any, b: Any, where: str = "") -> list[tuple[str, Any, Any]]:

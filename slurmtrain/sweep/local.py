@@ -58,7 +58,6 @@ class LocalRuns:
         self._waiting: list[RunDir] = []
         self._running: dict[RunDir, subprocess.Popen[bytes]] = {}
         self._signals: list[int] = []  # that this process has got and not passed on yet
-        self._names: dict[str, str] = {}
 
     def __enter__(self) -> LocalRuns:
         self._handlers = {
@@ -101,7 +100,7 @@ class LocalRuns:
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._at_once:
             run_dir = self._waiting.pop(0)
-            log.info("%s: run %s begins", self._name(run_dir), run_dir.id)
+            log.info("%s begins", _name(run_dir))
             self._running[run_dir] = subprocess.Popen(
                 [sys.executable, "-m", "slurmtrain", "resume", str(run_dir.path)],
                 stdin=subprocess.DEVNULL,
@@ -127,12 +126,9 @@ class LocalRuns:
         if left is not None:
             del self._running[left]
             if left.info_file.exists():
-                log.info("%s: %s", self._name(left), states([left])[left.id].explanation)
+                log.info("%s: %s", _name(left), states([left])[left.id].explanation)
         return left
 
-    def _name(self, run_dir: RunDir) -> str:
-        if run_dir.id not in self._names:
-            for point in reversed(self._sweep.points()):  # the name is that of the first one with the same config
-                values = " ".join(f"{key}={value}" for key, value in point.varied.items())
-                self._names[point.run_id] = f"point {point.number} ({values})"
-        return self._names[run_dir.id]
+
+def _name(run_dir: RunDir) -> str:
+    return f"run {run_dir.id} ({' '.join(run_dir.info().get('varied', ()))})"

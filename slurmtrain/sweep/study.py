@@ -219,7 +219,7 @@ def _explaining() -> Iterator[None]:
         told = error.__cause__ or error  # Hydra's own error only says where the sampler was made
         raise UsageError(
             f"the sampler of this search gave up: {type(told).__name__}: {told}",
-            hint="python -m slurmtrain hydra/sweeper=optuna --cfg hydra shows its settings, hydra.sweeper.sampler",
+            hint="its settings are those of hydra.sweeper.sampler: `help sweeps`",
         ) from None
 
 

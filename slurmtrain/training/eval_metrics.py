@@ -21,8 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slurmtrain.data import IGNORED_TARGET
-from slurmtrain.data.loading.batches import Batch
+from slurmtrain.data.loading.batches import IGNORED_TARGET, Batch
 from slurmtrain.errors import ConfigError
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.parallel.vocabulary import vocabulary_argmax, whole_vocabulary

@@ -20,9 +20,9 @@ from slurmtrain.data.loading.samples import fetch
 from slurmtrain.data.sources.protocol import DatasetSpec, MapDataset, inspect_dataset
 from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.parallel.parallelize import DistributedModel
+from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.eval_metrics import MetricSums
 from slurmtrain.training.forward_backward import ForwardBackward
-from slurmtrain.training.stopping import StopCheck
 
 
 class Evaluator:
@@ -48,7 +48,7 @@ class Evaluator:
         measures: MetricSums,
         *,
         control_group: dist.ProcessGroup | None,
-        stop_check: StopCheck,
+        stop_check: StopAgreement,
     ):
         self._distributed_model, self._forward_backward = distributed_model, forward_backward
         self.sets = {name: inspect_dataset(dataset, f"the evaluation set {name!r}") for name, dataset in sets.items()}

@@ -11,20 +11,25 @@ from torch.optim import Optimizer
 
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.save.job import SaveResult
+from slurmtrain.checkpoint.tensors import not_finite
 from slurmtrain.data.loading import sample_digest
 from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.observe import Throughput
 from slurmtrain.observe.phases import PhaseClock
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
+from slurmtrain.training.agreement import AgreedDecision
 from slurmtrain.training.health import Health
-from slurmtrain.training.nonfinite import all_finite
 from slurmtrain.training.ranks import TrainingRanks
 from slurmtrain.training.step_numbers import NumbersReader, StepNumbers
-from slurmtrain.training.stopping import StepDecision
 
 if TYPE_CHECKING:
     from slurmtrain.training.hooks.base import TrainingHooks
+
+
+def all_finite(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether every element of this rank's part of the parameters is a finite number."""
+    return not not_finite({str(number): parameter for number, parameter in enumerate(parameters)})
 
 
 @dataclass
@@ -76,7 +81,7 @@ class StepResult(NamedTuple):
     grad_norm: Tensor
     tokens: int
     learning_rate: float
-    decision: StepDecision
+    decision: AgreedDecision
     gradient_norms: Sequence[Tensor | None] = ()
 
 

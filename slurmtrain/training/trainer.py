@@ -1,6 +1,6 @@
 """The training loop: steps until done or told to stop.
 
-It knows nothing of SLURM. A `StopCheck` decides whether to stop, and everything besides the steps, such as
+It knows nothing of SLURM. A `StopAgreement` decides whether to stop, and everything besides the steps, such as
 checkpoints, evaluation and reports, is a hook (`training/hooks/`).
 """
 
@@ -27,15 +27,14 @@ from slurmtrain.parallel.ddp import clip_whole_gradients, warm_up_ddp_buckets, w
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.planner.schedule import learning_rate
+from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import ForwardBackward
 from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
-from slurmtrain.training.nonfinite import all_finite
 from slurmtrain.training.optim import build_optimizer, set_learning_rate
 from slurmtrain.training.ranks import TrainingRanks
 from slurmtrain.training.rollback import roll_back
-from slurmtrain.training.state import Counters, StepResult, TrainingState
+from slurmtrain.training.state import Counters, StepResult, TrainingState, all_finite
 from slurmtrain.training.step_numbers import NumbersReader
-from slurmtrain.training.stopping import StopCheck
 from slurmtrain.training.undo import RunningBuffers
 
 log = logging.getLogger(__name__)
@@ -102,7 +101,7 @@ class Trainer:
         forward_backward: ForwardBackward,
         *,
         ranks: TrainingRanks,
-        stop_check: StopCheck,
+        stop_check: StopAgreement,
         hooks: Sequence[TrainingHook] = (),
         data_hash: str = "",
         phases: PhaseClock | None = None,
@@ -212,7 +211,6 @@ class Trainer:
         why = hooks.wants_rollback(state)
         self._stop_check.begin(
             save=hooks.wants_save(state),
-            give_up=hooks.gives_up(state),
             roll_back=why is not None,
             profile=hooks.wants_profile(state),
         )

@@ -1,1 +1,1 @@
-"""Weights out of checkpoints and into them: safetensors, folders of Hugging Face, adapters."""
+"""Weights out of checkpoints, and into models: safetensors, folders of Hugging Face, adapters."""

@@ -352,15 +352,12 @@ def write_safetensors(
     files: Mapping[Path, Sequence[Entry]],
     about: Mapping[str, str],
     tensors: Iterable[tuple[Entry, Tensor]],
-    *,
-    mode: int = 0o666,
 ) -> None:
     """Write tensors, which come in any order, to their places in new .safetensors files, and wait until they are on the disk.
 
     Args:
         files: what each file holds.
         about: entries of the header of each.
-        mode: that of the files, before the umask.
 
     Raises:
         CheckpointError: they do not fit there, or the format has no place for one of them.
@@ -374,7 +371,7 @@ def write_safetensors(
     try:
         for path, entries in files.items():
             header, begins = _layout(entries, about)
-            descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode))
+            descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
             blocks.write_all(descriptors[-1], memoryview(header), 0)
             places.update({name: (descriptors[-1], begin) for name, begin in begins.items()})
         for entry, tensor in tensors:

@@ -25,7 +25,7 @@ from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.sources.config_check import PREPARED
 from slurmtrain.errors import ConfigError, DataError
 from slurmtrain.models.huggingface import HuggingFace, stored_names
-from slurmtrain.weights import byte_tokenizer, hf_names
+from slurmtrain.weights import hf_names
 from slurmtrain.weights.export import (
     SHARD_BYTES,
     Entry,
@@ -276,7 +276,7 @@ def companions(
         return {**files, **template}, {}, ()
     special = {"bos_token_id": facts.bos, "eos_token_id": facts.eos}
     if facts.kind == "bytes":
-        return {**byte_tokenizer.files(facts.bos, facts.eos), **template}, special, ()
+        return template, special, ("no tokenizer is written: each token is a byte of UTF-8",)
     content = (folder / TOKENIZER).read_bytes()
     return {TOKENIZER: content, TOKENIZER_CONFIG: _tokenizer_config(content, facts), **beside}, special, ()
 

@@ -20,9 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slurmtrain.data import BatchLoader, Mixture, PreparedText
 from slurmtrain.data.format.manifest import KINDS, Manifest, Shard, Split, TokenizerFacts, shard_file
 from slurmtrain.data.format.reading import _opened
+from slurmtrain.data.loading.loader import BatchLoader
+from slurmtrain.data.sources.mixture import Mixture
+from slurmtrain.data.sources.prepared import PreparedText
 from tests.bench.side_by_side import Row, in_turn, options, show
 from tests.support.prepared import write_shard
 

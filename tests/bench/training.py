@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from slurmtrain.data import StdlibText
+from slurmtrain.data.sources.text import StdlibText
 from slurmtrain.models import Decoder
 from slurmtrain.training.hooks import TrainingHook
 from slurmtrain.training.state import TrainingState

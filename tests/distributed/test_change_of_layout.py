@@ -9,7 +9,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from slurmtrain.checkpoint.format.directory import checkpoint_name
-from slurmtrain.checkpoint.restore.reader import load
 from slurmtrain.checkpoint.state import flatten
 from slurmtrain.errors import ConfigError
 from slurmtrain.runs.run_dir import RunDir
@@ -20,7 +19,7 @@ from tests.distributed.test_training import RAGGED, TOLERANCE, StopAt, alone, fi
 from tests.distributed.test_training import trainer as trainer_of
 from tests.support.gloo import GlooRanks
 from tests.support.local_runs import assert_same_run
-from tests.support.reading import checkpoint_tensors
+from tests.support.reading import checkpoint_tensors, load
 
 MODEL = [*RAGGED, "model.n_layers=4", "checkpoint.every_steps=0", "train.eval_every=0"]
 # Ranks, and the layout.

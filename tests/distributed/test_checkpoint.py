@@ -16,7 +16,7 @@ from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import manifest
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
-from slurmtrain.data import BatchLoader
+from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.files import write_synced

@@ -24,10 +24,10 @@ from slurmtrain.errors import SlurmtrainError
 from slurmtrain.models import Decoder
 from slurmtrain.parallel.gradients import clip_gradients
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
-from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system import signals
 from slurmtrain.system.signals import StopCause
+from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import build_forward_backward
 from tests.support.gloo import GlooRanks
 from tests.support.pickles import Evil

@@ -31,7 +31,7 @@ from tests.support.runs import submitted_run
 
 FAULTY = """
 import ctypes, os, signal, time
-from slurmtrain.data import StdlibText
+from slurmtrain.data.sources.text import StdlibText
 from slurmtrain.models import Decoder
 
 FAULTS = {faults!r}

@@ -14,20 +14,18 @@ from torch import Tensor, nn
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
-from slurmtrain.checkpoint.restore.reader import load
 from slurmtrain.errors import EXIT_CONFIG, DivergedError
 from slurmtrain.models import Decoder
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.training.hooks import TrainingHook
-from slurmtrain.training.nonfinite import all_finite
-from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.training.state import StepResult, TrainingState, all_finite
 from slurmtrain.weights.hf_export import export_hf
 from tests.distributed.test_training import StopAt, alone, fit, losses, trainer
 from tests.support.gloo import GlooRanks
 from tests.support.local_runs import Project, assert_same_tensors
-from tests.support.reading import checkpoint_tensors
+from tests.support.reading import checkpoint_tensors, load
 
 POISON = 200  # the first token of a sample that breaks the model
 LENGTH = 64

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.runtime.agreement import AgreedDecision, StopAgreement
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.system import signals
+from slurmtrain.training.agreement import AgreedDecision, StopAgreement
 from slurmtrain.training.trainer import Outcome
 from tests.distributed.test_training import losses, trainer
 from tests.support.gloo import GlooRanks
@@ -93,12 +93,10 @@ class Observed(StopAgreement):
         super().__init__(signals.install_signal_handlers(), distributed.control_group)
         self._hook, self._asked = hook, 0
 
-    def begin(
-        self, *, save: bool | None = None, give_up: bool = False, roll_back: bool = False, profile: bool = False
-    ) -> None:
+    def begin(self, *, save: bool | None = None, roll_back: bool = False, profile: bool = False) -> None:
         self._hook(self._asked)
         self._asked += 1
-        super().begin(save=save, give_up=give_up, roll_back=roll_back, profile=profile)
+        super().begin(save=save, roll_back=roll_back, profile=profile)
 
     def finish(self) -> AgreedDecision:
         time.sleep(STEP_S)

@@ -23,13 +23,13 @@ from slurmtrain.observe import read_metrics
 from slurmtrain.report.gpu_hours.goodput import Cause
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.train import build_trainer
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
+from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.hooks import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState
 from slurmtrain.training.trainer import Outcome, Trainer
@@ -125,13 +125,11 @@ class Eager(TrainingHook):
     def wants_save(self, state: TrainingState) -> bool:
         return True
 
-    gives_up = wants_save
-
 
 def test_a_hook_hears_of_everything_in_the_order_that_its_protocol_states(tmp_path: Path) -> None:
     listener = Listener()
     trainer(alone(), tmp_path / "run", ["train.steps=2", "train.eval_every=0"], hooks=[Eager(), listener]).fit()
-    asked = ["before_step", "wants_rollback", "wants_save", "gives_up", "wants_profile"]
+    asked = ["before_step", "wants_rollback", "wants_save", "wants_profile"]
     asked += ["before_optimizer_step", "skips_update"]
     assert listener.heard == [
         *(("setup", 0), ("load", 0), ("start", 0), ("before_first_step", 0)),

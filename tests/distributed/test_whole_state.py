@@ -22,7 +22,7 @@ from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.restorer import Restored
-from slurmtrain.data import BatchLoader
+from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.distributed.test_checkpoint import Numbers

@@ -66,9 +66,6 @@ def test_a_site_that_can_do_it_all_passes_in_every_way(patient: Cluster, tmp_pat
     assert code == 0 and all(each["comparison"]["same_bits"] for each in ways.values())
     assert [each["saved_step"] == each["resumed_at"] for each in ways.values()] == [True] * 5
     assert {ways[way]["saved_step"] for way in ("early_signal", "requeue", "preemption")} == {8}
-    assert ways["in_place"]["back_by"] == "in place, in the same job"
-    assert ways["requeue"]["back_by"] == "by SLURM's own requeue"
-    assert ways["early_signal"]["back_by"] == ways["crash"]["back_by"] == "by a requeue of the supervisor"
     assert ways["preemption"]["time_s"] == 600  # GraceTime and KillWait
     assert found["kept"] is None and not (tmp_path / "runs" / "drills").exists()
     assert jobs_of_drills(patient) == []

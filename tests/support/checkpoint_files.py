@@ -41,16 +41,22 @@ def header_of(pieces: Sequence[Piece]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def record_of(file: Path) -> FileRecord:
+    """The size and digests of a file, block by block."""
+    data = file.read_bytes()
+    parts = (data[begin : begin + blocks.BLOCK_BYTES] for begin in range(0, max(1, len(data)), blocks.BLOCK_BYTES))
+    return FileRecord(len(data), "".join(hashlib.sha256(part).hexdigest() for part in parts))
+
+
 def write_files(folder: Path, files: Sequence[Sequence[Piece]], tensors: Mapping[str, Tensor]) -> Manifest:
     """Write a file for every rank, with these boxes of these tensors, and return the manifest."""
     records, headers = {}, {}
-    with blocks.threads() as pool:
-        for rank, pieces in enumerate(files):
-            name, header = f"rank{rank:05d}.safetensors", header_of(pieces)
-            parts = (part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for _, _, part in pieces)
-            (folder / name).write_bytes(header + b"".join(parts) + b"{}")
-            records[name] = blocks.digest_file(folder / name, pool)
-            headers[name] = hashlib.sha256(header).hexdigest()
+    for rank, pieces in enumerate(files):
+        name, header = f"rank{rank:05d}.safetensors", header_of(pieces)
+        parts = (part.contiguous().flatten().view(torch.uint8).numpy().tobytes() for _, _, part in pieces)
+        (folder / name).write_bytes(header + b"".join(parts) + b"{}")
+        records[name] = record_of(folder / name)
+        headers[name] = hashlib.sha256(header).hexdigest()
     facts = {name: TensorFacts(tuple(each.shape), dtype_name(each.dtype)) for name, each in tensors.items()}
     return manifest_of(7, records, world_size=len(files), headers=headers, tensors=facts)
 

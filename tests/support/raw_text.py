@@ -42,7 +42,8 @@ def write_all_formats(folder: Path) -> list[str]:
     (folder / "c.jsonl.zst").write_bytes(b"\x50\x2a\x4d\x18\x04\0\0\0skip".join(frames))
     table = pyarrow.table({"id": list(range(60)), "text": documents["d"]})
     pyarrow.parquet.write_table(table, folder / "d.parquet", row_group_size=7)
-    save_to_disk(folder / "e", documents["e"])
+    (folder / "e").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"text": documents["e"]}), folder / "e" / "e.parquet", row_group_size=4)
     (folder / "f").mkdir()
     for number, text in enumerate(documents["f"]):
         path = folder / "f" / f"{number:02d}.txt"
@@ -55,19 +56,6 @@ def write_all_formats(folder: Path) -> list[str]:
 
 def halves(documents: Sequence[str]) -> list[Sequence[str]]:
     return [documents[: len(documents) // 2], documents[len(documents) // 2 :]]
-
-
-def save_to_disk(folder: Path, documents: Sequence[str]) -> None:
-    """As `datasets.Dataset.save_to_disk` does."""
-    folder.mkdir()
-    names = [f"data-{number:05d}-of-00002.arrow" for number in range(2)]
-    for name, each in zip(names, halves(documents), strict=True):
-        table = pyarrow.table({"text": each})
-        with pyarrow.ipc.new_stream(folder / name, table.schema) as stream:
-            for batch in table.to_batches(4):
-                stream.write_batch(batch)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
-    (folder / "dataset_info.json").write_text("{}")
 
 
 @cache

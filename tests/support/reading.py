@@ -7,7 +7,16 @@ from pathlib import Path
 import torch
 
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.restore.reader import load
+from slurmtrain.checkpoint.format.headers import read_contents
+from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.restore.reader import read_whole
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint by name, whole."""
+    manifest = read_manifest(path)
+    contents = read_contents(path, manifest)
+    return read_whole(path, contents, manifest, contents.facts)
 
 
 def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:

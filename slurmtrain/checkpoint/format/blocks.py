@@ -221,19 +221,6 @@ def _scratch() -> memoryview:
     return buffer
 
 
-def digest_file(path: Path, pool: ThreadPoolExecutor, *, sync: bool = False) -> FileRecord:
-    """Return the record of an existing file; with `sync`, after it has reached the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if sync:
-            os.fsync(descriptor)
-        size = os.fstat(descriptor).st_size
-        numbers = range(block_count(size))
-        return FileRecord(size, "".join(each(pool, lambda number: digest_block(descriptor, number, size), numbers)))
-    finally:
-        os.close(descriptor)
-
-
 def find_damage(
     directory: Path,
     files: Mapping[str, FileRecord],

@@ -82,11 +82,6 @@ def check_config(
         )
 
 
-def names_of(objects: Mapping[str, Any]) -> set[str]:
-    """Return the names of the live tensors of the modules among `objects`."""
-    return set(module_state.module_tensors(objects))
-
-
 def of_modules(objects: Mapping[str, Any], saved: Iterable[str]) -> set[str]:
     """Return the names of the checkpoint that belong to modules among `objects`, without extra state, which may come and go."""
     prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))

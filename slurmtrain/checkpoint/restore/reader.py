@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,13 +26,11 @@ from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchErro
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
 from slurmtrain.checkpoint.format.boxes import Box
-from slurmtrain.checkpoint.format.headers import BoxLocation, Contents, parse_own_state, read_contents
-from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
+from slurmtrain.checkpoint.format.headers import BoxLocation, Contents, parse_own_state
+from slurmtrain.checkpoint.format.manifest import Manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensors import box_of, bytes_of, dtype_of, local
-from slurmtrain.choices import Verify
 
-SAMPLED_SHARE = 16  # one block in this many is compared
 SPAN_BYTES = 16 << 20  # the most that is read at once into memory of its own, unless a single row is longer
 STRAIGHT_BYTES = 4 << 10  # smaller parts are not worth a read of their own
 
@@ -324,16 +321,6 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-def sampled(share: Blocks, records: Mapping[str, FileRecord]) -> Blocks:
-    """Return a random part of the blocks, always with the first and the last of every file."""
-    chosen = {}
-    choice = random.Random()  # the global generator belongs to the training
-    for file, numbers in share.items():
-        ends = {0, blocks.block_count(records[file].size) - 1}
-        chosen[file] = [number for number in numbers if number in ends or choice.randrange(SAMPLED_SHARE) == 0]
-    return chosen
-
-
 def read_tensors(
     path: Path,
     contents: Contents,
@@ -344,7 +331,7 @@ def read_tensors(
     live: Collection[str],
     ranks: RankGroup,
     on_this_host: RankGroup,
-    mode: str,
+    digests: bool,
     buffer: Callable[[int], memoryview],
     fetch: Callable[[Collection[str]], list[str]] | None = None,
 ) -> tuple[list[str], Any]:
@@ -354,7 +341,7 @@ def read_tensors(
         targets: tensors to fill, by name.
         live: names of the targets that must not be touched before everything is known to be sound.
         own_file: the file with the plain state that this rank has for itself, if there is one.
-        mode: "full", "sampled" or "off": which of the needed blocks are compared with their digest.
+        digests: compare the needed blocks with their digests.
         buffer: returns memory of a size, to hold this rank's share.
         fetch: brings the files that this rank needs, of which this host may not have all, and returns why it cannot; called
             by all ranks together.
@@ -382,25 +369,21 @@ def read_tensors(
     if damage:
         return damage, None
     share: Blocks = {}
-    if mode != Verify.OFF:
+    if digests:
         # As pairs, since JSON has no numbers as keys.
         needs = on_this_host.gather(lambda: {file: [*numbers.items()] for file, numbers in need_of(ranges).items()})
         of_ranks = [{file: dict(pairs) for file, pairs in need.items()} for need in needs]
         share = share_out(of_ranks, on_this_host.rank)
     straight = []
-    for span in spans if mode == Verify.FULL else ():
+    for span in spans if digests else ():
         if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:
             memory = memory_of(span, local(targets[span.name]).detach())
             if memory is not None:
                 straight.append((span, memory))
     with blocks.threads() as pool, closing(Files(path, pool)) as files:
-
-        def verify() -> list[str]:
-            if mode == Verify.FULL:
-                return files.verify(records, share, straight, buffer)
-            return blocks.compare(path, records, sampled(share, records), pool)
-
-        damage = sorted({sentence for found in ranks.gather(verify) for sentence in found})
+        # Without digests nothing is read here, and no rank waits for the others.
+        found = ranks.gather(lambda: files.verify(records, share, straight, buffer)) if digests else []
+        damage = sorted({sentence for each in found for sentence in each})
         if damage:
             return damage, None
 
@@ -435,20 +418,9 @@ def read_whole(path: Path, contents: Contents, manifest: Manifest, names: Iterab
         live=(),
         ranks=alone,
         on_this_host=alone,
-        mode="full",
+        digests=True,
         buffer=lambda size: memoryview(bytearray(size)),
     )
     if damage:
         raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
     return tensors
-
-
-def load(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by name, whole, in the memory of one process: to look at, or to compute with.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-    """
-    manifest = read_manifest(path)
-    contents = read_contents(path, manifest)
-    return read_whole(path, contents, manifest, contents.facts)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from slurmtrain.checkpoint import state
+from slurmtrain.checkpoint import module_state, state
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import (
@@ -38,6 +38,7 @@ from slurmtrain.checkpoint.restore import compatibility
 from slurmtrain.checkpoint.restore.reader import read_tensors
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
+from slurmtrain.choices import Verify
 from slurmtrain.system.patience import refresh
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ class Restorer:
         own_file: str | None = file_name(self._ranks.rank)
         if own_file not in contents.files or request.as_start:
             own_file = None  # a rank that did not exist, or another training
-        wanted = self._ranks.all_do(lambda: compatibility.names_of(request.objects))
+        wanted = self._ranks.all_do(lambda: set(module_state.module_tensors(request.objects)))
         on_any_rank = wanted
         if self._ranks.maximum(int(bool(compatibility.of_modules(request.objects, contents.facts) - wanted))):
             on_any_rank = set().union(*self._ranks.gather(lambda: sorted(wanted)))
@@ -287,10 +288,10 @@ class Restorer:
             manifest.files,
             targets | {in_file(name): tensor for name, tensor in own_targets.items()},
             own_file,
-            live=wanted | {in_file(name) for name in compatibility.names_of(request.own_objects)},
+            live=wanted | {in_file(name) for name in module_state.module_tensors(request.own_objects)},
             ranks=self._ranks,
             on_this_host=self._ranks_on_host,
-            mode=self._verify,
+            digests=self._verify != Verify.OFF,
             buffer=self._borrow_buffer,
             fetch=None if copies is None else partial(copies.fetch, path, manifest),
         )
@@ -354,7 +355,7 @@ class Restorer:
         if not own:
             return targets, {}
         own_facts = {name: facts[called] for name, called in own_names(facts, self._ranks.rank).items()}
-        names = compatibility.names_of(own_objects)
+        names = module_state.module_tensors(own_objects)
         compatibility.check_names(path, own_objects, names, names, own_facts, None, allow)
         own_templates = state.templates(own_objects, own_facts)
         return targets, compatibility.check_tensors(path, own_objects, own_templates, own_facts, allow)

@@ -31,11 +31,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slurmtrain.checkpoint.errors import CheckpointError, SupersededError
 from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME, checkpoint_name, remove
@@ -162,16 +161,6 @@ class Incarnation:
 
     order: int
     label: str = ""
-
-    def to_json(self) -> list[Any]:
-        """Return it as ranks tell it to each other."""
-        return [self.order, self.label]
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> Incarnation:
-        """Return the incarnation that another rank has told by `to_json`."""
-        order, label = values
-        return cls(int(order), str(label))
 
 
 def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") -> Incarnation:

@@ -59,26 +59,19 @@ class Keep:
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        if self.last < 2:
-            raise CheckpointError(
-                f"keeping the last {self.last} checkpoints is not enough",
-                hint="keep at least 2: one must remain while the next is verified",
-            )
-        if self.every < 0:
-            raise CheckpointError(
-                f"keeping a checkpoint every {self.every} steps is not possible",
-                hint="give a number of steps, or 0 to turn this off",
-            )
-        if self.best < 0:
-            raise CheckpointError(
-                f"keeping the {self.best} best checkpoints is not possible",
-                hint="give a number of checkpoints, or 0 to turn this off",
-            )
-        if self.mode not in (BestMode.MIN, BestMode.MAX):
-            raise CheckpointError(
-                f"{self.mode!r} is not a valid mode for {self.metric}",
-                hint='write "min" (as for a loss) or "max" (as for an accuracy)',
-            )
+        refused = (
+            (self.last < 2, f"last={self.last}", "keep at least 2: one must remain while the next is verified"),
+            (self.every < 0, f"every={self.every}", "give a number of steps, or 0 to turn this off"),
+            (self.best < 0, f"best={self.best}", "give a number of checkpoints, or 0 to turn this off"),
+            (
+                self.mode not in tuple(BestMode),
+                f"mode={self.mode!r}",
+                "min (as for a loss) or max (as for an accuracy)",
+            ),
+        )
+        for wrong, what, hint in refused:
+            if wrong:
+                raise CheckpointError(f"checkpoints cannot be kept by {what}", hint=hint)
 
 
 class Soundness(NamedTuple):

@@ -10,7 +10,7 @@ import os
 import socket
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def agree_on_directory(ranks: RankGroup, directory: Path, host: str | None = Non
 def claim_together(ranks: RankGroup, directory: Path, incarnation: Incarnation | None) -> Incarnation:
     """Claim the directory on rank 0, and return the incarnation; see `commit.claim`."""
     label = f"pid {os.getpid()} on {socket.gethostname()}"
-    return Incarnation.from_json(ranks.on_rank_0(lambda: claim(directory, incarnation, label=label).to_json()))
+    return Incarnation(*ranks.on_rank_0(lambda: astuple(claim(directory, incarnation, label=label))))
 
 
 def check_is_shared(ranks: RankGroup, directory: Path, incarnation: Incarnation) -> None:

@@ -67,7 +67,6 @@ class Evidence:
         told: the drill has sent its signal, or SLURM was told to preempt it.
         refused: what SLURM said when it refused to do that.
         time_s: seconds from the signal until SLURM kills; None if that is not known.
-        time_of: what gives that time: "cluster.signal_lead_s", "partition low".
         resumed_at: steps done when it was resumed.
         undisturbed: what `status` says of the undisturbed run.
         comparison: the comparison with the undisturbed run; None if one of them has not finished.
@@ -85,7 +84,6 @@ class Evidence:
     told: bool = False
     refused: str | None = None
     time_s: float | None = None
-    time_of: str = ""
     resumed_at: int | None = None
     undisturbed: str = ""
     comparison: Comparison | None = None
@@ -119,26 +117,6 @@ class Evidence:
     @property
     def saved_step(self) -> int | None:
         return self.first.committed_step
-
-    @property
-    def back_after_s(self) -> float | None:
-        """Seconds from the end of the first attempt to the beginning of the next one."""
-        first, second = self.first, self.second
-        if second is None or not second.started or first.ended is None or first.last_sign:
-            return None
-        return max(0.0, second.started - first.ended)
-
-    @property
-    def back_by(self) -> str | None:
-        """What brought it back; None if nothing did."""
-        first, second = self.first, self.second
-        if second is None or first.job_id is None:
-            return None if second is None else "by the launcher"
-        if second.job_id != first.job_id:
-            return f"in the next job, {second.job_id}"
-        if second.restart_count == first.restart_count:
-            return "in place, in the same job"
-        return "by SLURM's own requeue" if first.verdict == Next.RESTARTING else "by a requeue of the supervisor"
 
 
 class Verdict(NamedTuple):
@@ -196,7 +174,7 @@ def _left(evidence: Evidence, plan: Plan) -> Verdict | None:
     done, saved = first.last_step, first.committed_step
     if evidence.is_program or (saved and saved >= (done or 0) and first.exit_code in (None, EXIT_REQUEUE)):
         return None
-    gives = f", and {evidence.time_of} gives {evidence.time_s:.0f} s" if evidence.time_s is not None else ""
+    gives = f", for which SLURM gives {evidence.time_s:.0f} s" if evidence.time_s is not None else ""
     behind = f"; it loses the steps since step {saved or 0}" if done is None or done > (saved or 0) else ""
     return _failed(f"got the signal, but ended or was killed before it had saved{gives}{behind}", _lost_hint(evidence))
 
@@ -204,7 +182,7 @@ def _left(evidence: Evidence, plan: Plan) -> Verdict | None:
 def _lost_hint(evidence: Evidence) -> str:
     if evidence.way is Way.EARLY_SIGNAL:
         return "a larger cluster.signal_lead_s"
-    longer = f"GraceTime of {evidence.time_of}" if evidence.way is Way.PREEMPTION and evidence.time_of else "KillWait"
+    longer = "GraceTime or KillWait" if evidence.way is Way.PREEMPTION else "KillWait"
     often = "save more often, so that less is lost: checkpoint.every_minutes=5, or checkpoint.local=/dev/shm"
     return f"ask the administrators for a longer {longer}; {often}"
 
@@ -234,7 +212,7 @@ def _came_back(evidence: Evidence) -> Verdict | None:
     # It was warned by hand, so that nothing has killed it at the limit.
     left_s, time_s = evidence.left_after_s, evidence.time_s
     if evidence.way is Way.EARLY_SIGNAL and left_s is not None and time_s is not None and left_s > time_s:
-        late = f"left {left_s:.0f} s after the signal, but {evidence.time_of}={time_s:.0f}"
+        late = f"left {left_s:.0f} s after the signal, but cluster.signal_lead_s={time_s:.0f}"
         return _failed(late, f"cluster.signal_lead_s={round(1.5 * left_s)}")
     return None
 
@@ -414,18 +392,21 @@ def _values(divergence: Divergence) -> str:
     return f"{divergence.name} {a:.{digits}g} and {b:.{digits}g}"
 
 
+ORDER = "the order of the data is not restored: save how many samples have been seen, and continue with the next one"
+SCHEDULE = "the learning-rate schedule is not saved, or not restored: save its state_dict beside the optimiser's"
+OPTIMISER = "the optimiser's state is not restored: with the weights alone the first step is right, and the next is not"
+RANDOM = "random state is not restored (dropout, shuffling, augmentation): save those of torch, CUDA, random and numpy"
+WEIGHTS = "the weights are not those of the checkpoint: an older one was loaded, or into a copy of the model"
+
+
 def likely_causes(found: Comparison, resumed_at: int | None) -> list[str]:
     """Return what was probably not restored in a run that differs, the likeliest first."""
     first = found.divergence
     if first is None:
-        causes = ["random state is not restored, and something has drawn from it (dropout, shuffling)"]
-        if any("optim" in each.name.lower() for each in found.tensors):
-            causes.insert(0, "the optimiser's state is not restored, or the schedule of its learning rate")
-        return causes if found.tensors else ["counters or schedules are not restored"]
-    if first.name == HASH:
-        return ["the order of the data is not restored: the resumed part begins with other samples"]
-    if first.name == "lr":
-        return ["the learning-rate schedule is not saved, or not restored: save its state_dict beside the optimiser's"]
+        optimiser = any("optim" in each.name.lower() for each in found.tensors)
+        return [*[OPTIMISER] * optimiser, RANDOM] if found.tensors else ["counters or schedules are not restored"]
+    if first.name in (HASH, "lr"):
+        return [ORDER if first.name == HASH else SCHEDULE]
     if first.name not in TELLING and found.checkpoint is not None and not found.tensors:
         return [f"{first.name} is not restored, or counts what only one run has done; every tensor is the same"]
     if resumed_at is not None and first.step <= resumed_at:
@@ -433,16 +414,4 @@ def likely_causes(found: Comparison, resumed_at: int | None) -> list[str]:
             f"its place is not restored: it has logged step {first.step} again, after it had resumed at step {resumed_at}. "
             "Save and restore what counts the steps: a slurmtrain.DataLoader, or the number itself"
         ]
-    if resumed_at is None or first.step == resumed_at + 1:
-        return [
-            "the order of the data is not restored: save how many samples have been seen, or the sampler's and the "
-            "loader's state, and continue there",
-            "random state is not restored (dropout, augmentation): save torch.get_rng_state() and torch.cuda.get_rng_state() "
-            "of every rank, and those of random and numpy",
-            "the weights are not those of the checkpoint: an older one was loaded, or into a copy of the model",
-        ]
-    return [
-        "the optimiser's state is not restored: with the weights alone the first step is right, and the next is not",
-        "the learning-rate schedule is not saved, or begins anew",
-        "the order of the data is restored to the wrong place: it was read ahead by the loader's workers, for instance",
-    ]
+    return [ORDER, RANDOM, WEIGHTS] if resumed_at in (None, first.step - 1) else [OPTIMISER, SCHEDULE, ORDER]

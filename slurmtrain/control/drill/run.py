@@ -30,6 +30,7 @@ from slurmtrain.control.drill.ways import (
     preemptor_script,
     preemptors,
     scratch_config,
+    time_given,
     tiny_config,
     why_not_here,
 )
@@ -49,10 +50,11 @@ from slurmtrain.report.status.state import RunState
 from slurmtrain.runs.attempts import Attempt, all_attempts, last_logged_step
 from slurmtrain.runs.create import make_folder, new_run_id
 from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.reasons import Verdict as Next
 from slurmtrain.runs.run_dir import DRILLS, RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.facts import ClusterFacts, preemption_of
+from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.job_states import GONE
 from slurmtrain.system.files import write_text
 
@@ -72,7 +74,7 @@ class ScratchRun:
         way: None: it is not interrupted.
         launcher: the process of a local run.
         state: what `status` says of it, when it was asked last.
-        told_at: when it was told to stop, or SLURM to preempt it, in unix seconds; None: not yet.
+        told: it was told to stop, or SLURM to preempt it.
         refused: why SLURM refused that.
         done: its program was cancelled, since it had done all steps.
     """
@@ -82,7 +84,7 @@ class ScratchRun:
     run_dir: RunDir
     launcher: subprocess.Popen[bytes] | None
     state: RunState | None = None
-    told_at: float | None = None
+    told: bool = False
     refused: str | None = None
     done: bool = False
 
@@ -161,12 +163,11 @@ class Drill:
         tries = all_attempts(run.run_dir)
         if not tries or not tries[-1].started or tries[-1].ended is not None or run.done:
             return
-        to_tell = run.way is not None and not run.way.kills and run.told_at is None
+        to_tell = run.way is not None and not run.way.kills and not run.told
         try:
             if to_tell and is_due(run, self.plan, tries[-1], time.time()):
-                told_at = time.time()
                 self._interrupt(run, tries[-1])
-                run.told_at = told_at
+                run.told = True
             elif run.is_program and not to_tell and has_done(run, self.plan, tries):
                 stop.cancel(run.run_dir)
                 run.done = True
@@ -178,7 +179,7 @@ class Drill:
 
     def _interrupt(self, run: ScratchRun, attempt: Attempt) -> None:
         if self.client is None:
-            stop.requeue(run.run_dir)
+            stop.start_again(run.run_dir, RunAction.REQUEUE)
             return
         job_id = attempt.job_id or str(run.run_dir.info()["job_ids"][0])
         if run.way is Way.EARLY_SIGNAL:
@@ -325,7 +326,7 @@ def drill(
             its = [
                 Evidence(way, cannot=cannot[way])
                 if way in cannot
-                else evidence_of(by_way[way], way, by_way[None], plan, facts, twin)
+                else evidence_of(by_way[way], by_way[None], facts, twin)
                 for way in plan.ways
             ]
             return [(each, judge(each, plan)) for each in its]
@@ -391,25 +392,22 @@ def find_preemptor(config: Config, client: SlurmClient, facts: ClusterFacts, fol
     raise ClusterError("; ".join(refusals))
 
 
-def evidence_of(
-    run: ScratchRun, way: Way, undisturbed: ScratchRun, plan: Plan, facts: ClusterFacts, twin: Comparison | None
-) -> Evidence:
+def evidence_of(run: ScratchRun, undisturbed: ScratchRun, facts: ClusterFacts, twin: Comparison | None) -> Evidence:
     """Return what the records say of a run that was interrupted."""
+    assert run.way is not None
     tries = all_attempts(run.run_dir)
-    time_s, time_of = time_given(way, run.config, facts)
     both = run.finished and undisturbed.finished
     return Evidence(
-        way,
+        run.way,
         is_program=run.is_program,
         mode=run.config.requeue.mode,
         attempts=tries,
         over=run.over,
         finished=run.finished,
         explanation=run.explanation,
-        told=run.told_at is not None,
+        told=run.told,
         refused=run.refused,
-        time_s=time_s,
-        time_of=time_of,
+        time_s=time_given(run.way, run.config.cluster, facts),
         resumed_at=_resumed_at(run.run_dir, tries),
         undisturbed=undisturbed.explanation,
         comparison=compare_runs(undisturbed.run_dir, run.run_dir, run.config.job) if both else None,
@@ -424,16 +422,3 @@ def _resumed_at(run_dir: RunDir, tries: Sequence[Attempt]) -> int | None:
     steps = [int(record["step"]) for record in read_metrics(run_dir.metrics_file)]
     back = next((step for before, step in itertools.pairwise(steps) if step < before), None)
     return max(0, back - 1) if back is not None else tries[0].last_step
-
-
-def time_given(way: Way, config: Config, facts: ClusterFacts) -> tuple[float | None, str]:
-    """Return the seconds from the signal until SLURM kills, and what gives them."""
-    cluster = config.cluster
-    if cluster.backend == Backend.LOCAL or way.kills:
-        return None, ""
-    if way is Way.EARLY_SIGNAL:
-        return float(cluster.signal_lead_s), "cluster.signal_lead_s"
-    its = preemption_of(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
-    if way is Way.PREEMPTION:
-        return its.to_leave_s, its.of if its.grace_s is not None else "KillWait"
-    return its.kill_wait_s, "KillWait"

@@ -11,7 +11,7 @@ from typing import Any
 
 from slurmtrain.choices import Backend, EvalMode, JobKind, PreflightMode, RequeueMode
 from slurmtrain.config.frozen import to_config, to_values
-from slurmtrain.config.schema import Config
+from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.errors import EnvironmentMismatchError, UsageError, nearest
 from slurmtrain.slurm.facts import (
     NOT_AT_ALL,
@@ -205,6 +205,16 @@ def preemptors(
     where = (f"--partition={partition}",) if partition else ()
     names = [each.name for each in facts.qos or () if its.name in each.preempt]
     return [(*where, f"--qos={name}") for name in names] or f"no QOS preempts QOS {its.name}"
+
+
+def time_given(way: Way, cluster: ClusterConfig, facts: ClusterFacts) -> float | None:
+    """Return the seconds from the signal until SLURM kills; None: it is not known, or nothing is told to stop."""
+    if cluster.backend == Backend.LOCAL or way.kills:
+        return None
+    if way is Way.EARLY_SIGNAL:
+        return float(cluster.signal_lead_s)
+    its = preemption_of(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
+    return its.to_leave_s if way is Way.PREEMPTION else its.kill_wait_s
 
 
 def _share_nodes(one: Partition, other: Partition) -> bool:

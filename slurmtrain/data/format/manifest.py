@@ -22,11 +22,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.system import files
@@ -39,8 +41,10 @@ SHARED_MODE = 0o666  # the umask decides who reads a data set
 TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}  # bytes of one token, by dtype
 KINDS = ("tokens", "ends", "bytes")  # the files of a shard, by suffix
 LOSS_MASK = "loss_mask"  # a further one of chat data
-TOKENIZER_KINDS = ("bytes", "tokenizers")
-T = TypeVar("T")
+AGAIN = "prepare the data set again"
+Kind = Literal["bytes", "tokenizers"]  # of a tokenizer
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(pattern=r"^[^./][^/]*$")]  # of a file or folder
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,6 @@ class TokenizerFacts:
     """The identity of the tokenizer that made the tokens.
 
     Attributes:
-        kind: one of TOKENIZER_KINDS.
         file: name of the tokenizer's file, copied beside the manifest; None: it has no file.
         sha256: digest of the tokenizer's file, which identifies the tokenizer.
         vocab_size: all token ids are below this number.
@@ -56,12 +59,12 @@ class TokenizerFacts:
         eos: id after each document; None: there is none.
     """
 
-    kind: str
+    kind: Kind
     file: str | None
     sha256: str | None
-    vocab_size: int
-    bos: int | None
-    eos: int | None
+    vocab_size: Annotated[int, msgspec.Meta(gt=0, le=1 << 32)]
+    bos: Natural | None
+    eos: Natural | None
 
     @property
     def dtype(self) -> str:
@@ -94,10 +97,10 @@ class Shard:
         sha256: digest of each of its files, by kind.
     """
 
-    name: str
-    documents: int
-    tokens: int
-    bytes: int
+    name: Name
+    documents: Natural
+    tokens: Natural
+    bytes: Natural
     sha256: dict[str, str]
 
     def file_sizes(self, dtype: str) -> dict[str, int]:
@@ -138,10 +141,10 @@ class InputRecord:
     """
 
     name: str
-    bytes: int
-    records: int
-    empty: int
-    bad: int
+    bytes: Natural
+    records: Natural
+    empty: Natural
+    bad: Natural
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ class Manifest:
 
     dtype: str
     tokenizer: TokenizerFacts
-    splits: dict[str, Split]
+    splits: Annotated[dict[Name, Split], msgspec.Meta(min_length=1)]
     sources: tuple[InputRecord, ...]
     chat: ChatFacts | None = None
 
@@ -199,17 +202,16 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} cannot be read: {error.strerror}", hint="data.path is the folder that `prepare` wrote"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}", hint="prepare the data set again") from None
+        raise ConfigError(f"{path} is not valid JSON: {error}", hint=AGAIN) from None
     if isinstance(value, dict) and value.get("format") not in (FORMAT, CHAT_FORMAT):
         raise ConfigError(
             f"{path} has format {value.get('format')!r}, expected {FORMAT} or {CHAT_FORMAT}",
             hint="prepare the data set again, or read it with the version that wrote it",
         )
     try:
-        manifest = _parsed(value)
-    except _MalformedError as error:
-        raise ConfigError(f"{path}: {error}", hint="prepare the data set again") from None
-    return manifest
+        return _parsed(value)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}", hint=AGAIN) from None
 
 
 def shard_file(folder: Path, split: str, shard: str, kind: str) -> Path:
@@ -226,76 +228,21 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     fsync_directory(path.parent)
 
 
-class _MalformedError(Exception):
-    """An error in a manifest's content, described by half a sentence."""
-
-
 def _plain(value: Any) -> dict[str, Any]:
     plain: dict[str, Any] = dataclasses.asdict(value)
     return plain
 
 
 def _parsed(value: Any) -> Manifest:
-    of_chat = isinstance(value, dict) and value.get("format") == CHAT_FORMAT
-    _keys(value, "the file", ("format", "dtype", "tokenizer", "splits", "sources", *(("chat",) if of_chat else ())))
-    chat = _build(ChatFacts, value["chat"], "chat") if of_chat else None
-    kinds = (*KINDS, LOSS_MASK) if of_chat else KINDS
-    tokenizer = _build(TokenizerFacts, value["tokenizer"], "tokenizer")
-    if tokenizer.kind not in TOKENIZER_KINDS:
-        raise _MalformedError(f"tokenizer.kind is {tokenizer.kind!r}, expected one of {', '.join(TOKENIZER_KINDS)}")
-    if not 0 < tokenizer.vocab_size <= 1 << 32:
-        raise _MalformedError(f"tokenizer.vocab_size is {tokenizer.vocab_size}")
-    if value["dtype"] != tokenizer.dtype:
-        raise _MalformedError(
-            f"dtype is {value['dtype']!r}, but {tokenizer.vocab_size} token ids need {tokenizer.dtype!r}"
-        )
-    if not isinstance(value["splits"], dict) or not value["splits"]:
-        raise _MalformedError("splits is empty")
-    splits = {name: _split(name, split, kinds) for name, split in value["splits"].items()}
-    sources = tuple(_build(InputRecord, source, "sources") for source in _list(value["sources"], "sources"))
-    return Manifest(value["dtype"], tokenizer, splits, sources, chat)
-
-
-def _split(name: str, value: Any, kinds: tuple[str, ...]) -> Split:
-    where = f"splits.{name}"
-    if not name or name.startswith(".") or "/" in name:
-        raise _MalformedError(f"{name!r} cannot be the name of a split")
-    _keys(value, where, ("documents", "tokens", "bytes", "shards"))
-    split = Split(tuple(_shard(shard, where, kinds) for shard in _list(value["shards"], f"{where}.shards")))
-    for what in ("documents", "tokens", "bytes"):
-        if value[what] != getattr(split, what):
-            raise _MalformedError(f"{where}.{what} is {value[what]!r}, but its shards have {getattr(split, what)}")
-    return split
-
-
-def _shard(value: Any, where: str, kinds: tuple[str, ...]) -> Shard:
-    shard = _build(Shard, value, f"{where}.shards")
-    if not shard.name or shard.name.startswith(".") or "/" in shard.name:
-        raise _MalformedError(f"{shard.name!r} in {where} cannot be the name of a shard")
-    _keys(shard.sha256, f"shard {shard.name} of {where}: sha256", kinds)
-    return shard
-
-
-def _build(kind: Callable[..., T], value: Any, where: str) -> T:
-    """Return a dataclass from a JSON object that has exactly its fields, of its types, and no negative numbers."""
-    _keys(value, where, tuple(field.name for field in dataclasses.fields(kind)))  # type: ignore[arg-type]
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        one = value[field.name]
-        allowed: type = {"str": str, "int": int, "dict": dict}[str(field.type).partition("[")[0].partition(" ")[0]]
-        if one is None and str(field.type).endswith("None"):
-            continue
-        if not isinstance(one, allowed) or isinstance(one, bool) or (isinstance(one, int) and one < 0):
-            raise _MalformedError(f"{where}: {field.name} is {one!r}")
-    return kind(**value)
-
-
-def _keys(value: Any, where: str, expected: tuple[str, ...]) -> None:
-    found = tuple(value) if isinstance(value, dict) else ()
-    if set(found) != set(expected):
-        raise _MalformedError(f"{where} has {', '.join(found) or 'no fields'}, expected {', '.join(expected)}")
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _MalformedError(f"{where} is no list")
-    return value
+    """Return the manifest in the JSON `value`. Raises ValueError if it is not what `prepare` writes."""
+    manifest = msgspec.convert(value, Manifest)
+    tokenizer = manifest.tokenizer
+    if manifest.dtype != tokenizer.dtype:
+        raise ValueError(f"dtype is {manifest.dtype!r}, but {tokenizer.vocab_size} token ids need {tokenizer.dtype!r}")
+    kinds = KINDS if manifest.chat is None else (*KINDS, LOSS_MASK)
+    for name, split in manifest.splits.items():
+        for shard in split.shards:
+            if shard.sha256.keys() != set(kinds):
+                found = ", ".join(shard.sha256)
+                raise ValueError(f"shard {shard.name} of {name}: sha256 has {found}, expected {', '.join(kinds)}")
+    return manifest

@@ -21,7 +21,6 @@ from slurmtrain.data.format.reading import DataFile
 from slurmtrain.errors import ConfigError
 
 VERIFY = ("opened", "sizes", "full")
-_NEVER = 2**64 - 1  # after every end
 _BLOCK = 512  # ends that are read at a time when a document is searched: a page
 
 
@@ -164,46 +163,14 @@ class TokenStream:
         Raises:
             ConfigError, DataError: as for `shard_ends`.
         """
-        blocks = np.full((len(starts), _BLOCK), _NEVER, dtype="<u8")
-        firsts = np.zeros(len(starts), dtype="<u8")
-        one_by_one = np.zeros(len(starts), dtype=bool)
+        numbers, offsets = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for number, (start, count) in enumerate(zip(starts.tolist(), pairs.tolist(), strict=True)):
-            first = self._read_block_of(blocks[number], start, count)
-            one_by_one[number], firsts[number] = first is None, first or 0
-        one_by_one |= (blocks[:, 1:] < blocks[:, :-1]).any(axis=1)
-        numbers, offsets = [], []
-        for number in np.flatnonzero(one_by_one).tolist():
-            blocks[number] = _NEVER
-            offsets.append(self._borders_of_one(int(starts[number]), int(pairs[number])) - starts[number])
-            numbers.append(np.full(len(offsets[-1]), number))
-        found, columns = np.nonzero((blocks > firsts[:, None]) & (blocks <= (firsts + pairs.astype("<u8"))[:, None]))
-        inside = (blocks[found, columns] - firsts[found]).astype(np.int64)
-        return np.concatenate([found, *numbers]), np.concatenate([inside, *offsets])
-
-    def _read_block_of(self, block: NDArray[np.uint64], start: int, count: int) -> int | None:
-        """Read the one block of ends that a stretch needs, and return where the stretch begins in its shard, in tokens.
-
-        Returns:
-            None if the stretch needs several blocks, or the block does not fit the shard.
-        """
-        number = bisect.bisect_right(self._firsts, start) - 1
-        first = start - self._firsts[number]
-        shard = self.split.shards[number]
-        begin = self._block_before(number, first) * _BLOCK
-        some = min(_BLOCK, shard.documents - begin)
-        self._files[number]["ends"].read_into(block[:some], begin * block.itemsize)
-        last, final = int(block[some - 1]), begin + some == shard.documents
-        enough = last == shard.tokens if final else first + count <= last <= shard.tokens
-        return first if enough and first + count <= shard.tokens else None
-
-    def _borders_of_one(self, start: int, count: int) -> NDArray[np.int64]:
-        """Return the positions at which documents begin in one stretch. Raises as `borders`."""
-        found = [np.empty(0, dtype=np.int64)]
-        for shard, first, some in self._stretches(start, count):
-            ends = self._ends_between(shard, first, first + some)
-            low, high = ends.searchsorted(np.array([first, first + some], dtype="<u8"), side="right")
-            found.append(ends[low:high].astype(np.int64) + self._firsts[shard])
-        return np.concatenate(found)
+            for shard, first, some in self._stretches(start, count):
+                ends = self._ends_between(shard, first, first + some)
+                low, high = ends.searchsorted(np.array([first, first + some], dtype="<u8"), side="right")
+                offsets.append(ends[low:high].astype(np.int64) + (self._firsts[shard] - start))
+                numbers.append(np.full(high - low, number))
+        return np.concatenate(numbers), np.concatenate(offsets)
 
     def _stretches(self, position: int, count: int) -> Iterator[tuple[int, int, int]]:
         """Yield (shard, first token in it, tokens) of a stretch, shard by shard; each part has at least one token."""

@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.data.format.manifest import TokenizerFacts
+from slurmtrain.data.format.manifest import Kind, TokenizerFacts
 from slurmtrain.errors import ConfigError
 
-BYTES = "bytes"
+BYTES: Literal["bytes"] = "bytes"
 SEPARATOR = 0  # bytes: ends a document, as in data=files; a text has no use for it
 # Common names of the token that ends a document: used if a vocabulary has exactly one of them.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -245,7 +245,7 @@ class _Ids:
 
 
 def _facts(
-    choice: TokenizerChoice, kind: str, file: str | None, content: bytes, size: int, bos: int | None, eos: int | None
+    choice: TokenizerChoice, kind: Kind, file: str | None, content: bytes, size: int, bos: int | None, eos: int | None
 ) -> TokenizerFacts:
     size = max([size, *(special + 1 for special in (bos, eos) if special is not None)])
     digest = hashlib.sha256(content).hexdigest() if file else None

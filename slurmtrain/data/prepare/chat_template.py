@@ -29,8 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from slurmtrain.choices import LossOn
 from slurmtrain.data.format.manifest import ChatFacts
 from slurmtrain.data.format.tokenizers import NO_TOKEN, Spans, TokenizerChoice
-from slurmtrain.data.prepare.bad_record import BadRecord
-from slurmtrain.data.prepare.conversation import ASSISTANT, Conversation
+from slurmtrain.data.prepare.conversation import ASSISTANT, BadRecord, Conversation
 from slurmtrain.errors import ConfigError
 
 CHATML = "chatml"

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slurmtrain.data.prepare.bad_record import BadRecord
-
 ASSISTANT = "assistant"
 PAIRS = (  # names of the fields of a question and its answer
     ("prompt", "completion"),
@@ -43,6 +41,13 @@ ROLES = {  # of ShareGPT -> of chat templates
     "observation": "tool",
     "function_response": "tool",
 }
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that is left out, with the reason."""
+
+    reason: str
 
 
 @dataclass(frozen=True)

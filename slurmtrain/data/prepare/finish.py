@@ -14,7 +14,7 @@ from slurmtrain.data.format.manifest import InputRecord, Manifest, Split, replac
 from slurmtrain.data.format.tokenizers import load_tokenizer
 from slurmtrain.data.prepare.chat_template import TEMPLATE_FILE, files_beside
 from slurmtrain.data.prepare.file_errors import file_errors_reported
-from slurmtrain.data.prepare.unit import SPLITS, Task, UnitRecord, read_records, remove_leftovers
+from slurmtrain.data.prepare.unit import SPLITS, UnitRecord, read_records, remove_leftovers
 from slurmtrain.data.prepare.unit_plan import PreparePlan
 from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.errors import ConfigError
@@ -38,12 +38,11 @@ def finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
 
 
 def _finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
-    task = Task.of(plan)
     # If tasks on two nodes end at once, the later one has to see the other's last record.
-    refresh(task.units_folder)
-    if not {unit.name for unit in plan.units} <= recorded(task.units_folder):
+    refresh(plan.units_folder)
+    if not {unit.name for unit in plan.units} <= recorded(plan.units_folder):
         return None
-    records = [record for record in read_records(task, plan.units) if record is not None]
+    records = [record for record in read_records(plan, plan.units) if record is not None]
     if len(records) < len(plan.units):
         return None
     _report_bad(plan, records, max_bad_share)
@@ -63,7 +62,7 @@ def _finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
         replace_file(plan.output / TEMPLATE_FILE, chat.source.encode())
     manifest = Manifest(facts.dtype, facts, splits, tuple(_sources(plan, records)), chat.facts if chat else None)
     manifest.write(plan.output)
-    remove_leftovers(task)  # left by an attempt that was killed after it had written the record
+    remove_leftovers(plan)  # left by an attempt that was killed after it had written the record
     return manifest
 
 

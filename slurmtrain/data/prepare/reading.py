@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurmtrain.data.format.tokenizers import needed
-from slurmtrain.data.prepare.bad_record import BadRecord
-from slurmtrain.data.prepare.conversation import Conversation, conversation_of, kind_of
+from slurmtrain.data.prepare.conversation import BadRecord, Conversation, conversation_of, kind_of
 from slurmtrain.data.prepare.sources import InputFile
 from slurmtrain.data.prepare.unit_plan import InputPiece
 from slurmtrain.errors import ConfigError
@@ -27,7 +26,6 @@ from slurmtrain.errors import ConfigError
 BLOCK = 1 << 20
 LONGEST_LINE = 1 << 30  # bytes; whole files of one line, say a JSON array, need not fit into memory
 ROWS = 1024  # number of rows of a table that are read in one go
-ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream; without this check, pyarrow accepts a truncated stream
 
 
 # A record's number in its piece, from 1 on, and its text or conversation; None for a blank line, which is no record.
@@ -272,7 +270,9 @@ def _parquet(reading: Reading) -> Iterator[Record]:
                 number += len(batch)
                 reading.done = piece.size * number // total
     except (pyarrow.ArrowException, OSError) as error:
-        raise _unreadable(path, "Parquet", error) from None
+        if isinstance(error, OSError) and error.errno is not None:  # one without a number is pyarrow's
+            raise
+        raise ConfigError(f"{path} cannot be read as Parquet: {' '.join(str(error).split())}") from None
 
 
 def _row_groups(metadata: Any, piece: InputPiece) -> list[int]:
@@ -287,28 +287,6 @@ def _row_groups(metadata: Any, piece: InputPiece) -> list[int]:
             found.append(index)
         before += size
     return found
-
-
-def _arrow(reading: Reading) -> Iterator[Record]:
-    pyarrow = needed("pyarrow", "Arrow")
-    piece, path = reading.piece, reading.piece.source.path
-    number = 0
-    try:
-        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
-            _columns(path, stream.schema, reading.text_field)
-            while (position := file.tell()) < piece.end:
-                batch = next(stream, None)
-                if batch is None:
-                    break
-                if position >= piece.start:
-                    yield from _records_of(batch, number, reading.text_field)
-                    number += len(batch)
-                    reading.done = file.tell() - piece.start
-            file.seek(piece.source.size - len(ARROW_END))
-            if file.read() != ARROW_END:
-                raise ConfigError(f"{path} is incomplete: its end is missing", hint="copy it again")
-    except (pyarrow.ArrowException, OSError) as error:
-        raise _unreadable(path, "an Arrow stream, as `datasets` saves them", error) from None
 
 
 def _columns(path: Path, schema: Any, name: str | None) -> list[str] | None:
@@ -357,15 +335,8 @@ def _rows(column: Any, before: int, name: str) -> Iterator[Record]:
             yield number, BadRecord(f"invalid UTF-8 ({error.reason})")
 
 
-def _unreadable(path: Path, format: str, error: Exception) -> Exception:
-    if isinstance(error, OSError) and error.errno is not None:  # one without a number is pyarrow's
-        return error
-    return ConfigError(f"{path} cannot be read as {format}: {' '.join(str(error).split())}")
-
-
 _READERS: dict[str, Callable[[Reading], Iterator[Record]]] = {
     "jsonl": _jsonl,
     "text": _text,
     "parquet": _parquet,
-    "hf": _arrow,
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -17,8 +16,8 @@ FORMATS = {
     "jsonl": (".jsonl", ".json", ".ndjson"),
     "parquet": (".parquet",),
     "text": (".txt", ".md"),
-    "hf": (".arrow",),
 }
+ARROW = ".arrow"  # of a data set that the package `datasets` has saved
 PACKINGS = {".gz": "gz", ".zst": "zst"}
 TOO_LONG = 1 << 32  # bytes of a document, which the data set counts as uint32
 
@@ -60,12 +59,12 @@ def find_sources(inputs: Sequence[str], format: str, output: Path) -> list[Input
         ConfigError: an input does not exist or matches nothing, the format of a file is not known, or the output is in
             a folder that is an input.
     """
-    paths = sorted({path for given in inputs for path in _files_of(given, format, output)})
+    paths = sorted({path for given in inputs for path in _files_of(given, output)})
     root = Path(os.path.commonpath([path.parent for path in paths]))
     return [_source(path, root, format) for path in paths]
 
 
-def _files_of(given: str, format: str, output: Path) -> Iterator[Path]:
+def _files_of(given: str, output: Path) -> Iterator[Path]:
     matches = sorted(glob.glob(given, recursive=True)) if glob.has_magic(given) else [given]
     # A file may have a name that reads like a pattern.
     matches = matches or [given] * os.path.exists(given)
@@ -81,18 +80,15 @@ def _files_of(given: str, format: str, output: Path) -> Iterator[Path]:
                 f"prepare.output={output} lies in the input {named}",
                 hint="files written there would also be read as input",
             )
-        for path in _files_in(named, format):
+        for path in _files_in(named):
             found = True
             yield path
     if not found:
         raise ConfigError(f"prepare.inputs: there is no file in {given}")
 
 
-def _files_in(path: Path, format: str) -> Iterator[Path]:
-    """Yield a file itself, the shards of a saved data set, or all files in and below a folder.
-
-    Hidden files are left out.
-    """
+def _files_in(path: Path) -> Iterator[Path]:
+    """Yield a file itself, or all files in and below a folder but hidden ones."""
     if not path.exists():
         raise ConfigError(f"prepare.inputs: there is no {path}")
     if path.is_file():
@@ -103,38 +99,8 @@ def _files_in(path: Path, format: str) -> Iterator[Path]:
         raise ConfigError(f"prepare.inputs: {error.filename} cannot be read: {error.strerror}") from None
 
     for folder, folders, files in os.walk(path, followlinks=True, onerror=unreadable):
-        if format in (RawFormat.AUTO, RawFormat.HF) and "dataset_dict.json" in files:
-            raise ConfigError(
-                f"prepare.inputs: {folder} holds several splits of a data set: {', '.join(sorted(folders))}",
-                hint=f"name one of them: {folder}/{min(folders, default='train')}",
-            )
-        saved = (
-            _saved_shards(Path(folder)) if format in (RawFormat.AUTO, RawFormat.HF) and "state.json" in files else None
-        )
-        if saved is not None:
-            folders.clear()
-            yield from saved
-            continue
         folders[:] = [each for each in folders if not each.startswith(".")]
         yield from (Path(folder, each) for each in files if not each.startswith("."))
-
-
-def _saved_shards(folder: Path) -> list[Path] | None:
-    """Return the Arrow files of a data set saved by the package `datasets` (save_to_disk).
-
-    The result is None when the folder is no such data set.
-    """
-    try:
-        state = json.loads((folder / "state.json").read_bytes())
-        shards = [folder / each["filename"] for each in state["_data_files"]]
-    except (ValueError, TypeError, KeyError):
-        return None
-    if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise ConfigError(
-            f"prepare.inputs: {folder} contains a selection or permutation of rows",
-            hint="dataset.flatten_indices() before save_to_disk writes these rows themselves",
-        )
-    return shards
 
 
 def _source(path: Path, root: Path, format: str) -> InputFile:
@@ -150,15 +116,20 @@ def _source(path: Path, root: Path, format: str) -> InputFile:
     if format == RawFormat.AUTO:
         suffix = Path(path.stem).suffix if packing else path.suffix
         known = {suffix: name for name, suffixes in FORMATS.items() for suffix in suffixes}
+        if suffix == ARROW:
+            raise ConfigError(
+                f"prepare.inputs: {path} is of a data set saved by `datasets`, which is not read",
+                hint="write it as Parquet: datasets.load_from_disk(FOLDER).to_parquet('FILE.parquet'), of each split",
+            )
         if suffix not in known:
             raise ConfigError(
                 f"prepare.inputs: it is not known what is in {path}: its suffix is {suffix!r}",
-                hint=f"known are {', '.join(known)}; or prepare.format=text (each file is a document), jsonl, parquet, hf",
+                hint=f"known are {', '.join(known)}; or prepare.format=text (each file is a document), jsonl, parquet",
             )
         format = known[suffix]
-    if packing and format in (RawFormat.PARQUET, RawFormat.HF):
+    if packing and format == RawFormat.PARQUET:
         raise ConfigError(
-            f"prepare.inputs: {path} is compressed as a whole", hint=f"decompress it: {format} has its own compression"
+            f"prepare.inputs: {path} is compressed as a whole", hint="decompress it: Parquet has its own compression"
         )
     if format == RawFormat.TEXT and facts.st_size >= TOO_LONG:
         raise ConfigError(

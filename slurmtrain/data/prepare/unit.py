@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from slurmtrain.data.format.manifest import KINDS, LOSS_MASK, Shard, TokenizerFacts, replace_file, shard_file
 from slurmtrain.data.format.tokenizers import Ids, Spans, Tokenizer
-from slurmtrain.data.prepare.bad_record import BadRecord
 from slurmtrain.data.prepare.chat_template import ChatTemplate, RenderedText
-from slurmtrain.data.prepare.conversation import Conversation
+from slurmtrain.data.prepare.conversation import BadRecord, Conversation
 from slurmtrain.data.prepare.reading import Reading
 from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, Settings, Unit
 from slurmtrain.system import process
@@ -36,21 +36,6 @@ READERS = 8  # threads that read records, and how many they take at a time
 STRETCH = 64
 SPLITS = ("train", "valid")
 SILENT_S = 600.0  # a process that has written nothing for so long is gone, if it cannot be asked: a batch takes seconds
-
-
-@dataclass(frozen=True)
-class Task:
-    """The part of the plan that a process needs, the same for all units."""
-
-    output: Path
-    units_folder: Path
-    begun_folder: Path
-    settings: Settings
-    digest: str
-
-    @classmethod
-    def of(cls, plan: PreparePlan) -> Task:
-        return cls(plan.output, plan.units_folder, plan.begun_folder, plan.settings, plan.digest)
 
 
 @dataclass
@@ -101,7 +86,7 @@ class UnitProgress:
     first_bad: str | None
 
 
-def read_record(task: Task, unit: Unit) -> UnitRecord | None:
+def read_record(plan: PreparePlan, unit: Unit) -> UnitRecord | None:
     """Return the record of a unit that is done.
 
     Returns:
@@ -109,28 +94,27 @@ def read_record(task: Task, unit: Unit) -> UnitRecord | None:
             size.
     """
     try:
-        value = json.loads(_record_file(task, unit).read_bytes())
-        pieces = [PieceCounts(**{**each, "bad": [tuple(bad) for bad in each["bad"]]}) for each in value["pieces"]]
-        shards = {split: Shard(**shard) for split, shard in value["shards"].items()}
-        record = UnitRecord(value["plan"], pieces, shards)
-        for split, shard in shards.items():
-            for kind, size in shard.file_sizes(task.settings.facts.dtype).items():
-                if shard_file(task.output, split, shard.name, kind).stat().st_size != size:
+        record = msgspec.json.decode(_record_file(plan, unit).read_bytes(), type=UnitRecord)
+        for split, shard in record.shards.items():
+            for kind, size in shard.file_sizes(plan.settings.facts.dtype).items():
+                if shard_file(plan.output, split, shard.name, kind).stat().st_size != size:
                     return None
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError):
         return None
-    return record if record.plan == task.digest else None
+    return record if record.plan == plan.digest else None
 
 
-def read_records(task: Task, units: Sequence[Unit]) -> Iterator[UnitRecord | None]:
+def read_records(plan: PreparePlan, units: Sequence[Unit]) -> Iterator[UnitRecord | None]:
     """Yield the records of many units in their order, read by threads since each takes several round trips to a file server."""
     stretches = [units[begin : begin + STRETCH] for begin in range(0, len(units), STRETCH)]
     with ThreadPoolExecutor(READERS) as pool:
-        for records in pool.map(lambda stretch: [read_record(task, unit) for unit in stretch], stretches):
+        for records in pool.map(lambda stretch: [read_record(plan, unit) for unit in stretch], stretches):
             yield from records
 
 
-def prepare_unit(task: Task, unit: Unit, tokenizer: Tokenizer, tell: Callable[[UnitProgress], None]) -> UnitRecord:
+def prepare_unit(
+    plan: PreparePlan, unit: Unit, tokenizer: Tokenizer, tell: Callable[[UnitProgress], None]
+) -> UnitRecord:
     """Prepare a unit, whether it was done before or not.
 
     Args:
@@ -140,44 +124,44 @@ def prepare_unit(task: Task, unit: Unit, tokenizer: Tokenizer, tell: Callable[[U
         ConfigError: an input has changed, or is not of its format.
         OSError: an input cannot be read, or the output cannot be written.
     """
-    temporary = _fresh_folder(task, unit)
+    temporary = _fresh_folder(plan, unit)
     try:
-        settings = task.settings
+        settings = plan.settings
         masked = settings.chat is not None
         writers = {split: _ShardWriter(temporary, split, unit.name, settings.facts, masked=masked) for split in SPLITS}
         pieces = [PieceCounts() for _ in unit.pieces]
         documents = 0
         for batch, size in _batches(unit, pieces, settings):
             kept = _tokenise(batch, tokenizer)
-            for split, chosen in _by_split(kept, task.settings.valid_fraction).items():
+            for split, chosen in _by_split(kept, plan.settings.valid_fraction).items():
                 writers[split].write(chosen)
             documents += len(kept)
             bad = sum(len(counts.bad) for counts in pieces)
             tell(UnitProgress(size, documents, bad, _first_bad(unit, pieces)))
-        shards = {split: shard for split, writer in writers.items() if (shard := writer.close(task.output)) is not None}
-        record = UnitRecord(task.digest, pieces, shards)
-        replace_file(_record_file(task, unit), json.dumps(asdict(record)).encode())
+        shards = {split: shard for split, writer in writers.items() if (shard := writer.close(plan.output)) is not None}
+        record = UnitRecord(plan.digest, pieces, shards)
+        replace_file(_record_file(plan, unit), json.dumps(asdict(record)).encode())
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return record
 
 
-def _record_file(task: Task, unit: Unit) -> Path:
-    return task.units_folder / f"{unit.name}.json"
+def _record_file(plan: PreparePlan, unit: Unit) -> Path:
+    return plan.units_folder / f"{unit.name}.json"
 
 
-def _fresh_folder(task: Task, unit: Unit) -> Path:
+def _fresh_folder(plan: PreparePlan, unit: Unit) -> Path:
     """Make a folder for temporary files, named after this process, since another attempt or user may be doing the same unit."""
-    remove_leftovers(task, unit.name)
-    folder = task.begun_folder / f"{unit.name}.{os.uname().nodename}-{os.getpid()}"
+    remove_leftovers(plan, unit.name)
+    folder = plan.begun_folder / f"{unit.name}.{os.uname().nodename}-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)  # left by a process that had our pid before us
     folder.mkdir()
     return folder
 
 
-def remove_leftovers(task: Task, unit: str = "*") -> None:
+def remove_leftovers(plan: PreparePlan, unit: str = "*") -> None:
     """Remove the temporary files of processes that were killed, and keep those of processes that still write."""
-    for left in task.begun_folder.glob(f"{unit}.*"):
+    for left in plan.begun_folder.glob(f"{unit}.*"):
         if not _is_written(left):
             shutil.rmtree(left, ignore_errors=True)
 

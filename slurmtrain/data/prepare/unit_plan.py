@@ -181,7 +181,7 @@ def _chat_template(
         if source.format == RawFormat.TEXT:
             raise ConfigError(
                 f"prepare.records=chat, but {source.path} is text, which has no fields",
-                hint="give conversations as JSON lines, Parquet, or a data set saved by `datasets`",
+                hint="give conversations as JSON lines or Parquet",
             )
     tokenizer.encode_chats([], [])  # refuses a kind without special tokens
     return load_chat_template(choice, config.chat_template, config.loss_on, tokenizer.special_tokens())
@@ -191,7 +191,7 @@ def _packages(sources: Sequence[InputFile]) -> dict[str, str]:
     """Return each Python package that the sources need, with the first file that needs it."""
     needs: dict[str, str] = {}
     for source in sources:
-        package = {"parquet": "pyarrow", "hf": "pyarrow"}.get(source.format)
+        package = "pyarrow" if source.format == RawFormat.PARQUET else None
         package = "zstandard" if source.packing == "zst" else package
         if package is not None:
             needs.setdefault(package, str(source.path))

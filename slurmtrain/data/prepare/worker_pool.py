@@ -12,7 +12,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import SpawnProcess
@@ -20,7 +20,7 @@ from typing import Protocol
 
 from slurmtrain.data.format.tokenizers import load_tokenizer
 from slurmtrain.data.prepare.file_errors import file_errors_reported
-from slurmtrain.data.prepare.unit import Task, UnitProgress, UnitRecord, describe, prepare_unit, read_records
+from slurmtrain.data.prepare.unit import UnitProgress, UnitRecord, describe, prepare_unit, read_records
 from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError, how_it_ended
 from slurmtrain.system.process import be_killed_with
@@ -78,11 +78,10 @@ def work(
         ConfigError: an input has changed or is not of its format, or all of many records are bad.
         DataError: a disk is full, an input has vanished, or a process was killed.
     """
-    task = Task.of(plan)
     ledger = _Ledger(units, hopeless=max_bad_share < 1)
     waiting = deque[Unit]()
     with file_errors_reported(plan.output):
-        for unit, record in zip(units, read_records(task, units), strict=True):
+        for unit, record in zip(units, read_records(plan, units), strict=True):
             if record is None:
                 waiting.append(unit)
             else:
@@ -94,7 +93,7 @@ def work(
     pool: list[_Worker] = []
     try:
         for _ in range(min(workers, len(waiting))):
-            pool.append(_start_worker(task))
+            pool.append(_start_worker(replace(plan, sources=(), units=())))
             pool[-1].begin(waiting.popleft())
         while any(worker.unit is not None for worker in pool):
             ready = wait([told, *(worker.connection for worker in pool if worker.unit is not None)])
@@ -212,14 +211,14 @@ class _Ledger:
         self._tally.bad += sum(len(piece.bad) for piece in record.pieces)
 
 
-def _start_worker(task: Task) -> _Worker:
-    """Start a process of the pool.
+def _start_worker(plan: PreparePlan) -> _Worker:
+    """Start a process of the pool, which gets the plan without all units and sources.
 
     It inherits that stop signals are blocked, so that there is no moment at which they could reach it.
     """
     context = get_context("spawn")
     ours, theirs = Pipe()
-    process = context.Process(target=_serve, args=(theirs, task, os.getpid()), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, plan, os.getpid()), daemon=True)
     resource_tracker.ensure_running()  # while it starts, it would let the signals through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -230,18 +229,18 @@ def _start_worker(task: Task) -> _Worker:
     return _Worker(process, ours)
 
 
-def _serve(connection: Connection, task: Task, parent: int) -> None:
+def _serve(connection: Connection, plan: PreparePlan, parent: int) -> None:
     """Run a process of the pool: prepare each unit that comes over the connection."""
     be_killed_with(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one CPU each; the worker processes are the parallelism
     try:
-        tokenizer, _ = load_tokenizer(task.settings.tokenizer)
-        if tokenizer.facts != task.settings.facts:
-            raise ConfigError(f"{task.settings.tokenizer.name} was changed while a data set was being prepared")
+        tokenizer, _ = load_tokenizer(plan.settings.tokenizer)
+        if tokenizer.facts != plan.settings.facts:
+            raise ConfigError(f"{plan.settings.tokenizer.name} was changed while a data set was being prepared")
         while True:
             unit: Unit = connection.recv()
-            with file_errors_reported(task.output):
-                record = prepare_unit(task, unit, tokenizer, connection.send)
+            with file_errors_reported(plan.output):
+                record = prepare_unit(plan, unit, tokenizer, connection.send)
             connection.send(record)
     except SlurmtrainError as error:
         connection.send(error)

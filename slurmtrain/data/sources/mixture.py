@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from math import gcd, lcm
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmtrain.data.loading.batches import Batch, merge_batches, padded, with_documents
-from slurmtrain.data.loading.order import EpochOrder, Order, samples_at
+from slurmtrain.data.loading.order import MAX_SAMPLES, EpochOrder, Order, samples_at
 from slurmtrain.data.loading.samples import fetch_batch
 from slurmtrain.data.sources.protocol import MapDataset, SourceSpec, inspect_dataset, inspect_source
 from slurmtrain.data.sources.shares import shares_of
@@ -103,7 +105,7 @@ class MixedSamples:
         return self.get_seeded_batch(indices, numbers=indices, seed=0)
 
     def get_seeded_batch(self, indices: NDArray[np.int64], *, numbers: NDArray[np.int64], seed: int) -> Batch:
-        """Return the samples `indices` [B] as one batch, see `FullMapDataset`; those of one part are fetched together."""
+        """Return the samples `indices` [B] as one batch, see `protocol`; those of one part are fetched together."""
         merged = merge_batches(
             [
                 (rows, fetch_batch(self._parts[part], own, numbers[rows], seed=seed))
@@ -187,7 +189,11 @@ class MixtureOrder:
             self._sums.append(self._sums[-1] + int(weight * whole))
         self._sizes, self._seeds, self._shuffle = list(sizes), list(seeds), shuffle
         self._starts = np.cumsum([0, *sizes])
-        self.once = min(self._samples_before_repeat(part, size) for part, size in enumerate(sizes))
+        # The longest run that needs at most as many samples of each part as it has.
+        self.once = min(
+            bisect_right(range(MAX_SAMPLES), size, key=partial(self._count, part)) - 1
+            for part, size in enumerate(sizes)
+        )
 
     def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         result = np.empty(len(numbers), dtype=np.int64)
@@ -219,21 +225,14 @@ class MixtureOrder:
         divisor = gcd(share, whole)
         return middle, share // divisor, whole // divisor
 
-    def _samples_before_repeat(self, part: int, size: int) -> int:
-        """Return the length of the longest run that needs at most `size` samples of a part.
-
-        It is where the part's next sample would come.
-        """
-        path = []
+    def _count(self, part: int, samples: int) -> int:
+        """Return how many of the first `samples` samples of the run are of a part."""
         low, high = 0, len(self._sizes)
         while high - low > 1:
             middle, share, whole = self._node(low, high)
-            path.append((part < middle, share, whole))
-            low, high = (low, middle) if part < middle else (middle, high)
-        number = size  # number of the sample after the last one in the part; computed from the leaf up to the root
-        for left, share, whole in reversed(path):
-            number = _place(number, share if left else whole - share, whole, up=left)
-        return number
+            left = (samples * share + whole // 2) // whole
+            samples, low, high = (left, low, middle) if part < middle else (samples - left, middle, high)
+        return samples
 
 
 def _count_left(numbers: NDArray[np.int64], share: int, whole: int) -> NDArray[np.int64]:
@@ -241,23 +240,6 @@ def _count_left(numbers: NDArray[np.int64], share: int, whole: int) -> NDArray[n
     rounds, rest = np.divmod(numbers, whole)
     lefts: NDArray[np.int64] = rounds * share + (rest * share + whole // 2) // whole
     return lefts
-
-
-def _place(number: int, share: int, whole: int, *, up: bool) -> int:
-    """Return the number among all samples of a node that sample `number` of one of its sides has.
-
-    Args:
-        number: the sample's number on its side.
-        share: the side's share of the node's samples, as a multiple of 1/`whole`.
-        whole: the denominator of the share.
-        up: the side is the left one, whose count among the first k samples is floor(k share/whole + 1/2); the right
-            side has the rest.
-    """
-    half = whole // 2
-    if up:  # the smallest k with floor(((k + 1) share + half) / whole) > number
-        return -(-((number + 1) * whole - half) // share) - 1
-    # the other side's count of the first k is ceil((k share - half) / whole) for this side's share
-    return (number * whole + half) // share
 
 
 def _combined(combine: Callable[[list[int]], int], values: list[int | None]) -> int | None:

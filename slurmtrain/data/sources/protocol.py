@@ -1,8 +1,37 @@
-"""What a data object and its data sets may offer: the protocols, and the one look at a user's objects.
+"""What a data object and its data sets may offer, and the one look at a user's objects.
 
-A data object (`data._target_`) has `train` and may have more: `DataSource`. A data set has `len()` and `[i]` and may have
-more: `MapDataset`. Any object with these members will do; `inspect_source` and `inspect_dataset` look at it once, and all
-other code reads the typed, frozen `SourceSpec` and `DatasetSpec` that they return. A member that is None counts as missing.
+Any object with these members will do; `inspect_source` and `inspect_dataset` look at it once, and all other code reads
+the typed, frozen `SourceSpec` and `DatasetSpec` that they return. A member that is None counts as missing, and whatever
+is missing is done without.
+
+A data object (`data._target_`) has `train`, the samples to train on, and may have
+
+    valid             the evaluation set "valid"
+    evals             further evaluation sets by name
+    vocab_size        all token ids are below this number
+    unigram_entropy   nats per token of `valid` for a model that ignores the context
+    description       one line for a person
+    fingerprint       identifier of the content: with equal ones, sample i is the same for every i; without it, the number of
+                      training samples stands for the content
+
+A data set has `len()` and `[i]`, and may have the following. Arrays of indices and numbers are int64 [B].
+
+    get_batch(indices)          -> these samples as one batch, each name [B, ...], which is not collated any more. Random
+                                generators are seeded once for the batch, by the number of its first sample: random choices
+                                are repeated after a restart only if the micro batch size is the same
+    get_seeded_batch(indices, *, numbers, seed)
+                                the same, given the samples' numbers in the run and its seed; it seeds its generators itself
+    lengths(indices)            -> tokens of each sample; only for samples that differ in length
+    will_need(indices)          announces samples that will be fetched soon, and returns without waiting for them. Called in
+                                a process that fetches samples; where there are several, another one may fetch these
+    order(seed, shuffle)        -> the data set's own `Order` of samples
+    seq_len                     tokens of the longest sample
+    num_bytes                   bytes of text that all targets stand for
+    document_mask               samples have `documents`
+
+A subclass that overrides one of the ways to fetch samples (`[i]`, `get_batch`, `get_seeded_batch`) is asked by the one that
+it overrides, even if its base class offers a faster one. Errors of these methods reach the caller of the loader as they
+are; the step then does not count.
 """
 
 from __future__ import annotations
@@ -10,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +48,9 @@ from torch.utils.data import IterableDataset
 from slurmtrain.data.loading.order import Order
 from slurmtrain.errors import ConfigError
 
-if TYPE_CHECKING:
-    from slurmtrain.data.loading.batches import Batch
-
 
 class MapDataset(Protocol):
-    """A data set with a length and an i-th sample, which is all that it must offer; see `FullMapDataset`."""
+    """A data set with a length and an i-th sample, which is all that it must offer."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -34,80 +60,6 @@ class MapDataset(Protocol):
 
         For a language model these are `inputs` and `targets`, int64 [S], and perhaps `documents`, int32 [S].
         """
-
-
-class FullMapDataset(MapDataset, Protocol):
-    """All that a data set may offer; whatever it lacks is done without.
-
-    A subclass that overrides one of the ways to fetch samples (`__getitem__`, `get_batch`, `get_seeded_batch`) is asked by
-    the one that it overrides, even if its base class offers a faster one.
-
-    Errors of these methods reach the caller of the loader as they are; the step then does not count.
-
-    Attributes:
-        seq_len: tokens of the longest sample.
-        num_bytes: bytes of text that all targets stand for.
-        document_mask: samples have `documents`.
-    """
-
-    seq_len: int | None
-    num_bytes: int | None
-    document_mask: bool
-
-    def get_batch(self, indices: NDArray[np.int64], /) -> Batch:
-        """Return the samples `indices` [B] as one batch, each name [B, ...], which is not collated any more.
-
-        Random generators are seeded once for the batch, by the number of its first sample: random choices are repeated
-        after a restart only if the micro batch size is the same.
-        """
-
-    def get_seeded_batch(self, indices: NDArray[np.int64], /, *, numbers: NDArray[np.int64], seed: int) -> Batch:
-        """Return the samples `indices` [B] as one batch, as `get_batch`; it seeds its random generators itself.
-
-        Args:
-            numbers: the samples' numbers in the run, int64 [B].
-            seed: the seed of the run.
-        """
-
-    def lengths(self, indices: NDArray[np.int64], /) -> NDArray[np.int64]:
-        """Return the tokens of each sample, int64 [B] -> int64 [B]. Only for samples that differ in length."""
-
-    def will_need(self, indices: NDArray[np.int64], /) -> None:
-        """Announce samples [B] that will be fetched soon, and return without waiting for them.
-
-        Called in a process that fetches samples; where there are several, these may be fetched by another one.
-        """
-
-    def order(self, seed: int, shuffle: bool, /) -> Order:
-        """Return the data set's own order of samples."""
-
-
-class DataSource(Protocol):
-    """A data object: the only member that training needs; see `FullDataSource`."""
-
-    train: MapDataset
-
-
-class FullDataSource(DataSource, Protocol):
-    """All that a data object may offer.
-
-    Attributes:
-        train: the samples to train on.
-        valid: the evaluation set "valid".
-        evals: further evaluation sets by name.
-        vocab_size: all token ids are below this number.
-        unigram_entropy: nats per token of `valid` for a model that ignores the context.
-        description: one line for a person.
-        fingerprint: identifier of the content: with equal ones, sample i is the same for every i. Without it, the number
-            of training samples stands for the content.
-    """
-
-    valid: MapDataset | None
-    evals: Mapping[str, MapDataset] | None
-    vocab_size: int | None
-    unigram_entropy: float | None
-    description: str | None
-    fingerprint: str | None
 
 
 class FetchMethod(StrEnum):
@@ -120,7 +72,7 @@ class FetchMethod(StrEnum):
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """What a data set offers, see `FullMapDataset`; None for what it lacks.
+    """What a data set offers, see above; None for what it lacks.
 
     Attributes:
         dataset: the data set itself.
@@ -153,7 +105,7 @@ class DatasetSpec:
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """What a data object offers, see `FullDataSource`; None for what it lacks."""
+    """What a data object offers, see above; None for what it lacks."""
 
     train: MapDataset | None
     valid: MapDataset | None

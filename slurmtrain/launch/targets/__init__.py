@@ -30,7 +30,7 @@ TARGETS = {
 # Fields that nothing in a manifest stands for: those of SLURM everywhere, and others of some targets.
 WITHOUT_EFFECT = (
     "cluster.time_limit_min cluster.partition cluster.account cluster.qos cluster.constraint cluster.reservation "
-    "cluster.exclude cluster.exclusive cluster.switches cluster.switches_wait_min cluster.segment cluster.sbatch "
+    "cluster.exclude cluster.exclusive cluster.sbatch "
     "cluster.srun_args cluster.slurm_conf cluster.sandbox job.singleton requeue.in_place requeue.restart_delay_s "
     "requeue.blame_threshold requeue.blame_expiry_h"
 )

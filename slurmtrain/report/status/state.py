@@ -106,6 +106,18 @@ class RunState:
         """Whether its files can be used."""
         return self.status != RunStatus.UNREADABLE
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a program gets to know of it, by the names of `Run.status()` and of `status --json`."""
+        progress = ("step", "steps", "loss", "valid_loss", "logged", "tokens_per_s", "step_time_s", "eta_s")
+        return {
+            "state": self.status,
+            "sentence": self.explanation,
+            "job_id": self.job_id,
+            **{name: getattr(self.progress, name) for name in progress},
+            "reason": self.reason,
+            "expected_start": self.expected_start,
+        }
+
     def attempt_cells(self, attempt: Attempt, now: float) -> list[str]:
         """Return the cells below ATTEMPT_HEADER for one of its attempts, at this time in unix seconds."""
         current = attempt is self.attempts[-1] and self.alive and not self.waits and attempt.ended is None

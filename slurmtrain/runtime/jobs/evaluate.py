@@ -16,7 +16,6 @@ from slurmtrain.data.sources.protocol import inspect_source
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe import TensorBoardLog, read_metrics
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.build_model import build, distribute_model
@@ -24,6 +23,7 @@ from slurmtrain.runtime.jobs.train import build_evaluator
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.records import append_line
+from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import build_forward_backward
 from slurmtrain.training.seeds import seed_everything
 

@@ -39,7 +39,6 @@ from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.planner.gpus import FP32, TF32, Peak, peak_of
 from slurmtrain.runs import attempts
 from slurmtrain.runs.reasons import Reason
-from slurmtrain.runtime.agreement import StopAgreement
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
@@ -48,12 +47,13 @@ from slurmtrain.runtime.jobs.build_model import build, distribute_model, pretrai
 from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.redaction import redacted
+from slurmtrain.training.agreement import StopAgreement, StopPlanner
 from slurmtrain.training.eval_metrics import MetricSums
 from slurmtrain.training.evaluation import Evaluator
 from slurmtrain.training.forward_backward import ForwardBackward, build_forward_backward
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.hooks.checkpointing import Checkpointing
-from slurmtrain.training.hooks.evaluation import EvaluationByJobs, InlineEvaluation
+from slurmtrain.training.hooks.evaluation import Evaluation
 from slurmtrain.training.hooks.exporting import Exporting, ExportsAtTheEnd
 from slurmtrain.training.hooks.loggers import ExternalLoggers, NodeTextFile
 from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
@@ -62,7 +62,6 @@ from slurmtrain.training.hooks.reporting import RunReporter, StepReports
 from slurmtrain.training.hooks.stragglers import StragglerWatch
 from slurmtrain.training.ranks import TrainingRanks
 from slurmtrain.training.seeds import seed_everything
-from slurmtrain.training.stopping import StopPlanner
 from slurmtrain.training.trainer import Trainer
 
 
@@ -132,11 +131,8 @@ def build_trainer(
     if observe.straggler_every and phases.measures and distributed.control_group is not None:
         used.append(StragglerWatch(observe.straggler_every, environment.node))
     used.append(NonfiniteGuard(config.train))
-    if by_jobs:
-        used.append(EvaluationByJobs(evaluator, config.train, config.checkpoint, jobs))
-    else:
-        baseline = None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy)
-        used.append(InlineEvaluation(evaluator, config.train, config.checkpoint, baseline))
+    baseline = None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy)
+    used.append(Evaluation(evaluator, config.train, config.checkpoint, by_jobs=by_jobs, jobs=jobs, baseline=baseline))
     used += [*_configured_hooks(config), *hooks]
     if export_every:
         used.append(Exporting(export_every, exports))

@@ -60,7 +60,7 @@ def run_preflight(
         rates = measure(distributed, {each.rank: each.node for each in ranks})
         if rates is not None:
             measured = rates.summary()
-            found += without(slow(rates, config.preflight, distributed.device), config.preflight.ignore)
+            found += without(slow(rates, config, distributed.device), config.preflight.ignore)
         error = _agree(distributed, found)
     if ranks:
         _record_and_log(config, context, facts, found, record_of(mode, facts, found, seconds, measured))

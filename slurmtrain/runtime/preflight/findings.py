@@ -37,6 +37,8 @@ ADVICE = {
     FindingKind.SHARED_FOLDER: "job.runs_dir has to be one folder for all nodes: is it mounted on {node}?",
     FindingKind.SLOW_NODE: "cluster.exclude={node} leaves that node out, preflight.exclude_slow=true does so by itself",
     FindingKind.SLOW_LINK: "tell the admins of the cluster which pair it is",
+    FindingKind.SLOW_NETWORK: "NCCL_DEBUG=INFO logs which network NCCL uses, and cluster.network_interface names another one; "
+    "or correct cluster.network_gb_per_s",
 }
 
 

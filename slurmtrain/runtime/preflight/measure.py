@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from slurmtrain.choices import FindingKind
-from slurmtrain.config.schema import PreflightConfig
+from slurmtrain.config.schema import Config
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.preflight.findings import Fault, Finding
 
@@ -147,9 +147,9 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 # Judging.
 
 
-def slow(rates: Rates, limits: PreflightConfig, device: torch.device) -> Iterator[Finding]:
-    """Yield the nodes and links that are slow."""
-    known, links = rates.tflops, rates.links
+def slow(rates: Rates, config: Config, device: torch.device) -> Iterator[Finding]:
+    """Yield the nodes and links that are slow, and whether all links are slower than the cluster's file says."""
+    known, links, limits = rates.tflops, rates.links, config.preflight
 
     def node_finding(node: str, value: str, right: str, ranks: tuple[int, ...] = ()) -> Finding:
         return Finding(FindingKind.SLOW_NODE, (node,), value, right, limits.exclude_slow, Fault.NODE, ranks)
@@ -174,3 +174,8 @@ def slow(rates: Rates, limits: PreflightConfig, device: torch.device) -> Iterato
     for pair, rate in late.items():
         if not slow_nodes & set(pair):
             yield Finding(FindingKind.SLOW_LINK, pair, f"{rate:.3g} GB/s between them", right)
+    stated = config.cluster.network_gb_per_s
+    if links and stated is not None and usual < limits.slow_share * stated:
+        right = f"at least {limits.slow_share:.0%} of {stated:g} GB/s (cluster.network_gb_per_s)"
+        nodes = tuple(dict.fromkeys(rates.node_of.values()))
+        yield Finding(FindingKind.SLOW_NETWORK, nodes, f"{usual:.3g} GB/s between two nodes, the median", right)

@@ -198,7 +198,7 @@ class SlurmJob:
             packed=self._sharing > 1,
             version=version,
         )
-        return ["env", *(word for each in explained for word in each.words)]
+        return ["env", *(word for words, _ in explained for word in words)]
 
     def _prepare_nodes(self, number: int) -> None:
         """Copy to the nodes what cluster.stage names, and have another node watch over this one, before the first start."""

@@ -1,8 +1,7 @@
 """The protocol of what hangs on the training loop, and the list that calls it.
 
     setup ─> load ─> start ─> before_first_step
-        ─> each step: before_step ─> (forward and backward) ─> numbers_known ─> wants_save, gives_up, wants_rollback,
-                      wants_profile
+        ─> each step: before_step ─> (forward and backward) ─> numbers_known ─> wants_save, wants_rollback, wants_profile
                       ─> before_optimizer_step, skips_update
                       ─> (the optimiser, while all ranks agree on a decision) ─> after_step
                       ─> if a rank wants to go back: roll_back ─> rolled_back
@@ -15,7 +14,7 @@ place. What a hook reports goes through `log`, `evaluated`, `event` and `message
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -52,13 +51,6 @@ class TrainingHook:
         """Return whether this rank wants a checkpoint after this step, which is not yet counted in `state.step`.
 
         Asked after the last backward pass of the step has been launched.
-        """
-        return False
-
-    def gives_up(self, state: TrainingState) -> bool:
-        """Return whether this rank cannot usefully go on. Asked when `wants_save` is.
-
-        Some hook has to raise an error in `after_step` when the ranks' decision says so.
         """
         return False
 
@@ -139,115 +131,80 @@ class TrainingHook:
         """Show a sentence to the person who watches."""
 
 
-class TrainingHooks(TrainingHook):
+def _in_turn(event: str) -> Callable[..., None]:
+    """Return the method of `TrainingHooks` that calls the method `event` of one hook after another."""
+
+    def call(hooks: TrainingHooks, *arguments: Any) -> None:
+        for method in hooks._of[event]:
+            method(*arguments)
+
+    return call
+
+
+class TrainingHooks:
     """Several hooks in their order, as one. Only methods that a hook overrides are called, so that the rest costs nothing."""
 
     def __init__(self, hooks: Sequence[TrainingHook]):
-        self._hooks = tuple(hooks)
         events = [name for name in vars(TrainingHook) if not name.startswith("_")]
         self._of = {
-            event: tuple(
-                _method(hook, event)
-                for hook in self._hooks
-                if getattr(type(hook), event) is not getattr(TrainingHook, event)
-            )
+            event: [
+                _method(hook, event) for hook in hooks if getattr(type(hook), event) is not getattr(TrainingHook, event)
+            ]
             for event in events
         }
-
-    def __iter__(self) -> Iterator[TrainingHook]:
-        return iter(self._hooks)
 
     def has_handler(self, event: str) -> bool:
         """Return whether any hook has a method `event` of its own."""
         return bool(self._of[event])
 
-    def setup(self, state: TrainingState) -> None:
-        for call in self._of["setup"]:
-            call(state)
+    setup = _in_turn("setup")
+    load = _in_turn("load")
+    start = _in_turn("start")
+    before_first_step = _in_turn("before_first_step")
+    before_step = _in_turn("before_step")
+    numbers_known = _in_turn("numbers_known")
+    before_optimizer_step = _in_turn("before_optimizer_step")
+    after_step = _in_turn("after_step")
+    rolled_back = _in_turn("rolled_back")
+    finish = _in_turn("finish")
+    log = _in_turn("log")
+    evaluated = _in_turn("evaluated")
+    event = _in_turn("event")
+    message = _in_turn("message")
 
-    def load(self, state: TrainingState) -> None:
-        for call in self._of["load"]:
-            call(state)
-
-    def start(self, state: TrainingState) -> None:
-        for call in self._of["start"]:
-            call(state)
-
-    def before_first_step(self, state: TrainingState) -> None:
-        for call in self._of["before_first_step"]:
-            call(state)
-
-    def before_step(self, state: TrainingState) -> None:
-        for call in self._of["before_step"]:
-            call(state)
+    # What hooks are asked: each is, whatever others have answered.
 
     def wants_save(self, state: TrainingState) -> bool:
-        wanted = [call(state) for call in self._of["wants_save"]]  # each is asked, whatever others say
+        wanted = [call(state) for call in self._of["wants_save"]]
         return any(wanted)
-
-    def gives_up(self, state: TrainingState) -> bool:
-        given_up = [call(state) for call in self._of["gives_up"]]
-        return any(given_up)
-
-    def numbers_known(self, state: TrainingState, numbers: StepNumbers) -> None:
-        for call in self._of["numbers_known"]:
-            call(state, numbers)
 
     def wants_rollback(self, state: TrainingState) -> str | None:
         reasons = [call(state) for call in self._of["wants_rollback"]]
         return next((reason for reason in reasons if reason is not None), None)
 
     def wants_profile(self, state: TrainingState) -> bool:
-        return any(call(state) for call in self._of["wants_profile"])
-
-    def before_optimizer_step(self, state: TrainingState, grad_norm: Tensor) -> None:
-        for call in self._of["before_optimizer_step"]:
-            call(state, grad_norm)
+        wanted = [call(state) for call in self._of["wants_profile"]]
+        return any(wanted)
 
     def skips_update(self, state: TrainingState, grad_norm: Tensor) -> Tensor | None:
         answers = [call(state, grad_norm) for call in self._of["skips_update"]]
         return functools.reduce(_either, answers, None)
 
-    def after_step(self, state: TrainingState, result: StepResult) -> None:
-        for call in self._of["after_step"]:
-            call(state, result)
-
     def roll_back(self, state: TrainingState, at_most: int) -> bool:
-        return any(call(state, at_most) for call in self._of["roll_back"])
+        return any(call(state, at_most) for call in self._of["roll_back"])  # the first that can
 
-    def rolled_back(self, state: TrainingState, from_step: int) -> None:
-        for call in self._of["rolled_back"]:
-            call(state, from_step)
-
-    def finish(self, state: TrainingState) -> None:
-        for call in self._of["finish"]:
-            call(state)
+    # How training ends: all are called, in the reverse order, whatever one of them raises.
 
     def on_error(self, state: TrainingState) -> None:
-        with ExitStack() as stack:  # all of them, whatever one of them raises
-            for call in reversed(self._of["on_error"]):
-                stack.callback(call, state)
+        self._end("on_error", state)
 
     def close(self, state: TrainingState) -> None:
-        with ExitStack() as stack:  # in the reverse order, and all of them, whatever one of them raises
-            for call in self._of["close"]:
+        self._end("close", state)
+
+    def _end(self, event: str, state: TrainingState) -> None:
+        with ExitStack() as stack:
+            for call in self._of[event]:
                 stack.callback(call, state)
-
-    def log(self, step: int, values: Mapping[str, float | str | None]) -> None:
-        for call in self._of["log"]:
-            call(step, values)
-
-    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        for call in self._of["evaluated"]:
-            call(step, values)
-
-    def event(self, event: Event, values: Mapping[str, Any]) -> None:
-        for call in self._of["event"]:
-            call(event, values)
-
-    def message(self, text: str) -> None:
-        for call in self._of["message"]:
-            call(text)
 
 
 def _method(hook: TrainingHook, event: str) -> Callable[..., Any]:

@@ -21,38 +21,12 @@ class EvaluationJobs(Protocol):
         """End with training: if all steps are done (`finished`), wait until every evaluation is submitted."""
 
 
-class _Evaluation(TrainingHook):
-    """Evaluates when it is due. On all ranks."""
-
-    def __init__(self, evaluator: Evaluator, train: TrainConfig, checkpoint: CheckpointConfig):
-        self._evaluator, self._every = evaluator, train.eval_every
-        self._best_metric = checkpoint.best_metric if checkpoint.keep_best else None
-
-    def setup(self, state: TrainingState) -> None:
-        if self._best_metric is not None:
-            self._evaluator.check_best_metric(self._best_metric)
-
-    def before_first_step(self, state: TrainingState) -> None:
-        self._evaluate_if_due(state)  # one that a stop has cut short is repeated first
-
-    def after_step(self, state: TrainingState, result: StepResult) -> None:
-        self._evaluate_if_due(state)
-
-    def _evaluate_if_due(self, state: TrainingState) -> None:
-        step = state.step
-        due = step == state.total_steps or (self._every > 0 and step % self._every == 0)
-        if self._evaluator.sets and due and step > state.counters.evaluated_at and not state.stopping:
-            with state.phases.within(Phase.EVALUATION):
-                self._evaluate(state)
-
-    def _evaluate(self, state: TrainingState) -> None:
-        raise NotImplementedError
-
-
-class InlineEvaluation(_Evaluation):
-    """Evaluates while training waits (eval.mode=inline).
+class Evaluation(TrainingHook):
+    """Evaluates when it is due: while training waits, or by another job, from the step's checkpoint. On all ranks.
 
     Args:
+        by_jobs: by another job (eval.mode=job).
+        jobs: rank 0's, which ask for that; None on the others.
         baseline: (name, nats per token) of a simple model on the same text, shown beside every validation loss.
     """
 
@@ -61,14 +35,43 @@ class InlineEvaluation(_Evaluation):
         evaluator: Evaluator,
         train: TrainConfig,
         checkpoint: CheckpointConfig,
+        *,
+        by_jobs: bool = False,
+        jobs: EvaluationJobs | None = None,
         baseline: tuple[str, float] | None = None,
     ):
-        super().__init__(evaluator, train, checkpoint)
-        self._baseline = baseline
+        self._evaluator, self._every = evaluator, train.eval_every
+        self._by_jobs, self._jobs, self._baseline = by_jobs, jobs, baseline
+        self._best_metric = checkpoint.best_metric if checkpoint.keep_best else None
+
+    def setup(self, state: TrainingState) -> None:
+        if self._best_metric is not None:
+            self._evaluator.check_best_metric(self._best_metric)
 
     def before_first_step(self, state: TrainingState) -> None:
-        self._evaluator.prepare()
-        super().before_first_step(state)
+        if not self._by_jobs:
+            self._evaluator.prepare()
+        self._evaluate_if_due(state)  # one that a stop has cut short is repeated first
+
+    def after_step(self, state: TrainingState, result: StepResult) -> None:
+        self._evaluate_if_due(state)
+
+    def close(self, state: TrainingState) -> None:
+        if self._jobs is not None:
+            self._jobs.close(finished=state.finished)
+
+    def _evaluate_if_due(self, state: TrainingState) -> None:
+        step = state.step
+        due = step == state.total_steps or (self._every > 0 and step % self._every == 0)
+        if not (self._evaluator.sets and due and step > state.counters.evaluated_at) or state.stopping:
+            return
+        if self._by_jobs:
+            state.counters.evaluated_at, state.save_requested = step, True
+            if self._jobs is not None:
+                self._jobs.ask(step)
+        else:
+            with state.phases.within(Phase.EVALUATION):
+                self._evaluate(state)
 
     def _evaluate(self, state: TrainingState) -> None:
         """Measure every held-out sample; a stop that is requested before it is done ends training."""
@@ -86,26 +89,3 @@ class InlineEvaluation(_Evaluation):
             beside = f" ({self._baseline[0]}: {self._baseline[1]:.4f})" if self._baseline and name == "valid" else ""
             state.hooks.message(f"step {step}: {what} loss {measured[f'{name}_loss']:.4f} nats per token{beside}")
         state.throughput.start()
-
-
-class EvaluationByJobs(_Evaluation):
-    """Has the step's checkpoint evaluated by another job (eval.mode=job).
-
-    Args:
-        jobs: rank 0's; None on the others.
-    """
-
-    def __init__(
-        self, evaluator: Evaluator, train: TrainConfig, checkpoint: CheckpointConfig, jobs: EvaluationJobs | None
-    ):
-        super().__init__(evaluator, train, checkpoint)
-        self._jobs = jobs
-
-    def close(self, state: TrainingState) -> None:
-        if self._jobs is not None:
-            self._jobs.close(finished=state.finished)
-
-    def _evaluate(self, state: TrainingState) -> None:
-        state.counters.evaluated_at, state.save_requested = state.step, True
-        if self._jobs is not None:
-            self._jobs.ask(state.step)

@@ -11,12 +11,11 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import committed, set_aside, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
-from tests.support.checkpoint_files import manifest_of
+from tests.support.checkpoint_files import manifest_of, record_of
 
 FIRST, SECOND = Incarnation(1, "job 7, restart 0"), Incarnation(2, "job 7, restart 1")
 SHARD = "rank00000.safetensors"
@@ -28,9 +27,7 @@ def save(directory: Path, step: int, incarnation: Incarnation = FIRST, content: 
 
 def finish(temporary: Path, step: int, incarnation: Incarnation, content: str = "weights") -> Path:
     (temporary / SHARD).write_text(content)
-    with blocks.threads() as pool:
-        record = blocks.digest_file(temporary / SHARD, pool)
-    manifest = manifest_of(step, {SHARD: record}, incarnation, state={"step": step})
+    manifest = manifest_of(step, {SHARD: record_of(temporary / SHARD)}, incarnation, state={"step": step})
     return commit.commit(temporary, manifest, incarnation)
 
 

@@ -12,22 +12,25 @@ import torch
 from safetensors.torch import save_file
 
 from slurmtrain.checkpoint import difference
-from slurmtrain.checkpoint.difference import differences, differing_tensors, size_of
+from slurmtrain.checkpoint.difference import differences
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.boxes import Box
 from tests.support.pickles import Evil
 from tests.unit.weights.test_export import Mixed, by_ranks, cut, save
 
 
+def names(a: Path, b: Path) -> list[str]:
+    return sorted(each.name for each in differences(a, b)[0] if each.name.startswith("model."))
+
+
 def test_a_checkpoint_of_the_same_bits_does_not_differ_and_another_one_does_where_it_does(tmp_path: Path) -> None:
     model = Mixed()
     a, b = save(tmp_path / "a", model=model), save(tmp_path / "b", model=model)
-    assert differing_tensors(a, b) == []
+    assert names(a, b) == []
     with torch.no_grad():
         model.linear.weight[-1, -1] = torch.nextafter(model.linear.weight[-1, -1], torch.tensor(9.0))
         model.factor.fill_(3.0)
-    assert differing_tensors(a, save(tmp_path / "c", model=model)) == ["model.factor", "model.linear.weight"]
-    assert size_of(a) == sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert names(a, save(tmp_path / "c", model=model)) == ["model.factor", "model.linear.weight"]
 
 
 @pytest.mark.parametrize("piece", [1, 700, 2**26])
@@ -42,26 +45,26 @@ def test_layouts_leave_no_difference(tmp_path: Path, piece: int, monkeypatch: py
         return by_ranks(tmp_path / name, files, tensors)
 
     rows, columns = saved("rows", 4, 0, whole), saved("columns", 3, 1, whole)
-    assert differing_tensors(rows, columns) == []
+    assert names(rows, columns) == []
     other = {**whole, "model.w": whole["model.w"].clone(), "optimizer.m": torch.zeros(5)}
     other["model.w"][36, 10] += 1
-    assert differing_tensors(rows, saved("other", 3, 1, other)) == ["model.w"]
+    assert names(rows, saved("other", 3, 1, other)) == ["model.w"]
 
 
 def test_other_shapes_types_and_names_differ(tmp_path: Path) -> None:
     a = save(tmp_path / "a", model=torch.nn.Linear(3, 2))
-    assert differing_tensors(a, save(tmp_path / "b", model=torch.nn.Linear(3, 2).double())) == [
+    assert names(a, save(tmp_path / "b", model=torch.nn.Linear(3, 2).double())) == [
         "model.bias",
         "model.weight",
     ]
-    assert differing_tensors(a, save(tmp_path / "c", model=torch.nn.Linear(3, 2, bias=False)))[0] == "model.bias"
+    assert names(a, save(tmp_path / "c", model=torch.nn.Linear(3, 2, bias=False)))[0] == "model.bias"
 
 
 def test_a_file_that_was_cut_short_is_an_error_and_no_difference(tmp_path: Path) -> None:
     a, b = (save(tmp_path / name, model=torch.nn.Linear(30, 20)) for name in "ab")
     (b / "rank00000.safetensors").write_bytes((b / "rank00000.safetensors").read_bytes()[:100])
     with pytest.raises(CheckpointError, match="has 100 bytes instead of"):
-        differing_tensors(a, b)
+        names(a, b)
 
 
 def test_a_whole_comparison_tells_by_how_much_each_tensor_of_every_object_differs(tmp_path: Path) -> None:

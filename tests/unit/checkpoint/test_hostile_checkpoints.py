@@ -26,9 +26,9 @@ import torch
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.difference import differences
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format import blocks
 from slurmtrain.cli import main
 from slurmtrain.errors import SlurmtrainError
+from tests.support.checkpoint_files import record_of
 from tests.support.pickles import Evil
 
 MEMORY_BYTES = 1_500_000_000  # beyond what this process has already
@@ -72,8 +72,7 @@ class Forged:
             text = json.dumps(self.header).encode()
             beginning = len(text).to_bytes(8, "little") + text
         (self.path / RANK).write_bytes(beginning + self.body)
-        with blocks.threads() as pool:
-            record = blocks.digest_file(self.path / RANK, pool)
+        record = record_of(self.path / RANK)
         self.manifest["files"] = {RANK: {"size": record.size, "digests": record.digests}, **self.more_files}
         self.manifest["headers"] = {RANK: hashlib.sha256(beginning).hexdigest()}
         self.changes(self.manifest)
@@ -460,7 +459,7 @@ def test_the_unchanged_one_passes_all_of_it(sound: Path, tmp_path: Path, monkeyp
     assert outcomes(everything(path)) == dict.fromkeys(ACTIONS, "")
 
 
-@pytest.mark.parametrize("mode", ["full", "sampled", "off"])
+@pytest.mark.parametrize("mode", ["full", "off"])
 @pytest.mark.parametrize("name", ["../../secret", "{}/secret"])
 def test_a_file_outside_is_not_read_as_weights(mode: str, name: str, sound: Path, tmp_path: Path) -> None:
     path = copy(sound, tmp_path)

@@ -8,13 +8,12 @@ from pathlib import Path
 import slurmtrain
 
 PACKAGE = Path(slurmtrain.__file__).parent
-# What these pickle stays between a process and its own workers, or in files of one person's own sweep. The last two read
+# What these pickle stays between a process and its own workers, or in files of one person's own sweep. The last reads
 # files of other programs: by torch's unpickler of weights alone.
 PICKLE = {
     "data/loading/workers.py",
     "control/mapping.py",
     "runtime/jobs/map_task.py",
-    "weights/import_weights.py",
     "checkpoint/difference.py",
 }
 

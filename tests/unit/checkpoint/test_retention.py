@@ -123,11 +123,11 @@ def test_whatever_is_asked_for_the_newest_and_what_is_read_are_never_removed(
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"last": 1}, "last 1 checkpoints is not enough\n  hint: keep at least 2: one must remain while the next"),
-        ({"last": -3}, "last -3 checkpoints is not enough"),
-        ({"every": -1}, "every -1 steps is not possible\n  hint: give a number of steps, or 0"),
-        ({"best": -2}, "the -2 best checkpoints is not possible\n  hint: give a number of checkpoints, or 0"),
-        ({"mode": "least"}, "'least' is not a valid mode for valid_loss\n  hint: write \"min\""),
+        ({"last": 1}, "kept by last=1\n  hint: keep at least 2: one must remain while the next"),
+        ({"last": -3}, "kept by last=-3"),
+        ({"every": -1}, "kept by every=-1\n  hint: give a number of steps, or 0"),
+        ({"best": -2}, "kept by best=-2\n  hint: give a number of checkpoints, or 0"),
+        ({"mode": "least"}, "kept by mode='least'\n  hint: min"),
     ],
 )
 def test_a_rule_that_cannot_work_is_refused_with_its_value_and_a_hint(wrong: dict[str, int], message: str) -> None:

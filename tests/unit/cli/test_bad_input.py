@@ -160,7 +160,6 @@ BAD_CONFIGS = [
     ([*SLURM, "+cluster.sbatch.mem=1"], "cluster.sbatch has no option 'mem'", "decided by cluster.mem_per_node_gb"),
     ([*SLURM, "+cluster.sbatch.comment={a: 1}"], "cluster.sbatch.comment={'a': 1} cannot be passed", "a list of texts"),
     ([*SLURM, "+cluster.sbatch.comment=[[1]]"], "cluster.sbatch.comment=[[1]] cannot be passed", "a list of texts"),
-    ([*SLURM, "+cluster.sbatch.segment=2"], "cluster.sbatch has no option 'segment'", "decided by cluster.segment"),
     ([*SLURM, "+cluster.env={a-b: c}"], "cluster.env has 'a-b'", "NCCL_DEBUG"),
     ([*SLURM, "+cluster.env={1A: c}"], "cluster.env has '1A'", "NCCL_DEBUG"),
     ([*SLURM, "cluster.partition='a\n#SBATCH --uid=0'"], "cluster.partition='a\\n#SBATCH --uid=0' is not", "control"),

@@ -268,23 +268,6 @@ def test_export_takes_the_newest_or_the_step_that_is_named(run: RunDir) -> None:
     assert not Path("x.pt").exists()
 
 
-def test_weights_go_out_in_torchs_own_format_and_come_in_as_a_checkpoint(run: RunDir) -> None:
-    last("export", "whole.pt")
-    path = "start/checkpoint_0000000"
-    imported = printed("checkpoints", "start", "import", "whole.pt").splitlines()
-    assert imported[1] == f"to start from them: checkpoint.restore_from={path} checkpoint.restore_only=model"
-    last("export", "half.pt", "--dtype", "bfloat16")
-    imported_half = printed("checkpoints", "half", "import", "half.pt")  # a restore of other types has to be allowed
-    assert imported_half.endswith("checkpoint.restore_only=model 'checkpoint.allow=[dtypes]'\n")
-    printed("checkpoints", path, "verify")
-    printed("checkpoints", path, "export", "same.pt")
-    last("export", "new.pt")
-    same, new = (torch.load(name, weights_only=True) for name in ("same.pt", "new.pt"))
-    assert same.keys() == new.keys() and all(torch.equal(same[name], value) for name, value in new.items())
-    for directory, source in ((str(run.path), "whole.pt"), ("start", "nowhere"), ("no/where", "whole.pt")):
-        refusal("checkpoints", directory, "import", source)
-
-
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [

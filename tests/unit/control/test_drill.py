@@ -35,6 +35,7 @@ from slurmtrain.control.drill.ways import (
     parse_ways,
     preemptors,
     scratch_config,
+    time_given,
     tiny_config,
     why_not_here,
 )
@@ -69,32 +70,18 @@ BACK = Attempt(
 )
 told, back = (functools.partial(dataclasses.replace, each) for each in (TOLD, BACK))
 PASSES = Evidence(
-    Way.REQUEUE, attempts=[TOLD, BACK], over=True, finished=True, told=True, time_s=30.0, time_of="KillWait", resumed_at=8,
+    Way.REQUEUE, attempts=[TOLD, BACK], over=True, finished=True, told=True, time_s=30.0, resumed_at=8,
     comparison=LATER,
 )  # fmt: skip
 
 
-def test_a_run_that_comes_back_with_the_same_bits_passes_and_says_how_long_everything_took() -> None:
+def test_a_run_that_comes_back_with_the_same_bits_passes_and_says_how_long_it_took_to_leave() -> None:
     assert judge(PASSES, PLAN) == (
         Result.PASSED,
         "resumed at step 8: the same bits (2 logged steps, every tensor of the checkpoint of step 16)",
         (),
     )
-    assert (PASSES.left_after_s, PASSES.saved_step, PASSES.back_after_s) == (2.0, 8, 8.0)
-    assert PASSES.back_by == "by SLURM's own requeue"
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "who"),
-    [
-        (told(verdict="requeue"), BACK, "by a requeue of the supervisor"),
-        (told(verdict="next"), back(job_id="8", restart_count=0), "in the next job, 8"),
-        (told(verdict="in-place"), back(restart_count=0), "in place, in the same job"),
-        (told(job_id=None), back(job_id=None, restart_count=0), "by the launcher"),
-    ],
-)
-def test_it_says_who_has_brought_a_run_back(first: Attempt, second: Attempt, who: str) -> None:
-    assert dataclasses.replace(PASSES, attempts=[first, second]).back_by == who
+    assert (PASSES.left_after_s, PASSES.saved_step) == (2.0, 8)
 
 
 LOST = told(committed_step=4, exit_code=137, last_sign=112.0)
@@ -102,7 +89,6 @@ APART = compare_logs({8: {"loss": 2.0}, 9: {"loss": 2.31}}, {8: {"loss": 2.0}, 9
 EARLY = Comparison((1,), Divergence(1, "loss", 2.0, 2.5), checkpoint=16)
 PASSED, FAILED, NOT_TRIED, NOT_JUDGED = Result
 UNFINISHED: dict[str, Any] = {"over": False, "finished": False}
-LEAD: dict[str, Any] = {"time_s": 30.0, "time_of": "cluster.signal_lead_s"}
 # A program, of whose checkpoints its attempts say nothing.
 PROGRAM: dict[str, Any] = {"is_program": True, "attempts": [told(committed_step=None), back(first_step=None)]}
 DONE = told(cause=None, verdict="done")
@@ -122,12 +108,12 @@ DONE = told(cause=None, verdict="done")
         ("preemption", {"attempts": [told(cause=None), BACK]}, FAILED, "without a signal before", "KillWait"),
         ("requeue", {"attempts": [told(cause=None)], "told": False, "explanation": "lost"}, NOT_JUDGED, "ted: lost", ""),
         (
-            "preemption", {"attempts": [LOST, BACK], "time_s": 11.0, "time_of": "partition low"}, FAILED,
-            "before it had saved, and partition low gives 11 s; it loses the steps since step 4", "GraceTime of partition low",
+            "preemption", {"attempts": [LOST, BACK], "time_s": 11.0}, FAILED,
+            "before it had saved, for which SLURM gives 11 s; it loses the steps since step 4", "longer GraceTime",
         ),
-        ("requeue", {"attempts": [LOST, BACK]}, FAILED, "before it had saved, and KillWait gives 30 s", "KillWait"),
+        ("requeue", {"attempts": [LOST, BACK]}, FAILED, "before it had saved, for which SLURM gives 30 s", "KillWait"),
         ("crash", {"attempts": [told(committed_step=None), BACK]}, FAILED, "no checkpoint when", "every_steps"),
-        ("early_signal", {"attempts": [told(ended=171.0), BACK], **LEAD}, FAILED, "left 60 s after the", "_lead_s=90"),
+        ("early_signal", {"attempts": [told(ended=171.0), BACK]}, FAILED, "left 60 s after the", "_lead_s=90"),
         # How it came back.
         (
             "requeue", {"attempts": [told(verdict="requeue")], "explanation": "stopped: refused"}, FAILED,
@@ -252,6 +238,32 @@ def test_a_qos_that_preempts_is_found_whether_or_not_the_person_may_use_it() -> 
         assert f"of QOS cheap do not end (PreemptMode={mode})" in preemptors(left_alone, partition=None, qos="cheap")
 
 
+CHEAP = ["cheap||cluster"]
+
+
+@pytest.mark.parametrize(
+    ("way", "configuration", "words", "seconds"),
+    [
+        ("early_signal", BY_PARTITION, [], 300.0),
+        ("early_signal", BY_PARTITION, ["cluster=local"], None),
+        ("requeue", BY_PARTITION, [], 30.0),
+        ("requeue", {}, [], None),
+        ("preemption", BY_PARTITION, [], 40.0),
+        ("preemption", BY_PARTITION, ["cluster.partition='low,high'"], 40.0),
+        ("preemption", {"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}, ["cluster.qos=cheap"], 90.0),
+        ("crash", BY_PARTITION, [], None),
+    ],
+)
+def test_the_time_that_slurm_gives_to_leave_is_that_of_the_way(
+    way: str, configuration: dict[str, str], words: list[str], seconds: float | None
+) -> None:
+    accounts = {"AccountingStorageType": "accounting_storage/slurmdbd"}
+    facts = facts_of({"KillWait": "30 sec", **accounts, **configuration} if configuration else {}, qos=CHEAP)
+    facts = dataclasses.replace(facts, qos=tuple(dataclasses.replace(each, grace_s=60.0) for each in facts.qos or ()))
+    cluster = compose(["cluster=a100x4", "cluster.signal_lead_s=300", *words]).cluster
+    assert time_given(Way(way), cluster, facts) == seconds
+
+
 def losses(*values: float, first: int = 1, **more: list[Any]) -> dict[int, dict[str, Any]]:
     return {
         first + index: {"loss": value, **{name: each[index] for name, each in more.items()}}
@@ -294,7 +306,7 @@ def test_the_step_at_which_two_logs_part_tells_what_was_not_restored(
 ) -> None:
     assert cause in likely_causes(compare_logs(a, b), 2)[0]
     if cause[:3] == "the":
-        assert "begins with other samples" in likely_causes(compare_logs(a, b, samples_part_at=3), 2)[0]
+        assert "the order of the data" in likely_causes(compare_logs(a, b, samples_part_at=3), 2)[0]
 
 
 def test_a_counter_that_begins_anew_is_told_from_a_training_that_differs() -> None:

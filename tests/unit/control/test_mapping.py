@@ -123,7 +123,6 @@ def test_lambdas_closures_and_several_iterables_are_sent(
         (([],), {}, "there are no items"),
         ((), {}, "there are no items"),
         (([1, 2], [1]), {}, "the iterables have 2, 1 items"),
-        ((3,), {}, "the items are 3, expected a list"),
         (([1],), {"max_parallel": 0}, "max_parallel=0"),
         (([1],), {"overrides": "optim.lr=1"}, "expected a list"),
     ],

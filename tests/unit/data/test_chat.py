@@ -14,10 +14,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from slurmtrain.choices import LossOn, RecordKind
-from slurmtrain.data import PreparedText
 from slurmtrain.data.format.manifest import Manifest, read_manifest, shard_file
 from slurmtrain.data.format.tokenizers import TokenizerChoice
 from slurmtrain.data.prepare.chat_template import CHATML_TEMPLATE
+from slurmtrain.data.sources.prepared import PreparedText
 from slurmtrain.errors import ConfigError
 from tests.unit.data.test_prepare import prepare as prepare_all
 

@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slurmtrain.data import BatchLoader, eval_batches, sample_ids
 from slurmtrain.data.loading import sample_digest
-from slurmtrain.data.loading.loader import RowLength
+from slurmtrain.data.loading.loader import BatchLoader, RowLength, eval_batches
+from slurmtrain.data.loading.order import sample_ids
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.data.sources.mixture import MixedSamples
 from slurmtrain.errors import ConfigError, SlurmtrainError
@@ -237,7 +237,7 @@ def test_close_kills_workers_that_are_stuck() -> None:
 
 def test_a_run_that_crashes_without_closing_still_ends() -> None:
     program = """
-from slurmtrain.data import BatchLoader
+from slurmtrain.data.loading.loader import BatchLoader
 batches = BatchLoader(range(100), seed=0, global_batch_size=4, micro_batch_size=4, num_workers=2)
 next(batches)
 raise SystemExit(3)

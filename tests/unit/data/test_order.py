@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmtrain.data import permute, sample_ids
+from slurmtrain.data.loading.order import permute, sample_ids
 from slurmtrain.errors import ConfigError
 
 KEYS = st.integers(-(2**63), 2**64 - 1)

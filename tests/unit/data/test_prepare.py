@@ -29,11 +29,11 @@ from slurmtrain.cli import main
 from slurmtrain.config.schema import Config, PrepareConfig
 from slurmtrain.data.format.manifest import Manifest, read_manifest
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
-from slurmtrain.data.prepare.bad_record import BadRecord
+from slurmtrain.data.prepare.conversation import BadRecord
 from slurmtrain.data.prepare.finish import finish
 from slurmtrain.data.prepare.reading import Reading
 from slurmtrain.data.prepare.sources import find_sources
-from slurmtrain.data.prepare.unit import Task, prepare_unit
+from slurmtrain.data.prepare.unit import prepare_unit
 from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on, make_plan
 from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.data.prepare.worker_pool import Tally, work
@@ -52,7 +52,6 @@ from tests.support.raw_text import (
     halves,
     hanging_disk,
     json_lines,
-    save_to_disk,
     texts,
     write_all_formats,
     write_tokenizer,
@@ -93,7 +92,7 @@ def plan_of(inputs: Path | Sequence[Path], output: Path, **settings: Any) -> Pre
 def do_units(plan: PreparePlan, part: int = 0, parts: int = 1) -> None:
     tokenizer, _ = load_tokenizer(plan.settings.tokenizer)
     for unit in plan.share(part, parts):
-        prepare_unit(Task.of(plan), unit, tokenizer, lambda progress: None)
+        prepare_unit(plan, unit, tokenizer, lambda progress: None)
 
 
 def records_of(path: Path) -> list[tuple[int, Any]]:
@@ -117,7 +116,7 @@ def test_every_document_of_every_format_is_there_once_and_in_order(unit_mb: floa
     assert manifest is not None and manifest == read_manifest(tmp_path / "out")
     assert list(documents_of(tmp_path / "out")) == as_bytes(documents)
     assert sum(source.records for source in manifest.sources) == len(documents)
-    assert [source.name for source in manifest.sources][-2:] == ["e/data-00001-of-00002.arrow", "f/"]
+    assert [source.name for source in manifest.sources][-2:] == ["e/e.parquet", "f/"]
     assert len(manifest.splits["train"].shards) > {1.0: 0, 0.004: 8, 0.0005: 60}[unit_mb]
 
 
@@ -473,26 +472,12 @@ def test_rows_of_tables_are_text_however_they_are_stored_and_bad_ones_are_counte
     column = pyarrow.array([b"one", None, b"caf\xe9", b"two", b"one"], pyarrow.binary()).view("string")
     table = pyarrow.table({"text": column.dictionary_encode() if as_dictionary else column})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-    with pyarrow.ipc.new_stream(tmp_path / "b.arrow", table.schema) as stream:
-        stream.write_table(table)
-    plan = plan_of([tmp_path / "a.parquet", tmp_path / "b.arrow"], tmp_path / "out", unit_mb=0.0002)
+    plan = plan_of(tmp_path / "a.parquet", tmp_path / "out", unit_mb=0.0002)
     do_units(plan)
     finish(plan, 0.5)
     reasons = ("2: 'text' is no string, but null", "3: invalid UTF-8 (unexpected end of data)")
-    assert caplog.messages == [f"bad: {name}:{reason}" for name in ("a.parquet", "b.arrow") for reason in reasons]
-    assert [bytes(ids[:-1]) for ids, _ in documents_of(tmp_path / "out")] == [b"one", b"two", b"one"] * 2
-
-
-def save_damaged(path: Path, keep: int) -> None:
-    """Save a data set whose second file ends after `keep` bytes."""
-    save_to_disk(path, texts(40, 1))
-    second = path / "data-00001-of-00002.arrow"
-    second.write_bytes(second.read_bytes()[:keep])
-
-
-def save_splits(raw: Path) -> None:
-    save_to_disk(raw / "test", ["a"])
-    (raw / "dataset_dict.json").write_text("{}")
+    assert caplog.messages == [f"bad: a.parquet:{reason}" for reason in reasons]
+    assert [bytes(ids[:-1]) for ids, _ in documents_of(tmp_path / "out")] == [b"one", b"two", b"one"]
 
 
 def write_sparse(path: Path, size: int) -> None:
@@ -506,9 +491,7 @@ def write_sparse(path: Path, size: int) -> None:
         (lambda raw: raw.joinpath("a.parquet").write_bytes(b"PAR1 nothing"), "cannot be read as Parquet"),
         (lambda raw: pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), raw / "a.parquet"), "has no column 'text'"),
         (lambda raw: pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), raw / "a.parquet"), "'text' is int64"),
-        (lambda raw: raw.joinpath("a.arrow").write_bytes(b"nothing, but long enough"), "cannot be read as an Arrow stream"),
-        (lambda raw: save_damaged(raw / "d", 700), "00001-of"),
-        (lambda raw: save_damaged(raw / "d", -8), "is incomplete"),
+        (lambda raw: raw.joinpath("a.arrow").write_bytes(b"x"), "is of a data set saved by `datasets`"),
         (lambda raw: raw.joinpath("a.bin").write_bytes(b"x"), "it is not known what is in"),
         (lambda raw: raw.joinpath("a.parquet.gz").write_bytes(b"x"), "is compressed as a whole"),
         (lambda raw: raw.joinpath("a.jsonl").write_bytes(b"\n"), "the inputs contain no document"),
@@ -516,8 +499,6 @@ def write_sparse(path: Path, size: int) -> None:
         (lambda raw: os.mkfifo(raw / "a.jsonl"), "a.jsonl is not a plain file"),
         (lambda raw: None, "there is no file in"),
         (lambda raw: raw.rmdir(), "prepare.inputs: there is no"),
-        (save_splits, "several splits"),
-        (lambda raw: raw.joinpath("state.json").write_text('{"_data_files": [], "_indices_files": [1]}'), "a selection or"),
     ],
 )  # fmt: skip
 def test_inputs_that_cannot_be_read_are_told_in_a_sentence(

@@ -20,12 +20,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slurmtrain.cli import main
-from slurmtrain.data import BatchLoader, Mixture, PreparedText
 from slurmtrain.data.format import reading, rows
 from slurmtrain.data.format.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
 from slurmtrain.data.format.packing import best_fit_rows
 from slurmtrain.data.format.tokens import DocumentTokens
 from slurmtrain.data.loading.batches import concatenate, padded
+from slurmtrain.data.loading.loader import BatchLoader
+from slurmtrain.data.sources.mixture import Mixture
+from slurmtrain.data.sources.prepared import PreparedText
 from slurmtrain.errors import ConfigError, DataError
 from tests.support.descriptors import open_below
 from tests.support.prepared import write_prepared

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from torch.utils.data import IterableDataset
 
-from slurmtrain.data import ByteWindows, Mixture
+from slurmtrain.data.sources.mixture import Mixture
 from slurmtrain.data.sources.protocol import (
     DatasetSpec,
     FetchMethod,
@@ -16,6 +16,7 @@ from slurmtrain.data.sources.protocol import (
     inspect_evaluation_set,
     inspect_source,
 )
+from slurmtrain.data.sources.text import ByteWindows
 from slurmtrain.errors import ConfigError
 
 

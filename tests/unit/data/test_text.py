@@ -13,7 +13,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from slurmtrain.data import ByteText, ByteWindows, StdlibText, TextFiles
+from slurmtrain.data.sources.text import ByteText, ByteWindows, StdlibText, TextFiles
 from slurmtrain.errors import ConfigError
 
 CONF = Path(__file__).parents[3] / "conf"

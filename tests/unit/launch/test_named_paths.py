@@ -13,9 +13,8 @@ import yaml
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
-from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.launch.job import submit_existing_script
-from slurmtrain.launch.named_paths import check_in_snapshot, check_named_paths, with_absolute_paths
+from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
 from slurmtrain.runs import lookup
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
@@ -219,20 +218,3 @@ def test_a_sweep_says_once_what_only_the_nodes_can_know(cli: Cli, project: Path,
     answer = cli("-m", CLUSTER, "checkpoint.restore_from=none/at/all", "optim.lr=1e-3,1e-4", "submit")
     assert answer.returncode == EXIT_CONFIG and "point 0 (optim.lr=0.001): checkpoint.restore_from" in answer.stderr
     assert len(slurm.submitted) == 1
-
-
-def test_a_path_of_an_own_class_that_the_snapshot_lacks_is_named(tmp_path: Path) -> None:
-    (tmp_path / "cwd" / "corpus").mkdir(parents=True)
-    (tmp_path / "cwd" / "train").mkdir()
-    config = compose(
-        ["cluster=a100x4", "+data.path=corpus", "+data.sub={files: [corpus/a, corpus]}", "+data.split=train"]
-    )
-    source = CodeSource(tmp_path / "cwd", "code", git=True)
-    (workdir := tmp_path / "run" / "code").mkdir(parents=True)
-    warnings = check_in_snapshot(config, workdir, source, tmp_path / "cwd")
-    assert [warning.partition("so `")[2].partition("`")[0] for warning in warnings] == [
-        "data.path=corpus",
-        "data.sub.files=corpus",
-    ]
-    (workdir / "corpus").mkdir()
-    assert check_in_snapshot(config, workdir, source, tmp_path / "cwd") == []

@@ -92,9 +92,8 @@ OPTIONS: dict[str, tuple[list[str], dict[str, str | None]]] = {
         [
             "+cluster=a100x4",
             "cluster.nodes=4",
-            "cluster.switches=2",
-            "cluster.switches_wait_min=30",
-            "cluster.segment=2",
+            "+cluster.sbatch.switches='2@30'",
+            "+cluster.sbatch.segment=2",
         ],
         {"switches": "2@30", "segment": "2", "mem": "480G", "exclusive": "", "time": "1440", "signal": "USR2@300"},
     ),

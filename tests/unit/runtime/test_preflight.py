@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slurmtrain.choices import FindingKind, JobKind
+from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import ClusterConfig, Config, JobConfig, PreflightConfig
 from slurmtrain.runtime.preflight import facts as readers
 from slurmtrain.runtime.preflight.compare import Gathered, compare
@@ -357,11 +358,8 @@ def rates(
     )
 
 
-LIMITS = PreflightConfig()
-
-
-def judged(found: Rates, limits: PreflightConfig = LIMITS, device: str = "cuda") -> list[Finding]:
-    return list(slow(found, limits, torch.device(device)))
+def judged(found: Rates, *overrides: str, device: str = "cuda") -> list[Finding]:
+    return list(slow(found, compose(["cluster=a100x4", *overrides]), torch.device(device)))
 
 
 def test_a_slow_gpu_is_named_by_its_rank_and_its_node() -> None:
@@ -386,13 +384,20 @@ def test_a_node_all_of_whose_links_are_slow_is_slow_itself_and_its_partners_are_
 
 def test_a_slow_node_is_left_out_only_if_the_config_says_so() -> None:
     assert error_of(judged(rates(tflops={7: 310.0}))) is None
-    error = error_of(judged(rates(tflops={7: 310.0}), PreflightConfig(exclude_slow=True)))
+    error = error_of(judged(rates(tflops={7: 310.0}), "preflight.exclude_slow=true"))
     assert error is not None and error.nodes == ("n3",)
 
 
 def test_ranks_that_share_the_cpus_of_a_node_are_not_compared_with_each_other() -> None:
     assert judged(rates(tflops={7: 100.0}), device="cpu") == []
     assert only(judged(rates(tflops={6: 90.0, 7: 100.0}), device="cpu")).nodes == ("n3",)
+
+
+def test_links_that_are_all_slower_than_the_clusters_file_says_are_a_network_that_is_not_used() -> None:
+    assert judged(rates(), "cluster.network_gb_per_s=50") == []
+    found = only(judged(rates(), "cluster.network_gb_per_s=400"))
+    assert (found.kind, found.fatal, len(found.nodes)) == (FindingKind.SLOW_NETWORK, False, NODES)
+    assert "45 GB/s between two nodes, the median; expected: at least 70% of 400 GB/s" in found.sentence
 
 
 def test_two_nodes_have_one_link_and_nothing_to_compare_it_with() -> None:

@@ -44,7 +44,7 @@ def test_points_run_here_one_after_the_other_and_the_same_command_runs_what_is_l
     assert main(words) == 1
     out, said = capfd.readouterr()
     assert "this is 1" in out and "this is 3" in out and "2 finished, 1 failed" in out
-    assert "point 1 (cluster.env.POINT=2): crashed: this is 2 (rank 0: bash ended with exit code 1)" in said
+    assert "-0001 (cluster.env.POINT=2): crashed: this is 2 (rank 0: bash ended with exit code 1)" in said
     assert attempts_of(project) == [1, 1, 1]
     (project / "mended").touch()
     assert shown(*words)["states"] == {"finished": 3}

@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +295,24 @@ def test_memory_is_that_of_some_tensors(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, path, out], check=True, capture_output=True, text=True)
     assert int(done.stdout) < 250_000  # KB
     assert out.stat().st_size > 4 * 25_000_000 * 2
+
+
+def test_a_script_makes_a_checkpoint_of_weights_of_another_program(tmp_path: Path) -> None:
+    """As the page `checkpoints` shows it, on a machine without SLURM."""
+    weights = torch.nn.Linear(4, 3).state_dict()
+    torch.save(weights, tmp_path / "weights.pt")
+    script = """
+import slurmtrain, torch
+slurmtrain.init(device="cpu")
+model = torch.nn.Linear(4, 3)
+model.load_state_dict(torch.load("weights.pt", weights_only=True))
+checkpointer = slurmtrain.Checkpointer("start")
+checkpointer.save(0, model=model)
+checkpointer.close()
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    model = torch.nn.Linear(4, 3)
+    with closing(Checkpointer(tmp_path / "run", config={"model": {"dim": 4}})) as checkpointer:
+        path = tmp_path / "start" / "checkpoint_0000000"
+        assert checkpointer.restore(path=path, as_start=True, model=model) is not None
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
