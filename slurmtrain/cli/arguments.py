@@ -195,7 +195,7 @@ def _unknown(word: str, words: Sequence[str], name: str | None, verb: Verb) -> U
             hint = f"a run that is alive keeps its config: cancel RUN, then resume RUN {shlex.quote(word)}"
         return UsageError(f"one word too many: {word!r}", hint=hint)
     option, _, value = word.partition("=")
-    hint = nearest(option, verb.options)
+    hint = nearest(option, verb.options) if verb.options else f"{PROGRAM} {name} --help shows what it takes"
     if verb.runs_program and (program := [each for each in words if _PROGRAM.fullmatch(each)]):
         hint = f"a program comes after --: {name} -- {shlex.join(words[words.index(program[0]) :])}"
     elif verb.composes:  # many people write --train.steps 100 where Hydra wants train.steps=100

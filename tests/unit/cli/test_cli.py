@@ -362,6 +362,7 @@ def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
         (["submit", "+cluster=lokal"], "there is no cluster called 'lokal'", "did you mean local"),
         (["submit", "+experiment=smok"], "there is no experiment called 'smok'", "did you mean smoke"),
         (["--dryrun", "submit"], "there is no option '--dryrun'", "--dry-run"),
+        (["nodes", "--cluster", "c"], "there is no option '--cluster'", "nodes --help shows what it takes"),
         (["status", "--jsn"], "there is no option '--jsn'", "--json"),
         (["logs", "last", "--rnk", "1"], "there is no option '--rnk'", "--rank"),
         (["sandbox", "up", "--nods", "3"], "there is no option '--nods'", "--nodes"),
