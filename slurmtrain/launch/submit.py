@@ -100,10 +100,10 @@ def slurm_conf_of(config: Config) -> str | None:
     found = sandbox.find(config.cluster.sandbox)
     if found is None:
         name = config.cluster.sandbox
-        named = f"--dir {name}" if "/" in name else f"--name {name}"
+        named = "NAME" if "/" in name else name
         raise ClusterError(
             f"the sandbox {name!r} is not running",
-            hint=f"start it: python -m slurmtrain sandbox up {named}; cluster.sandbox=NAME uses another one",
+            hint=f"start it: python -m slurmtrain sandbox up --name {named}; cluster.sandbox=NAME uses another one",
         )
     return str(found.slurm_conf)
 

@@ -37,7 +37,10 @@ log = logging.getLogger(__name__)
 KEY = "WANDB_API_KEY"
 KEYS = (KEY, "WANDB_IDENTITY_TOKEN_FILE")
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
-SERVER = "api.wandb.ai"  # of W&B's own service
+SERVERS: tuple[str, ...] = (
+    "api.forge.coreweave.com",
+    "api.wandb.ai",
+)  # two names of W&B's own service: since 0.31, and before
 CONNECT_S = 3.0
 OPEN_S = 60.0  # to begin a run with the server
 FINISH_S = 25.0  # to upload what is left when training has finished
@@ -59,21 +62,22 @@ def why_offline(wanted: WandbMode, variables: Mapping[str, str]) -> str | None:
         return None
     if asked in ("offline", "dryrun"):
         return "observe.wandb.mode or WANDB_MODE says so"
-    host, port = SERVER, 443
+    hosts, port = SERVERS, 443
     if url := variables.get("WANDB_BASE_URL"):
         with contextlib.suppress(ValueError):
             parts = urlsplit(url)
-            host, port = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
+            hosts, port = (parts.hostname or "",), parts.port or (80 if parts.scheme == "http" else 443)
     known = any(variables.get(name) for name in KEYS)
     with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
         found = netrc.netrc(variables.get("NETRC") or os.path.expanduser("~/.netrc")).hosts
-        known = known or host in found or f"{host}:{port}" in found
+        known = known or any(host in found or f"{host}:{port}" in found for host in hosts)
     if not known:
         return f"no API key is known here ({KEY}, or a netrc file)"
     if any(variables.get(name) for name in PROXIES):  # only the proxy knows which servers answer
         return None
-    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=CONNECT_S):
-        return None
+    for host in hosts:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=CONNECT_S):
+            return None
     return "its server cannot be reached from this node"
 
 

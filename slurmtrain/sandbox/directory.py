@@ -116,7 +116,7 @@ def claim_directory(directory: Path) -> int:
         raise ClusterError(
             f"{directory} is too long a path for a sandbox: it has {len(str(directory))} characters and may have {room},"
             " because sockets are created below it.",
-            hint="give a shorter one with --dir, for example under /tmp",
+            hint="TMPDIR names the folder of sandboxes; a shorter one is /tmp",
         )
     if directory.parent == user_directory():
         _private_directory(directory.parent)
@@ -149,12 +149,12 @@ def _private_directory(path: Path) -> None:
     except FileExistsError:
         pass
     except OSError as error:
-        raise ClusterError(f"cannot create {path}: {error.strerror}.", hint="give another place with --dir") from error
+        raise ClusterError(f"cannot create {path}: {error.strerror}.", hint="TMPDIR names another place") from error
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
         raise ClusterError(
             f"{path} is not a directory of yours, so a sandbox in it would not be safe.",
-            hint="give another place with --dir",
+            hint="TMPDIR names another place",
         )
     path.chmod(0o700)  # one that was there may have been open
 

@@ -166,11 +166,11 @@ def _wait_for_ranks(attempt_dir: AttemptDir, environment: Environment) -> None:
     except OSError as error:  # the disk is full: leaving with what is known is better than a crash
         log.warning("cannot tell the other ranks that this one has ended: %s", error)
         return
-    pauses = Pauses(LONGEST_POLL_S, first_s=max(POLL_S, environment.world_size / LISTINGS_PER_S))
+    shortest_s = max(POLL_S, environment.world_size / LISTINGS_PER_S)
+    pauses = Pauses(max(LONGEST_POLL_S, shortest_s), first_s=shortest_s)
     while True:
-        with contextlib.suppress(
-            OSError
-        ):  # a hiccup of a shared file system; srun ends this rank when others have left
+        # A hiccup of a shared file system shows nothing; srun ends this rank when others have left.
+        with contextlib.suppress(OSError):
             ended, failed = attempt_dir.count_ended_and_failed()
             if ended >= environment.world_size or failed:
                 return

@@ -409,12 +409,13 @@ def test_a_work_tree_that_git_cannot_read_is_not_run_in_place(
         assert main([*SLURM, "job.snapshot=none"]) == 0
 
 
+@pytest.mark.parametrize(("name", "start"), [("surely-not-there", "surely-not-there"), ("/surely/not/there", "NAME")])
 def test_a_sandbox_that_does_not_run_is_said_before_anything_is_made(
-    nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
+    name: str, start: str, nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, said, hint = refused(["+cluster=sandbox", "cluster.sandbox=surely-not-there", "submit"], capsys)
+    code, said, hint = refused(["+cluster=sandbox", f"cluster.sandbox={name}", "submit"], capsys)
     assert code == 1
-    assert "the sandbox 'surely-not-there' is not running" in said and "sandbox up" in hint
+    assert f"the sandbox '{name}' is not running" in said and f"sandbox up --name {start}; " in hint
     assert nothing_left.submitted == [] and not (project / "runs").exists()
 
 

@@ -195,6 +195,7 @@ def test_numbers_only_go_to_a_logger() -> None:
     ("wanted", "variables", "host", "why"),
     [
         ("auto", {}, "wandb.example", None),
+        ("auto", {"WANDB_BASE_URL": ""}, "", None),  # `wandb login` has written the name of W&B's own service
         ("auto", {}, "other.example", "no API key"),  # netrc has none for it
         ("auto", {"WANDB_API_KEY": "k"}, "other.example", None),
         ("auto", {"WANDB_API_KEY": "k", "HTTPS_PROXY": ""}, "localhost:1", "cannot be reached"),
@@ -207,7 +208,9 @@ def test_numbers_only_go_to_a_logger() -> None:
 def test_wandb_is_online_only_where_it_can_be(
     wanted: str, variables: dict[str, str], host: str, why: str | None, tmp_path: Path
 ) -> None:
-    (tmp_path / "netrc").write_text("machine wandb.example login user password 0123456789\n")
+    hosts = ("wandb.example", "api.forge.coreweave.com")
+    entries = (f"machine {name} login user password 0123456789\n" for name in hosts)
+    (tmp_path / "netrc").write_text("".join(entries))
     (tmp_path / "netrc").chmod(0o600)
     usual = {"NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": f"http://{host}", "HTTPS_PROXY": "http://p"}
     found = why_offline(WandbMode(wanted), usual | variables)
