@@ -305,8 +305,8 @@ VERBS: dict[str, Verb] = {
         },
     ),
     "checkpoints": Verb(
-        "List, verify, prune or export the checkpoints of a run. RUN may also be a directory of checkpoints, or one "
-        "checkpoint.",
+        "List, verify, prune or export the checkpoints of a run. RUN may also be a directory of "
+        "checkpoints, or one checkpoint.",
         (option("RUN", f"{_RUN}; or the path of a directory of checkpoints, or of a checkpoint"), JSON),
         "checkpoints",
         default_action="list",
