@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
 from slurmtrain.runs import lookup
+from slurmtrain.runs.attempts import read_attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import ask_to_cancel, ended_after, signal_ranks, write_request
@@ -27,6 +29,8 @@ from slurmtrain.system.files import read_json
 from slurmtrain.system.process import ProcessMark
 
 log = logging.getLogger(__name__)
+
+POLL_S = 0.2  # seconds between looks at a file on a shared file system
 
 # Why a run in this state cannot be stopped to start again, and what to do.
 CANNOT_STOP = {
@@ -139,7 +143,7 @@ def start_again(run_dir: RunDir, action: RunAction, about_to: Callable[[], None]
             hint=f"`resume {run_dir.id}` continues it when it has ended",
         )
     about_to()
-    next_step = _next_step(run_dir, now)
+    next_step, asked = _next_step(run_dir, now), time.time()
     number, name = (signal.SIGTERM, "TERM") if action == RunAction.PREEMPT else (signal.SIGUSR2, "USR2")
     if pods:
         from slurmtrain.launch import kubernetes
@@ -153,9 +157,33 @@ def start_again(run_dir: RunDir, action: RunAction, about_to: Callable[[], None]
             client(run_dir).signal(_step_id(now) if now.packed else str(now.job_id), name)
     with contextlib.suppress(OSError):  # it has been told
         run_dir.event(Event.PREEMPT_ASKED if action == RunAction.PREEMPT else Event.REQUEUE_ASKED)
+    said = f"run {run_dir.id} is told to save and leave; {next_step} (logs {run_dir.id} -f)"
     if next_step is None:
-        return f"run {run_dir.id} is told to save and end; `resume {run_dir.id}` continues it"
-    return f"run {run_dir.id} is told to save and leave; {next_step} (logs {run_dir.id} -f)"
+        said = f"run {run_dir.id} is told to save and end; `resume {run_dir.id}` continues it"
+    if action == RunAction.REQUEUE or pods or has_no_job(run_dir, now) or not now.own_job:
+        return said
+    return "\n".join(filter(None, [said, _how_long_leaving_took(run_dir, now, asked)]))
+
+
+def _how_long_leaving_took(run_dir: RunDir, now: RunState, asked: float) -> str | None:
+    """Wait until all ranks have exited, and say how long that took; None if SLURM does not say how long it may take."""
+    from slurmtrain.slurm.facts import preemption_of
+    from slurmtrain.slurm.read_facts import read_facts
+
+    cluster = load_frozen(run_dir.config_file, with_secrets=False).cluster
+    facts = read_facts(client(run_dir).glance, whole=False)
+    its = preemption_of(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
+    if (within_s := its.to_leave_s) is None:
+        return None
+    log.info("waiting until it has stopped, for %.0f s at most", within_s)
+    deadline = time.monotonic() + within_s
+    while (attempt := read_attempt(run_dir, now.attempts[-1].number)).ended is None and time.monotonic() <= deadline:
+        time.sleep(POLL_S)
+    gives = f"{its.of or 'SLURM'} gives {within_s:.0f} s"
+    if attempt.ended is None:
+        return f"it has not stopped in time: {gives}, after which a preemption would have killed it"
+    saved = f" after step {attempt.last_step}" if attempt.last_step is not None else ""
+    return f"it stopped{saved}, {max(0.0, attempt.ended - asked):.1f} s after it was told to stop; {gives}"
 
 
 def _cannot(run_dir: RunDir, now: RunState, status: RunStatus | None = None) -> ClusterError:

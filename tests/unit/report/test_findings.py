@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from slurmtrain.runtime.preflight.facts import NodeFacts, RankFacts
 from slurmtrain.runtime.preflight.findings import Fault, Finding
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import T0
-from tests.support.runs import RUN_ID, Job, no_waiting, printed, shown
+from tests.support.runs import RUN_ID, Job, at_moment, no_waiting, printed, shown
 
 ENDED: dict[str, Any] = {"verdict": "end", "reason": "crash", "sentence": "crashed: x"}
 
@@ -100,3 +101,37 @@ def test_what_the_checks_have_found_is_shown_with_what_to_do(job: Job, capsys: p
     assert "preflight, full: 2 ranks on 2 nodes compared in 0.05 s: 1 finding" in report
     assert f"ends a training, {said}" in report and "-> make room there" in report
     assert "measured: 2.5 GB/s between two nodes" in report and "1.4 to 1.5 TFLOP/s" in report
+
+
+# How it left, when it was told to.
+
+PARTITION = "PartitionName=low Default=YES GraceTime=20 PreemptMode=REQUEUE State=UP\n"
+STOPPED = "it stopped after step 40, 7.5 s after it was told to stop; "
+
+
+@pytest.mark.parametrize(
+    ("config", "stops", "says"),
+    [
+        ({"KillWait": "30 sec", "PreemptType": "preempt/partition_prio"}, True, STOPPED + "partition low gives 50 s"),
+        ({"KillWait": "30 sec", "PreemptType": "preempt/none"}, True, STOPPED + "SLURM gives 30 s"),
+        ({"KillWait": "30 sec"}, False, "it has not stopped in time: SLURM gives 30 s"),
+        ({}, True, "resumes by itself"),  # nothing is known, and nothing waited for
+    ],
+)
+def test_preempt_says_how_long_the_run_took_beside_what_a_preemption_would_give(
+    config: dict[str, str], stops: bool, says: str, job: Job
+) -> None:
+    number = job.attempt({"rank-0.log": ""}, host="elsewhere", pid=1)
+    job.slurm.add("7", state="RUNNING")
+    job.slurm.configure(**config)
+    job.slurm.answer("scontrol --all --oneliner show partition", PARTITION)
+    asked = time.time()
+    at_moment(job.monkeypatch, asked)
+
+    def meanwhile(waited_s: float) -> None:
+        if stops and waited_s > 7.0:
+            record = {**job.record(number), "ended": asked + 7.5, "last_step": 40}
+            job.run.attempt(number).record_file.write_text(json.dumps(record))
+
+    no_waiting(job.monkeypatch, meanwhile)
+    assert says in printed("preempt", RUN_ID)
