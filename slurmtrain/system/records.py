@@ -167,6 +167,10 @@ def pieces(path: Path, begin: int = 0) -> Iterator[bytes]:
 def parse(data: bytes) -> Any:
     """Parse JSON; return None for text that is no JSON, is not UTF-8, or is nested deeper than Python can follow."""
     try:
+        return msgspec.json.decode(data)  # in a sixth of the time, but it takes no NaN and no half of a surrogate pair
+    except (ValueError, RecursionError):
+        pass
+    try:
         return json.loads(data)
     except (ValueError, RecursionError):
         return None

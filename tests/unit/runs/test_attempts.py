@@ -271,9 +271,10 @@ def test_a_cancel_that_is_typed_while_the_next_attempt_sets_itself_up_is_for_tha
         (second / "job").write_text(f"7 1 {time.time():.9f}\n")
         assert main(["cancel", RUN_ID]) == 0
     else:
+        claimed = time.time()
         assert main(["cancel", RUN_ID]) == 0
         second.mkdir()
-        (second / "job").write_text(f"7 1 {time.time() - 0.5:.9f}\n")
+        (second / "job").write_text(f"7 1 {claimed:.9f}\n")
     assert job.slurm.calls("scancel") == ["scancel 7"]
     job.slurm.change("7", state="RUNNING", restarts=1)
     job.is_on("n0", restarts=1)
