@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 import threading
 import time
@@ -55,8 +56,11 @@ class ProfileSwitch:
                 return
             try:
                 text = records.read_text(self._path, at_most=4096).strip()
-                number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else STEPS
-                self.steps = max(1, min(number, PROFILED_MAX))
+                steps = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0 if text else STEPS
+                if not 1 <= steps <= PROFILED_MAX:
+                    what = f"expected a number of steps from 1 to {PROFILED_MAX}, or an empty file"
+                    raise UnreadableRecordError(f"the file profile has {text[:60]!r}, {what}")
+                self.steps = steps
             except FileNotFoundError:
                 self.steps = None
             except UnreadableRecordError as error:

@@ -32,9 +32,7 @@ class OneRank:
         return work()
 
 
-@pytest.mark.parametrize(
-    ("text", "steps"), [("", 3), ("5\n", 5), ("0", 1), ("101", 100), ("000000001999999999", 3), ("²", 3), ("why=x", 3)]
-)
+@pytest.mark.parametrize(("text", "steps"), [("", 3), ("5\n", 5), ("100", 100)])
 def test_the_file_may_say_how_many_steps(text: str, steps: int, run: RunDir) -> None:
     run.profile_switch.write_text(text)
     switch = ProfileSwitch(run)
@@ -49,7 +47,7 @@ def test_the_steps_of_the_config_are_a_range() -> None:
             profiled_steps(wrong)
 
 
-@pytest.mark.parametrize("make", ["link", "folder", "large"])
+@pytest.mark.parametrize("make", ["link", "folder", "large", "0", "101", "²", "steps=5"])
 def test_a_file_that_cannot_be_read_is_removed_and_the_run_goes_on(
     make: str, run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -58,8 +56,10 @@ def test_a_file_that_cannot_be_read_is_removed_and_the_run_goes_on(
         path.symlink_to("/etc/passwd")
     elif make == "folder":
         path.mkdir()
-    else:
+    elif make == "large":
         path.write_bytes(bytes(1 << 20))
+    else:
+        path.write_text(make)
     switch = ProfileSwitch(run)
     for _ in range(4):
         switch.look()
