@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import shlex
 import time
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runtime import attempt_context
-from slurmtrain.runtime.addresses import HeldPort, Pauses
+from slurmtrain.runtime.addresses import HeldPort
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.jobs.own_checkpoints import look_before_start
 from slurmtrain.runtime.jobs.program_start import STOPS, start_program
@@ -36,7 +37,7 @@ from slurmtrain.system.signals import StopFlag
 
 log = logging.getLogger(__name__)
 
-POLL_S, LONGEST_POLL_S = 0.05, 5.0  # seconds between looks at a file: a shared file system has no event to await
+POLL_S = 0.05  # seconds between looks at a file: a shared file system has no event to await
 LISTINGS_PER_S = 500  # directory listings per second of all ranks together, while they wait for each other
 SAVING_S = 600.0  # how long a child may go on after a stop, where nobody knows when SLURM ends the job
 
@@ -166,15 +167,16 @@ def _wait_for_ranks(attempt_dir: AttemptDir, environment: Environment) -> None:
     except OSError as error:  # the disk is full: leaving with what is known is better than a crash
         log.warning("cannot tell the other ranks that this one has ended: %s", error)
         return
-    shortest_s = max(POLL_S, environment.world_size / LISTINGS_PER_S)
-    pauses = Pauses(max(LONGEST_POLL_S, shortest_s), first_s=shortest_s)
+    began, shortest_s = time.monotonic(), max(POLL_S, environment.world_size / LISTINGS_PER_S)
     while True:
         # A hiccup of a shared file system shows nothing; srun ends this rank when others have left.
         with contextlib.suppress(OSError):
             ended, failed = attempt_dir.count_ended_and_failed()
             if ended >= environment.world_size or failed:
                 return
-        pauses.pause()
+        # A tenth of the wait: the first rank that leaves ends those that have not looked since within KillWait.
+        waited_s = time.monotonic() - began
+        time.sleep(max(shortest_s, min(10.0, waited_s / 10)) * random.uniform(0.8, 1.2))
 
 
 # What the exit code of a program means, in the exit codes of our contract.
