@@ -74,6 +74,7 @@ def disturb(run: Run, way: str, chance: random.Random) -> None:
     slurm = run.cluster
     match way:
         case "preemption":
+            run.wait_until(lambda: bool(run.attempts()[-1].nodes), "on nodes that it has recorded")
             slurm.submit_high(nodes=run.attempts()[-1].nodes, seconds=0.1)
         case "kill of a rank" | "SIGSTOP":
             run.wait_until(lambda: len(run.rank_pids()) == 2, "with two ranks")
