@@ -135,8 +135,6 @@ class Rank:
 
     def _with_others(self, find_or_create: Callable[[], RunDir]) -> int:
         """Meet the other ranks, check the nodes, do the job, and return the exit code of this rank."""
-        from slurmtrain.runtime.preflight.check import run_preflight
-
         self.timeline.aloud = self.environment.rank == 0
         self.timeline.begin("loading PyTorch")
         if self.given is not None:
@@ -146,6 +144,10 @@ class Rank:
         if self.given is None:
             self._begin()
             self._watch(self.distributed)
+        from slurmtrain.runtime.preflight.check import (
+            run_preflight,
+        )  # with PyTorch, so not before the attempt has begun
+
         run_preflight(self.config, self.distributed, self.context)
         self.timeline.mark("preflight")
         start_gpu_sampler(self.context.attempt_dir, self.environment)
