@@ -144,9 +144,8 @@ class Rank:
         if self.given is None:
             self._begin()
             self._watch(self.distributed)
-        from slurmtrain.runtime.preflight.check import (
-            run_preflight,
-        )  # with PyTorch, so not before the attempt has begun
+        # It loads PyTorch, which takes seconds: the attempt has begun, and is watched, before that.
+        from slurmtrain.runtime.preflight.check import run_preflight
 
         run_preflight(self.config, self.distributed, self.context)
         self.timeline.mark("preflight")
