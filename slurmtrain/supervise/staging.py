@@ -47,7 +47,7 @@ if [ -L "$top" ] || [ ! -O "$top" ] || [ "$(find "$top" -prune -perm /022)" ]; t
 fi
 [ -z "$live" ] || find "$top" -mindepth 1 -maxdepth 1 -name "$(basename "${job%-*}")-*" -mmin +60 | while read -r old; do
   case " $live " in *" ${old##*-} "*) ;; *) rm -rf -- "$old" ;; esac
-done
+done || true # find fails where another job removes such a folder meanwhile
 rm -rf -- "$own"
 mkdir -p -- "$own/code" "$own/environment" "$own/data"
 [ -z "$code" ] || tar -C "$code" --exclude=__pycache__ -c . | tar -C "$own/code" -x

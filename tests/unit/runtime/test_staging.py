@@ -72,6 +72,9 @@ def test_each_node_has_one_copy_of_code_environment_and_data_for_all_starts_of_i
         local.chmod(0o700)
         if time is not None:
             os.utime(local / name, (time, time))
+    find = slurm.directory / "find"  # as where another job removes such a folder meanwhile
+    find.write_text('#!/bin/sh\n/usr/bin/find "$@"; case "$*" in *-mmin*) exit 1 ;; esac\n')
+    find.chmod(0o755)
     words = ["cluster.nodes=2", f"cluster.venv='{prefix}'", "cluster.stage.environment=true"]
     assert main([*WORDS, *words, f"cluster.stage.data=['{tmp_path}/tokens']", "submit"]) == 0
     done = slurm.run("101", timeout_s=240, TMPDIR=str(local.parent))
@@ -86,7 +89,7 @@ def test_each_node_has_one_copy_of_code_environment_and_data_for_all_starts_of_i
         ]
         for attempt in (1, 2)
         for node, own in nodes.items()
-    }
+    }, done.stdout
     assert sum(" bash -c " in call and "environment" in call for call in slurm.calls("srun")) == 1
     # The copies end with the job, and with them what a job has left that has ended.
     assert {path.name for path in local.iterdir()} == left.keys() - {"fake-9"}
