@@ -1,4 +1,4 @@
-"""Where the hours of many runs went: by run, by user or by node.
+"""Where the hours of many runs went: by run or by user.
 
 From the run directories, and what NVML has shown of the GPUs that stood idle although a run held them.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from slurmtrain.choices import Grouping
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.gpu_hours.causes import of_history
-from slurmtrain.report.gpu_hours.goodput import HOLDS_NO_GPUS, Goodput, Segment, over_all, sums_of
+from slurmtrain.report.gpu_hours.goodput import Goodput, over_all
 from slurmtrain.report.gpu_hours.history import History, read_history
 from slurmtrain.report.status.look import states
 from slurmtrain.report.status.state import RunStatus
@@ -25,10 +25,10 @@ from slurmtrain.system.trust import name_of
 
 @dataclass(frozen=True)
 class Row:
-    """The hours of a run, of a person, or on a node.
+    """The hours of a run or of a person.
 
     Attributes:
-        who: id of the run, name of the user or of the node.
+        who: id of the run, or name of the user.
         runs: number of runs.
         goodput: the sum over them.
         gpus: what was sampled of their GPUs.
@@ -93,12 +93,8 @@ def usage_of(
         whole = run_dir.evaluated_run or run_dir
         kept = replace(spent, segments=())
         total.add(whole, kept, gpus)
-        if by is Grouping.NODE:
-            for node, part in _by_node(spent).items():
-                sums.setdefault(node, _Sum()).add(whole, part, [use for use in gpus if use.node == node])
-        else:
-            who = whole.id if by is Grouping.RUN else _owner(run_dir)
-            sums.setdefault(who, _Sum()).add(whole, kept, gpus)
+        who = whole.id if by is Grouping.RUN else _owner(run_dir)
+        sums.setdefault(who, _Sum()).add(whole, kept, gpus)
     rows = [found.row(who) for who, found in sums.items()]
     if by is Grouping.RUN:
         rows.sort(key=lambda row: row.who)  # an id begins with its time
@@ -138,19 +134,3 @@ def _owner(run_dir: RunDir) -> str:
     except OSError:
         return "unknown"
     return name_of(uid) or str(uid)
-
-
-def _by_node(spent: Goodput) -> dict[str, Goodput]:
-    """Return the part of each node on which ranks ran: its seconds are those of the node, its GPUs a part of the run's."""
-    held: dict[int, list[Segment]] = {}
-    for each in spent.segments:
-        if each.cause not in HOLDS_NO_GPUS:
-            held.setdefault(each.attempt, []).append(each)
-    parts: dict[str, list[Goodput]] = {}
-    for number, segments in held.items():
-        sums, nodes = sums_of(segments), spent.nodes.get(number, ())
-        for name in ("gpu_seconds", "lost_gpu_seconds"):
-            sums[name] = {key: amount / len(nodes) for key, amount in sums[name].items()} if nodes else {}
-        for node in nodes:
-            parts.setdefault(node, []).append(Goodput(**sums))
-    return {node: over_all(found) for node, found in parts.items()}
