@@ -125,10 +125,7 @@ def _composed(path: Path) -> Config:
     Raises:
         UsageError, ConfigError: it cannot be read or composed.
     """
-    folders = [
-        _folder_of(path),
-        *search_folders(),
-    ]  # its own first: a shipped one may have its name
+    folders = [_folder_of(path), *search_folders()]  # its own first: a shipped one may have its name
     return Composer(folders).compose([f"cluster={path.stem}"])
 
 

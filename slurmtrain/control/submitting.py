@@ -59,10 +59,10 @@ def submit_run(
     """
     warn_of_memory(config, dims)
     if config.cluster.backend == Backend.KUBERNETES:
-        from slurmtrain.launch import kubernetes
+        from slurmtrain.launch import targets
 
         with preparing(config, overrides, cwd, source) as run_dir:
-            return run_dir, kubernetes.submit(run_dir)
+            return run_dir, targets.submit(run_dir)
     config = with_absolute_paths(config, cwd)
     with ThreadPoolExecutor(2) as beside:  # while SLURM answers, the ranks' interpreter does, too
         code = beside.submit(lambda: source or find_source(config.job, cwd, config.cluster))

@@ -14,6 +14,7 @@ import yaml
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.planner.gpus import gpu_of
+from slurmtrain.report.page.units import listed
 from slurmtrain.slurm.facts import ClusterFacts, Limit, NodeGroup, Partition, association_of, qos_of, wall_limit
 from slurmtrain.system.durations import roughly
 
@@ -205,7 +206,11 @@ def _account(facts: ClusterFacts, partition: Partition) -> Iterable[Entry]:
     if facts.default_account in usable:
         yield Entry("account", facts.default_account, f"your default one; yours are {listed(mine)} (sacctmgr)")
     elif usable:
-        yield Entry("account", usable[0], f"the partition takes {listed(usable)} of yours, {listed(mine)} (sacctmgr)")
+        yield Entry(
+            "account",
+            usable[0],
+            f"the partition takes {listed(usable)} of yours, {listed(mine)} (sacctmgr)",
+        )
     else:
         takes = f" It takes {listed(partition.allowed_accounts)}." if partition.allowed_accounts else ""
         why = f"Which one? Partition {partition.name} takes none of yours ({listed(mine) or 'there are none'}).{takes}"
@@ -335,9 +340,3 @@ def _of_the_person(facts: ClusterFacts, groups: Sequence[NodeGroup]) -> Iterable
     yield Entry("container", None, why, question=True)
     why = "What do all nodes together write to the file system of the checkpoints? `plan` and checkpoint.auto use it"
     yield Entry("storage_gb_per_s", None, why, question=True)
-
-
-def listed(words: Iterable[str]) -> str:
-    """Return words as a list in a sentence, the first dozen of them."""
-    found = list(words)
-    return ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")

@@ -260,7 +260,7 @@ def test_ctrl_c_while_a_verb_loads_is_silent(words: list[str], at: str, project:
         ("slurmtrain cluster=a100x4 submit train.st", {"train.steps="}),
         ("slurmtrain su", {"submit"}),
         ("slurmtrain +cluster=local drill la", {"last"}),
-        ("slurmtrain drill --st", {"--steps", "--stop-at", "--stop-after"}),
+        ("slurmtrain drill --st", {"--steps", "--stop-at"}),
         ("slurmtrain re", {"render", "requeue", "resume", "requeue="}),
         ("slurmtrain requeue.mode=r", {"requeue.mode=requeue", "requeue.mode=resubmit"}),
     ],

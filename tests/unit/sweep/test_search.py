@@ -289,17 +289,13 @@ class Finishing:
             the second run is "removed" or "unreadable".
     """
 
+    here = None
+
     def __init__(self, fault: str) -> None:
         self.left: list[RunDir] = []
         self.asked: list[str] = []
         self.in_queue = True
         self.fault, self._looks = fault, 0
-
-    def __enter__(self) -> Finishing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def start(self, run_dirs: Iterable[RunDir]) -> Submission:
         if self.fault == "killed":
