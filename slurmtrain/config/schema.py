@@ -416,10 +416,6 @@ class CheckpointConfig:
     local: Annotated[str, NODE_FOLDER] | None = None
     # with local: also copy after every step that is a multiple of this; 0: only with each save
     local_every_steps: Natural = 0
-    # Also export the weights every this many steps, and at the end, as a Hugging Face folder <run>/exports/step_<N>,
-    # while training continues; 0: never
-    export_every_steps: Natural = 0
-    export_dtype: choices.ExportDtype = choices.ExportDtype.BFLOAT16  # data type of the exported weights
     # path of a checkpoint to start from, as long as this run has no checkpoint of its own
     restore_from: str | None = None
     # null: continue at the checkpoint's step, with its optimiser, schedule and data. "model": use only its weights, at

@@ -24,7 +24,6 @@ TIME_OUTS = {
     activity.HOOK: "evaluation_s",
     activity.SAVE: "save_s",
     activity.RESTORE: "save_s",
-    activity.EXPORT: "save_s",
 }
 
 

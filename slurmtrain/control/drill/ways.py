@@ -153,7 +153,7 @@ def scratch_config(config: Config, plan: Plan, way: Way | None, folder: Path) ->
         values["preflight"]["mode"] = PreflightMode.QUICK
     values["job"] |= {"name": f"drill-{way or 'undisturbed'}", "runs_dir": str(folder), "singleton": False}
     values["optim"]["warmup_steps"] = min(config.optim.warmup_steps, plan.steps)
-    checkpoint |= {"mirror": None, "export_every_steps": 0}
+    checkpoint["mirror"] = None
     values["eval"]["mode"] = EvalMode.INLINE
     values |= {"observe": {"phases": False, "straggler_every": 0}, "hooks": {}}
     values["sweep"]["pack"] = 1

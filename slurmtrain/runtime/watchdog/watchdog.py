@@ -243,7 +243,7 @@ class Watchdog:
 
     def _leave_after(self, failed: int) -> None:
         """Leave when another rank has failed and this one waits for it, instead of when a collective times out."""
-        saves = activity.told() in (activity.SAVE, activity.RESTORE, activity.EXPORT)
+        saves = activity.told() in (activity.SAVE, activity.RESTORE)
         if self._closed.wait(SAVING_GRACE_S if saves else FAILED_GRACE_S):
             return
         sentence = f"left since rank {failed} has failed, at {activity.told()}: {self._where()}"
