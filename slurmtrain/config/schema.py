@@ -213,8 +213,6 @@ class ClusterConfig:
     container: ContainerConfig = field(default_factory=ContainerConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     pods: PodsConfig = field(default_factory=PodsConfig)
-    # With parallel.compile: shared folder in which jobs keep compiled code for later jobs; null: keep none
-    compile_cache: str | None = None
     env: dict[Annotated[str, VARIABLE], str] = field(default_factory=dict)  # environment variables of every rank
     network_interface: str = "auto"  # for NCCL and gloo: a name, "auto" (the one that reaches rank 0) or "none"
     # Range of TCP ports, such as 29000-29100, for the rendezvous at rank 0 and for MASTER_PORT; null: any free port.
@@ -561,7 +559,6 @@ class ObserveConfig:
     textfile_dir: Annotated[str, NODE_FOLDER] | None = None
     # Measure how long each phase of a step takes (time_*_s in metrics.jsonl); false: only whole steps
     phases: bool = True
-    per_layer_every: Natural = 0  # steps between records of the gradient and parameter norm of each layer; 0: none
     # Steps between comparisons of how long each phase takes on each rank, to find slow ranks; 0: never
     straggler_every: Natural = 20
     # Steps to profile once, such as "100-102": traces and a snapshot of the GPU memory in RUN/profiles. null: only

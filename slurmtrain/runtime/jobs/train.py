@@ -116,7 +116,7 @@ def build_trainer(
     if observe.textfile_dir is not None and environment.local_rank == 0:
         name, labels = text_file_of(run_dir, environment.rank, environment.node)
         used.append(NodeTextFile(Path(observe.textfile_dir), name, labels, context.number))
-    used.append(StepReports(config.train, observe, peak))
+    used.append(StepReports(config.train, peak))
     if observe.straggler_every and phases.measures and distributed.control_group is not None:
         used.append(StragglerWatch(observe.straggler_every, environment.node))
     used.append(NonfiniteGuard(config.train))
