@@ -93,4 +93,4 @@ for _kind in list(globals().values()):
     if isinstance(_kind, type) and issubclass(_kind, StrEnum) and _kind is not StrEnum:
         _kind.__repr__ = str.__repr__  # type: ignore[method-assign]
 # What a row of `usage` is about
-Grouping = StrEnum("Grouping", "RUN USER NODE")
+Grouping = StrEnum("Grouping", "RUN USER")

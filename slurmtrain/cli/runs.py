@@ -46,13 +46,12 @@ def _prune(arguments: argparse.Namespace) -> int:
         now=time.time(),
         words=arguments.state or prune.ENDED,
         older_than_s=(arguments.older_than or 0.0) * 86400,
-        keep_checkpoints=arguments.keep_checkpoints,
     )
     for run_id, reason in decided.stays.items():
         print(f"{run_id} stays: {reason}")
     removals = {each.path: each for each in decided.removals}
     code = remove_all(
-        {path: f"{each.what}{', all but its checkpoints' if each.keep else ''}" for path, each in removals.items()},
+        {path: each.what for path, each in removals.items()},
         lambda path: prune.remove(removals[path], now=time.time()),
         size_of=lambda path: removals[path].size,
         dry_run=arguments.dry_run,

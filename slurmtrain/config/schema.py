@@ -486,7 +486,7 @@ class WatchdogConfig:
     """When a rank that makes no progress counts as hung. The attempt then ends, and the rank at fault is named.
 
     What counts is the time without progress: without a step, or without a batch of an evaluation. Time in which the
-    process was stopped, or in a debugger, does not count.
+    process was stopped does not count. Set enabled=false to debug it.
     """
 
     enabled: bool = True
