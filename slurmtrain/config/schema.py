@@ -31,7 +31,7 @@ EVALUATION_SET = Pattern(
     "letters, digits and _; `valid` is the set of the data source",
 )
 LOGGER = Pattern(
-    "(?!(wandb|mlflow)$)[A-Za-z0-9_]+",
+    "(?!(wandb|mlflow|textfile)$)[A-Za-z0-9_]+",
     "a valid name of a logger",
     "letters, digits and _; observe.wandb.enabled=true and observe.mlflow.enabled=true are the built-in ones",
 )
@@ -554,8 +554,8 @@ class ObserveConfig:
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     # your own loggers by name, each a config with a _target_
     loggers: dict[Annotated[str, LOGGER], Any] = field(default_factory=dict)
-    # Folder on each node from which Prometheus's node exporter reads *.prom files (--collector.textfile.directory).
-    # null: none
+    # Folder on rank 0's node from which Prometheus's node exporter reads *.prom files
+    # (--collector.textfile.directory). null: none
     textfile_dir: Annotated[str, NODE_FOLDER] | None = None
     # Measure how long each phase of a step takes (time_*_s in metrics.jsonl); false: only whole steps
     phases: bool = True

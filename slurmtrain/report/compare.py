@@ -90,7 +90,7 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0) -> Comparison:
     logs = by_step(metrics_of(a)), by_step(metrics_of(b))
     environments = {"a": _environment(a), "b": _environment(b)}
     unrecorded = [side for side, found in environments.items() if found is None]
-    known = ({}, {}) if unrecorded else environments.values()
+    known: tuple[Any, Any] = ({}, {}) if unrecorded else (environments["a"], environments["b"])
     return Comparison(
         config_differences(_config(a), _config(b)),
         None if _in_place(a) or _in_place(b) else code_differences(snapshot_of(a), snapshot_of(b)),

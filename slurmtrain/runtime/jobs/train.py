@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.observe.logger_thread import loggers_of
 from slurmtrain.observe.phases import CudaTimer, HostTimer, PhaseClock
 from slurmtrain.observe.profiling import ProfileSwitch
-from slurmtrain.observe.textfile import text_file_of
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.planner.gpus import FP32, TF32, Peak, peak_of
@@ -52,7 +50,7 @@ from slurmtrain.training.forward_backward import ForwardBackward, build_forward_
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.hooks.checkpointing import Checkpointing
 from slurmtrain.training.hooks.evaluation import Evaluation
-from slurmtrain.training.hooks.loggers import ExternalLoggers, NodeTextFile
+from slurmtrain.training.hooks.loggers import ExternalLoggers
 from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
 from slurmtrain.training.hooks.profiling import StepProfiles
 from slurmtrain.training.hooks.reporting import RunReporter, StepReports
@@ -113,9 +111,6 @@ def build_trainer(
         used += [record, RunReporter(run_dir.metrics_file, curves, heading)]
         if loggers_of(observe):
             used.append(ExternalLoggers(run_dir, config, context.number))
-    if observe.textfile_dir is not None and environment.local_rank == 0:
-        name, labels = text_file_of(run_dir, environment.rank, environment.node)
-        used.append(NodeTextFile(Path(observe.textfile_dir), name, labels, context.number))
     used.append(StepReports(config.train, peak))
     if observe.straggler_every and phases.measures and distributed.control_group is not None:
         used.append(StragglerWatch(observe.straggler_every, environment.node))
