@@ -29,7 +29,7 @@ def supervise(options: argparse.Namespace) -> int:
     if options.watch is not None:
         from slurmtrain.choices import RequeueMode
         from slurmtrain.config.frozen import load_frozen
-        from slurmtrain.supervise.node_watch import watch_over
+        from slurmtrain.supervise.in_place import watch_over
 
         requeue = load_frozen(run_dirs[0].config_file, with_secrets=False).requeue
         watch_over(options.job, options.watch, requeues=requeue.mode == RequeueMode.REQUEUE)
