@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
