@@ -361,7 +361,6 @@ VERBS: dict[str, Verb] = {
         (
             option("--search", "rank the layouts that fit, the fastest first"),
             option("--tokens N", "cost of N tokens (15T, 300B, 1.5e12), not train.steps", token_count),
-            option("--from RUN", "use rates measured by a run on this cluster instead of data sheets", dest="rates_of"),
             JSON,
         ),
         "planning",

@@ -67,13 +67,7 @@ class PrunePlan:
     states: dict[str, RunState]
 
 
-def plan(
-    root: Path,
-    *,
-    now: float,
-    words: Collection[str] = ENDED,
-    older_than_s: float = 0.0,
-) -> PrunePlan:
+def plan(root: Path, *, now: float, words: Collection[str] = ENDED, older_than_s: float = 0.0) -> PrunePlan:
     """Decide which of this user's runs under `root` to remove, without changing anything.
 
     Args:
@@ -99,8 +93,8 @@ def plan(
             reason = "an evaluation of it has not ended"
         if reason is not None:
             stays[run.id] = reason
-            continue
-        removals.append(Removal(run.path, found[run.id].status, disk_usage(run.path), before[run.path]))
+        else:
+            removals.append(Removal(run.path, found[run.id].status, disk_usage(run.path), before[run.path]))
     removals += [
         Removal(path, "left by a removal that was cut short", disk_usage(path))
         for path in sorted(root.glob(f"*/{REMOVED}*"))
