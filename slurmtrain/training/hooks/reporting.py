@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from slurmtrain.config.schema import TrainConfig
-from slurmtrain.observe import Reporter
 from slurmtrain.observe.phases import Phase, PhaseTimes, Window
+from slurmtrain.observe.reporter import Reporter
 from slurmtrain.planner.gpus import Peak
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.norms import ParameterNorm
