@@ -5,10 +5,11 @@ From the run directories, and what NVML has shown of the GPUs that stood idle al
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from slurmtrain.choices import Grouping
 from slurmtrain.errors import UnreadableRecordError
@@ -21,6 +22,8 @@ from slurmtrain.runs.gpu_use import GpuTotals, NodeGpus, read_gpu_use, total_of
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.trust import name_of
+
+Part = tuple[RunDir, Goodput, list[NodeGpus]]  # what adds up to a row
 
 
 @dataclass(frozen=True)
@@ -53,23 +56,6 @@ class Usage:
     unreadable: tuple[str, ...] = ()
 
 
-@dataclass
-class _Sum:
-    """What adds up to a row. Events and segments are not kept: of thousands of runs they would fill the memory."""
-
-    runs: set[RunDir] = field(default_factory=set)
-    spent: list[Goodput] = field(default_factory=list)
-    gpus: list[NodeGpus] = field(default_factory=list)
-
-    def add(self, run_dir: RunDir, spent: Goodput, gpus: Sequence[NodeGpus]) -> None:
-        self.runs.add(run_dir)
-        self.spent.append(spent)
-        self.gpus += gpus
-
-    def row(self, who: str) -> Row:
-        return Row(who, len(self.runs), over_all(self.spent), total_of(self.gpus))
-
-
 def usage_of(
     run_dirs: Sequence[RunDir], *, by: Grouping, since: float | None = None, now: float | None = None
 ) -> Usage:
@@ -81,7 +67,7 @@ def usage_of(
     """
     now = time.time() if now is None else now
     unreadable: list[str] = []
-    sums, total = dict[str, _Sum](), _Sum()
+    parts: dict[str, list[Part]] = {}
     for run_dir, history, alive in _read_all(run_dirs, unreadable):
         spent = of_history(history, alive=alive, now=now)
         if since is not None and spent.end <= since:
@@ -91,16 +77,20 @@ def usage_of(
         sampled = [each.record.number for each in history.tries if each.gpus and each.sampled]
         gpus = [use for number in sampled if number in numbers for use in read_gpu_use(run_dir.attempt(number))]
         whole = run_dir.evaluated_run or run_dir
-        kept = replace(spent, segments=())
-        total.add(whole, kept, gpus)
         who = whole.id if by is Grouping.RUN else _owner(run_dir)
-        sums.setdefault(who, _Sum()).add(whole, kept, gpus)
-    rows = [found.row(who) for who, found in sums.items()]
+        # Segments are not kept: of thousands of runs they would fill the memory.
+        parts.setdefault(who, []).append((whole, replace(spent, segments=()), gpus))
+    rows = [_row(who, found) for who, found in parts.items()]
     if by is Grouping.RUN:
         rows.sort(key=lambda row: row.who)  # an id begins with its time
     else:
         rows.sort(key=lambda row: (row.goodput.gpu_hours, row.goodput.held_s), reverse=True)
-    return Usage(tuple(rows), total.row("total"), tuple(unreadable))
+    return Usage(tuple(rows), _row("total", [part for found in parts.values() for part in found]), tuple(unreadable))
+
+
+def _row(who: str, parts: Sequence[Part]) -> Row:
+    runs, spent, gpus = {part[0] for part in parts}, (part[1] for part in parts), (part[2] for part in parts)
+    return Row(who, len(runs), over_all(spent), total_of(itertools.chain.from_iterable(gpus)))
 
 
 def _read_all(run_dirs: Sequence[RunDir], unreadable: list[str]) -> Iterator[tuple[RunDir, History, bool | None]]:

@@ -19,7 +19,7 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.report.gpu_hours.goodput import Cause
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir

@@ -117,7 +117,7 @@ def tiny_config(config: Config, plan: Plan, given: Collection[str]) -> Config:
 def scratch_config(config: Config, plan: Plan, way: Way | None, folder: Path) -> Config:
     """Return the config of one run of a drill, in its own folder, with nothing that reaches out of it.
 
-    It has no loggers, hooks, mirror or export, and no evaluation jobs, and waits for no jobs of the same name.
+    It has no loggers, hooks or mirror, and no evaluation jobs, and waits for no jobs of the same name.
 
     Args:
         way: None: of the undisturbed run.
@@ -135,7 +135,7 @@ def scratch_config(config: Config, plan: Plan, way: Way | None, folder: Path) ->
             "exclusive": cluster.exclusive or way is Way.PREEMPTION,  # so that nobody else's job is preempted with ours
         },
         "optim": {"warmup_steps": min(config.optim.warmup_steps, plan.steps)},
-        "checkpoint": {"mirror": None, "export_every_steps": 0},
+        "checkpoint": {"mirror": None},
         "eval": {"mode": EvalMode.INLINE},
         "sweep": {"pack": 1},
     }

@@ -38,7 +38,7 @@ from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on,
 from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
-from slurmtrain.observe.prepare_progress import Preparing
+from slurmtrain.observe.progress import Preparing
 from slurmtrain.runtime.jobs.prepare import workers_of
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals

@@ -1,4 +1,4 @@
-"""usage: where the hours of many runs went, by run, by person and by node, and what SLURM and NVML add to it."""
+"""usage: where the hours of many runs went, by run and by person, and what SLURM and NVML add to it."""
 
 from __future__ import annotations
 
