@@ -365,10 +365,7 @@ VERBS: dict[str, Verb] = {
     ),
     "preflight": Verb(
         "Check the nodes of an allocation like the config's, without training.",
-        (
-            option("--full", "also measure GPUs, collectives and pairs of nodes; takes about a minute"),
-            JSON,
-        ),
+        (option("--full", "also measure GPUs, collectives and pairs of nodes; takes about a minute"), JSON),
         "preflight",
         composes=True,
         function="other_jobs.preflight",

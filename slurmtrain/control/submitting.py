@@ -16,11 +16,11 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.checks import warn_of_memory
+from slurmtrain.launch.code_source import CodeSource, find_source
 from slurmtrain.launch.job import check_slurm_is_here, interrupted, submit
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.queue_check import check_request, hint_of_facts, raise_fatal, with_choices_of_the_shell
 from slurmtrain.launch.script import dry_run
-from slurmtrain.launch.snapshot import CodeSource, find_source
 from slurmtrain.launch.submit import preparing, slurm_conf_of
 from slurmtrain.launch.submit_once import check as ask_slurm
 from slurmtrain.runs.run_dir import RunDir

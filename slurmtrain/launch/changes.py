@@ -30,9 +30,10 @@ from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch import submit_once
+from slurmtrain.launch.code_source import CodeSource, find_source
 from slurmtrain.launch.named_paths import check_in_snapshot, check_named_paths, with_absolute_paths
 from slurmtrain.launch.script import render_script, without_past
-from slurmtrain.launch.snapshot import CodeSource, find_source, take_snapshot
+from slurmtrain.launch.snapshot import take_snapshot
 from slurmtrain.launch.submit import facts_of_config, job_paths
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.planner.schedule import learning_rate

@@ -299,17 +299,12 @@ def _gpu_memory(gpu_type: str, group: NodeGroup) -> Entry:
     sizes = SEVERAL_MEMORIES.get(gpu.name, (gpu.memory_gb,))
     said = [int(size) for text in words for size in _MEMORY.findall(text)]
     size = next((size for size in said if size in sizes), sizes[0])
-    visible = usable_memory_gb(gpu.name, size)
+    visible = int(size * (15 / 16 if gpu.name in ECC_IN_MEMORY else 0.99))  # about what nvidia-smi shows, in GiB
     if len(sizes) == 1 or size in said:
         return Entry("gpu_memory_gb", visible, f"{model}: {size:g} GB, less what a driver keeps")
     amounts = " and ".join(f"{each:g}" for each in sizes)
     why = f"How much has one? {model} is sold with {amounts} GB; `nvidia-smi` on a node shows it"
     return Entry("gpu_memory_gb", visible, why, question=True)
-
-
-def usable_memory_gb(name: str, sold_with_gb: float) -> int:
-    """Return about what nvidia-smi shows of the memory that a model is sold with, in GiB."""
-    return int(sold_with_gb * (15 / 16 if name in ECC_IN_MEMORY else 0.99))
 
 
 def _time(partition: Partition, wall: Limit | None) -> Iterable[Entry]:

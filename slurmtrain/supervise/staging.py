@@ -19,8 +19,8 @@ from pathlib import Path
 from slurmtrain.choices import JobKind
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, SlurmtrainError
-from slurmtrain.launch.script import rank_python
-from slurmtrain.launch.snapshot import pythonpath_folders
+from slurmtrain.launch.code_source import pythonpath_folders
+from slurmtrain.launch.srun import rank_python
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system.files import temporary_beside

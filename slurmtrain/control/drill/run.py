@@ -38,9 +38,9 @@ from slurmtrain.control.runs import start
 from slurmtrain.control.submitting import ask_cluster
 from slurmtrain.errors import ClusterError, ConfigError, NoAnswerError, SlurmtrainError
 from slurmtrain.launch.checks import check
+from slurmtrain.launch.code_source import CodeSource, find_source
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.queue_check import with_choices_of_the_shell
-from slurmtrain.launch.snapshot import CodeSource, find_source
 from slurmtrain.launch.submit_once import RefusedError, sbatch
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.report.progress import read_progress

@@ -20,7 +20,7 @@ from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.parallel_dims import usable_sizes
 from slurmtrain.errors import EXIT_REQUEUE, ClusterError, ConfigError, SlurmtrainError
-from slurmtrain.launch.script import explained_srun, srun_node_options
+from slurmtrain.launch.srun import explained_srun, srun_node_options
 from slurmtrain.runs import jobs
 from slurmtrain.runs.attempts import Attempt, read_attempt
 from slurmtrain.runs.decide import AttemptOutcome
