@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import module_state, optimizer_state, state
+from slurmtrain.checkpoint import module_state, state
 from slurmtrain.checkpoint.errors import (
     CheckpointError,
     DiscardedError,
@@ -40,16 +40,24 @@ from slurmtrain.checkpoint.errors import (
 from slurmtrain.checkpoint.format.directory import committed, newest_committed_step, own_name, step_of
 from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
 from slurmtrain.checkpoint.node_copies import NodeCopies, NodesDestination
-from slurmtrain.checkpoint.ranks import RankGroup, RankGroups
+from slurmtrain.checkpoint.ranks import (
+    CheckpointIdentity,
+    RankGroup,
+    RankGroups,
+    check_has_all_ranks,
+    claim_directory,
+    config_as_json,
+    register_user,
+    unregister_user,
+)
 from slurmtrain.checkpoint.restore import compatibility
 from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest
 from slurmtrain.checkpoint.save.job import Destination, PendingSave, SaveJob, SaveResult
 from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
 from slurmtrain.checkpoint.save.staging import Image, Staging
-from slurmtrain.checkpoint.store import commit, retention, shared_directory
+from slurmtrain.checkpoint.store import commit, retention
 from slurmtrain.checkpoint.store.commit import Incarnation, check_fence
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
-from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.checkpoint.tensors import not_finite
 from slurmtrain.choices import ReplicaDrift, Verify
 from slurmtrain.errors import nearest
@@ -130,25 +138,24 @@ class Checkpointer:
         ):
             if value not in known:
                 raise CheckpointError(f"{name}={value!r} is not known", hint=nearest(str(value), known))
-        shared_directory.check_has_all_ranks(group)
+        check_has_all_ranks(group)
         self.directory = Path(directory)
         self._keep, self._read_back = keep, verify != Verify.OFF
         self._asynchronous, self._max_failures = asynchronous, max_failures
         self._refuse_drift, self._on_ending = on_replica_drift == ReplicaDrift.REFUSE, on_ending
-        json_config = shared_directory.config_as_json(config or {})
+        json_config = config_as_json(config or {})
 
         ranks = self._ranks = RankGroup(group)
-        hosts = shared_directory.agree_on_directory(ranks, self.directory, node or (own_node_name() if local else None))
+        host = node or (own_node_name() if local else None)
+        claimed, hosts = claim_directory(ranks, self.directory, incarnation, host)
         groups = self._groups = RankGroups.make(ranks, hosts)
-        claimed = shared_directory.claim_together(ranks, self.directory, incarnation)
-        ranks.all_do(lambda: shared_directory.register_user(self, self.directory, incarnation))
+        ranks.all_do(lambda: register_user(self, self.directory, incarnation))
         identity = self._identity = CheckpointIdentity(self.directory, claimed, run_id, json_config)
         self._uploader: MirrorUploader | None = None
         if mirror:
             from slurmtrain.checkpoint.store.mirror import MirrorUploader
 
             self._uploader = MirrorUploader(mirror, ranks, identity, keep)
-        shared_directory.check_is_shared(ranks, self.directory, claimed)
         self._node_copies = NodeCopies(ranks, identity, Path(local), hosts) if local else None
         self._staging = Staging()
         self._restorer = Restorer(
@@ -261,15 +268,15 @@ class Checkpointer:
         plan = self._make_plan(tensors, objects, training=True)
         assert not isinstance(tensors, CheckpointError)
         optimizers = {key for key, value in objects.items() if isinstance(value, Optimizer)}
-        trained = module_state.trained_parameters(objects).keys() | optimizer_state.of_optimizers(optimizers, tensors)
+        trained = module_state.trained_parameters(objects).keys() | state.of_optimizers(optimizers, tensors)
         image: Image | CheckpointError
         try:
             image = self._staging.stage(
                 plan,
                 tensors,
                 own,
-                guarded=optimizer_state.changed_by_optimizers(objects, tensors) if self._asynchronous else (),
-                optimizers=optimizer_state.waiting_optimizers(objects).values(),
+                guarded=state.changed_by_optimizers(objects, tensors) if self._asynchronous else (),
+                optimizers=state.waiting_optimizers(objects).values(),
                 number=self._saves_begun,
             )
         except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
@@ -484,7 +491,7 @@ class Checkpointer:
             else:
                 self.wait()
         finally:
-            shared_directory.unregister_user(self.directory, self._identity.incarnation)
+            unregister_user(self.directory, self._identity.incarnation)
             if self._uploader is not None:
                 if grace_s is None:
                     self._wait_for_writer()
@@ -646,7 +653,7 @@ class Checkpointer:
             own_tensors, _ = state.flatten(own_objects)
             tensors.update({own_name(self._ranks.rank, name): tensor for name, tensor in own_tensors.items()})
             self._check_restorable(objects, own_objects, tensors)
-            return {**tensors, **optimizer_state.expected_optimizer_state(objects)}
+            return {**tensors, **state.expected_optimizer_state(objects)}
 
         # If all state exists already, as after a restore, this is the first save's plan.
         plan = self._make_plan(self._ranks.all_do(expect), objects, training=False)

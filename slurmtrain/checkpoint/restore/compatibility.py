@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointMismatchError
-from slurmtrain.checkpoint.format.boxes import TensorFacts
+from slurmtrain.checkpoint.format.manifest import TensorFacts
 from slurmtrain.checkpoint.tensors import dtype_name
 from slurmtrain.choices import DECODERS, Allow
 from slurmtrain.errors import UsageError, nearest

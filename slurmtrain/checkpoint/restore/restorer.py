@@ -33,11 +33,10 @@ from slurmtrain.checkpoint.format.directory import (
 )
 from slurmtrain.checkpoint.format.headers import Contents, FileContents, HeaderReader, damage_of
 from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest, read_manifest_bytes
-from slurmtrain.checkpoint.ranks import RankGroups
+from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroups
 from slurmtrain.checkpoint.restore import compatibility
 from slurmtrain.checkpoint.restore.reader import read_tensors
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.choices import Verify
 from slurmtrain.system.patience import refresh
 

@@ -10,28 +10,26 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from slurmtrain.checkpoint import optimizer_state
 from slurmtrain.checkpoint.errors import CheckpointError, DiscardedError, NonFiniteError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import file_name, set_aside
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
-from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save.fingerprints import PLAIN, TENSORS, Differing, digests_of, find_differing, group_key
-from slurmtrain.checkpoint.save.plan import SavePlan, TensorPiece
+from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
+from slurmtrain.checkpoint.save.plan import PLAIN, TENSORS, SavePlan, TensorPiece, group_key, short_digest
 from slurmtrain.checkpoint.save.staging import Image
+from slurmtrain.checkpoint.state import merge_plain
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import check_fence, wait_until_visible
-from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.checkpoint.tensors import bytes_are_finite
 from slurmtrain.system.activity import SAVE, doing
 from slurmtrain.system.files import fsync_directory
@@ -265,7 +263,12 @@ class SaveJob:
                 raise self.image
             plain = {key: zlib.crc32(json.dumps(value).encode()) for key, value in self.plain.items()}
             self.image.fingerprints[group_key(PLAIN, self.plan.number)] = plain
-            return {"step": self.step, "digests": digests_of(self.image.fingerprints)}
+            return {
+                "step": self.step,
+                "digests": {
+                    key: short_digest(sorted(values.items())) for key, values in self.image.fingerprints.items()
+                },
+            }
 
         def compare(answers: list[dict[str, Any]]) -> list[Any]:
             for rank, answer in enumerate(answers):
@@ -371,7 +374,7 @@ class SaveJob:
             files={part["name"]: FileRecord(*part["record"]) for part in parts},
             headers={part["name"]: part["header"] for part in parts},
             tensors=self.plan.facts,
-            state=optimizer_state.merge_plain(plain, self.optimizers),
+            state=merge_plain(plain, self.optimizers),
             config=self.identity.config,
             metrics=self.metrics,
             created=time.time(),
@@ -382,3 +385,54 @@ class SaveJob:
     def _check_discarded(self) -> None:
         if self.discard.is_set():
             raise DiscardedError("the save was given up for a newer one, or to leave in time")
+
+
+# Ranks do not send each other all of their fingerprints, which would be hundreds of megabytes for rank 0 of thousands. Each
+# sends one digest for each group of ranks with which it holds the same. Only of a group that differs, and only from two of
+# its ranks, are the fingerprints asked for, to name the tensors.
+
+
+class Differing(NamedTuple):
+    """What some ranks should hold alike and do not.
+
+    Attributes:
+        key: that of their group.
+        states: the ranks that agree with each other, the lowest first.
+    """
+
+    key: str
+    states: list[list[int]]
+
+    @property
+    def asked(self) -> list[int]:
+        """The two ranks that say what differs."""
+        return [state[0] for state in self.states[:2]]
+
+    def names(self, values: Sequence[Mapping[str, int]]) -> list[str]:
+        """Return what differs, in words, from the fingerprints of the two ranks that were asked."""
+        state = "the state of " if self.key.startswith(PLAIN) else ""
+        who = " and ".join(_ranks(each) for each in self.states)
+        return [
+            f"{state}{name} differs between {who}"
+            for name in {**values[0], **values[1]}
+            if values[0].get(name) != values[1].get(name)
+        ]
+
+
+def _ranks(group: Sequence[int]) -> str:
+    shown = ", ".join(map(str, group[:8])) + (", ..." if len(group) > 8 else "")
+    return f"rank{'s' if len(group) > 1 else ''} {shown}"
+
+
+def find_differing(everyone: Sequence[Mapping[str, str]]) -> list[Differing]:
+    """Return the groups that differ, those of tensors first.
+
+    Args:
+        everyone: of every rank the digest of each group's fingerprints, by the group's key.
+    """
+    states: dict[str, dict[str, list[int]]] = {}
+    for rank, digests in enumerate(everyone):
+        for key, digest in digests.items():
+            states.setdefault(key, {}).setdefault(digest, []).append(rank)
+    found = [Differing(key, list(alike.values())) for key, alike in states.items() if len(alike) > 1]
+    return sorted(found, key=lambda each: (not each.key.startswith(TENSORS), each.key))

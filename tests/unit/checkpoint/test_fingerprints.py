@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slurmtrain.checkpoint.save.fingerprints import compared_part, fingerprint
+from slurmtrain.checkpoint.save.staging import compared_part, fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 
