@@ -34,8 +34,8 @@ def check_prepared(config: Config, *, later: bool = False) -> None:
 
     Raises:
         ConfigError: a mixture's weights are not valid; the model cannot mask documents although the data asks for it;
-            there is no prepared data although this machine sees the folder around it; or a manifest is damaged, names
-            another tokenizer than the config, or has more token ids than the model knows.
+            there is no prepared data although this machine sees the folder around it; or a manifest is damaged, or has more
+            token ids than the model knows.
     """
     groups = (config.data, config.eval.sets)
     for values in (values for group in groups for values in _settings_of(MIXTURE, "sources", Mapping, group)):
@@ -56,7 +56,6 @@ def check_prepared(config: Config, *, later: bool = False) -> None:
 
         if (folder / FILE_NAME).exists():
             manifest = _manifest(folder, (folder / FILE_NAME).stat().st_mtime_ns)
-            check_tokenizer(manifest, folder, values.get("tokenizer_sha256"))
             check_vocabulary(config.model.get("vocab_size"), manifest.tokenizer.vocab_size)
 
 
@@ -109,18 +108,9 @@ def check_vocabulary(of_model: Any, of_data: Any) -> None:
         )
 
 
-def check_tokenizer(manifest: Manifest, folder: Path, sha256: str | None) -> None:
-    """Raise ConfigError if the data was not made by the tokenizer that the experiment names."""
-    if sha256 is not None and manifest.tokenizer.sha256 != sha256:
-        raise ConfigError(
-            f"data.tokenizer_sha256 is {sha256}, but {folder} was prepared with the tokenizer {named(manifest.tokenizer)}",
-            hint="prepare the data with that tokenizer, or correct data.tokenizer_sha256",
-        )
-
-
 def _check_mask(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    asked = values.get("document_mask")
-    if (values.get("packing") == "best_fit" if asked is None else asked) and model.get("_target_") == HUGGING_FACE:
+    masks = values.get("packing") == "best_fit" and values.get("document_mask") is not False
+    if masks and model.get("_target_") == HUGGING_FACE:
         raise ConfigError(
             "rows of the data hold several documents, which models of transformers do not tell apart",
             hint="set data.document_mask=false to let documents see those before them, or data.packing=documents",
