@@ -91,12 +91,13 @@ def slurm_conf_of(config: Config) -> str | None:
         if not path.is_file():
             raise ConfigError(f"cluster.slurm_conf={path} is not a file", hint="null: this machine's own SLURM")
         return str(path)
+    in_shell = os.environ.get("SLURM_CONF")
+    if config.cluster.sandbox is None and not in_shell:
+        return None
     from slurmtrain import sandbox
 
     if config.cluster.sandbox is None:
-        in_shell = os.environ.get("SLURM_CONF")
-        here = sandbox.find(Path(in_shell).parent) if in_shell else None
-        return in_shell if here is not None else None
+        return in_shell if sandbox.find(Path(str(in_shell)).parent) is not None else None
     found = sandbox.find(config.cluster.sandbox)
     if found is None:
         name = config.cluster.sandbox

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from slurmtrain.checkpoint.difference import TensorDifference
@@ -259,7 +260,9 @@ def test_the_time_that_slurm_gives_to_leave_is_that_of_the_way(
 ) -> None:
     accounts = {"AccountingStorageType": "accounting_storage/slurmdbd"}
     facts = facts_of({"KillWait": "30 sec", **accounts, **configuration} if configuration else {}, qos=CHEAP)
-    facts = dataclasses.replace(facts, qos=tuple(dataclasses.replace(each, grace_s=60.0) for each in facts.qos or ()))
+    facts = msgspec.structs.replace(
+        facts, qos=tuple(msgspec.structs.replace(each, grace_s=60.0) for each in facts.qos or ())
+    )
     cluster = compose(["cluster=a100x4", "cluster.signal_lead_s=300", *words]).cluster
     assert time_given(Way(way), cluster, facts) == seconds
 

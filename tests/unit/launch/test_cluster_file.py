@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import ClusterConfig
