@@ -4,7 +4,7 @@
 (`save.plan`) -> a copy in host memory (`save.staging`) -> training goes on, while a thread does the rest (`save.job`):
 write and digest (`format.blocks`), commit (`store.commit`), read back, and remove checkpoints that are no longer kept
 (`store.retention`). To restore (`restore.restorer`): the headers say what is where (`format.headers`), differences are
-refused (`restore.compatibility`), and everything is verified before it is loaded (`restore.reader`).
+refused, and everything is verified before it is loaded (`restore.reader`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ from slurmtrain.checkpoint.ranks import (
     register_user,
     unregister_user,
 )
-from slurmtrain.checkpoint.restore import compatibility
-from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest
+from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest, check_allowed
 from slurmtrain.checkpoint.save.job import Destination, PendingSave, SaveJob, SaveResult
 from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
 from slurmtrain.checkpoint.save.staging import Image, Staging
@@ -615,7 +614,7 @@ class Checkpointer:
             CheckpointMismatchError: there are checkpoints, but none fits or none is sound.
             CheckpointError: `path` is no checkpoint or is damaged; or tensors are handed in that could not be loaded.
         """
-        compatibility.check_allowed(allow)
+        check_allowed(allow)
         self._ranks.all_do(lambda: state.refuse_loose_tensors({**objects, **(per_rank or {})}))
         self._wait_idle()
         non_finite = self._ranks.all_do(lambda: not_finite(module_state.trained_parameters(objects)))

@@ -14,10 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
-from slurmtrain.parallel.activation_checkpointing import prepare_units
 from slurmtrain.parallel.context import apply_context_parallel
 from slurmtrain.parallel.tensor import apply_tensor_parallel
-from slurmtrain.parallel.units import units
+from slurmtrain.parallel.units import prepare_units, units
 
 
 def apply_fsdp(

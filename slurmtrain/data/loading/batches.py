@@ -9,7 +9,7 @@ A data set for another kind of model may use any names and shapes that its model
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from slurmtrain.errors import ConfigError
+from slurmtrain.planner.flops import attended_pairs, dense_pairs
 
 Batch = dict[str, Tensor]
 
@@ -153,3 +154,42 @@ def _length(sample: Mapping[str, Any]) -> int:
 
 def _as_batch(sample: Mapping[str, Tensor]) -> Batch:
     return {name: row[None] for name, row in sample.items()}
+
+
+# What a model computes on in a batch: its tokens, padding among them, and the pairs of tokens that attend.
+
+
+class RowCounts(NamedTuple):
+    """The counts of some rows of tokens.
+
+    Attributes:
+        tokens: number of tokens, with padding and with those whose targets are ignored.
+        dense_pairs: pairs of query and key if every token attends to all tokens of its row.
+        attended_pairs: pairs that attend: each token to itself and to those of its document before it.
+    """
+
+    tokens: int = 0
+    dense_pairs: int = 0
+    attended_pairs: int = 0
+
+
+NO_ROWS = RowCounts()
+
+
+def row_counts(batch: Batch) -> RowCounts:
+    """Return the counts of a batch's rows; 0 for a batch without rows of tokens."""
+    length = tokens_per_row(batch)
+    if not length:
+        return NO_ROWS
+    rows, documents = len(batch["targets"]), batch.get("documents")
+    attended = _within_documents(documents) if isinstance(documents, Tensor) else rows * attended_pairs([length])
+    return RowCounts(rows * length, dense_pairs(rows, length), attended)
+
+
+def _within_documents(documents: Tensor) -> int:
+    """Return the pairs within the documents of rows [B, S] that are numbered along each row."""
+    numbers = documents.numpy() if documents.device.type == "cpu" else documents.cpu().numpy()
+    starts = np.ones(numbers.shape, dtype=bool)
+    np.not_equal(numbers[:, 1:], numbers[:, :-1], out=starts[:, 1:])
+    lengths = np.diff(np.flatnonzero(starts), append=numbers.size)
+    return int((lengths * (lengths + 1) // 2).sum())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.restore.compatibility import FINGERPRINT
+from slurmtrain.checkpoint.restore.restorer import FINGERPRINT
 from slurmtrain.checkpoint.save.schedule import mean_time_between_failures
 from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
@@ -48,17 +48,15 @@ from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.redaction import redacted
 from slurmtrain.training.agreement import StopAgreement, StopPlanner
-from slurmtrain.training.eval_metrics import MetricSums
-from slurmtrain.training.evaluation import Evaluator
+from slurmtrain.training.evaluation import Evaluator, MetricSums
 from slurmtrain.training.forward_backward import ForwardBackward, build_forward_backward
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.hooks.checkpointing import Checkpointing
 from slurmtrain.training.hooks.evaluation import Evaluation
 from slurmtrain.training.hooks.exporting import Exporting, ExportsAtTheEnd
-from slurmtrain.training.hooks.loggers import ExternalLoggers, NodeTextFile
 from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
 from slurmtrain.training.hooks.profiling import StepProfiles
-from slurmtrain.training.hooks.reporting import RunReporter, StepReports
+from slurmtrain.training.hooks.reporting import ExternalLoggers, NodeTextFile, RunReporter, StepReports
 from slurmtrain.training.hooks.stragglers import StragglerWatch
 from slurmtrain.training.ranks import TrainingRanks
 from slurmtrain.training.seeds import seed_everything
