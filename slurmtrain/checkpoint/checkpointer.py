@@ -43,7 +43,6 @@ from slurmtrain.checkpoint.node_copies import NodeCopies, NodesDestination
 from slurmtrain.checkpoint.ranks import (
     CheckpointIdentity,
     RankGroup,
-    RankGroups,
     check_has_all_ranks,
     claim_directory,
     config_as_json,
@@ -147,7 +146,8 @@ class Checkpointer:
         ranks = self._ranks = RankGroup(group)
         host = node or (own_node_name() if local else None)
         claimed, hosts = claim_directory(ranks, self.directory, incarnation, host)
-        groups = self._groups = RankGroups.make(ranks, hosts)
+        # The thread that writes has messages of its own, which must not meet those of the thread that trains.
+        self._writing, self._on_host = ranks.own_group(), ranks.of_host(hosts)
         ranks.all_do(lambda: register_user(self, self.directory, incarnation))
         identity = self._identity = CheckpointIdentity(self.directory, claimed, run_id, json_config)
         self._uploader: MirrorUploader | None = None
@@ -158,7 +158,8 @@ class Checkpointer:
         self._node_copies = NodeCopies(ranks, identity, Path(local), hosts) if local else None
         self._staging = Staging()
         self._restorer = Restorer(
-            groups,
+            ranks,
+            self._on_host,
             identity,
             self._staging.borrow,
             self._uploader,
@@ -283,7 +284,7 @@ class Checkpointer:
         self._saves_begun += 1
         self._discard.clear()
         job = SaveJob(
-            ranks=self._groups.writing,
+            ranks=self._writing,
             identity=self._identity,
             step=step,
             plan=plan,
@@ -335,7 +336,7 @@ class Checkpointer:
             if self._node_copies is not None:  # before the buffer is allocated, while what is left can be seen
                 staging_bytes = None if training else self._staging.missing_bytes(plan.data_end)
                 self._node_copies.expect(plan.data_end, staging_bytes)
-            self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._groups.on_host.size))
+            self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_host.size))
             self._plan = plan
         return plan
 
@@ -497,18 +498,17 @@ class Checkpointer:
                 self._uploader.close(self._ranks, left())
             if self._wait_for_writer(left()):
                 self._staging.release()
-                self._groups.writing.end()
+                self._writing.end()
         _unclosed.discard(self)
 
     # The writing thread.
 
     def _carry_out(self, job: SaveJob, pending: PendingSave) -> None:
         """Write and commit; then do what only the next save waits for."""
-        writing = self._groups.writing
         if pending.on_nodes_only:
             pending.decide(self._copy_to_nodes(job, pending))
             return
-        ending = self._write(job, Destination(writing, self._identity), pending)
+        ending = self._write(job, Destination(self._writing, self._identity), pending)
         with _surviving():
             self._report(job, ending)  # before anybody who waits for the commit may end the process
         pending.decide(ending)
@@ -516,7 +516,7 @@ class Checkpointer:
             copied = self._node_copies is not None and not isinstance(
                 ending, (LostPeersError, SupersededError, DiscardedError)
             )
-            if copied and not writing.maximum(int(self._hurried.is_set())):
+            if copied and not self._writing.maximum(int(self._hurried.is_set())):
                 self._copy_to_nodes(job, pending)
             if isinstance(ending, SaveResult):
                 self._finish(job, ending)
@@ -536,7 +536,7 @@ class Checkpointer:
     def _copy_to_nodes(self, job: SaveJob, pending: PendingSave) -> SaveResult | CheckpointError:
         """Make a copy on the nodes. The first of several errors in a row is reported: training goes on without."""
         assert self._node_copies is not None
-        destination = NodesDestination(self._groups.writing, self._node_copies)
+        destination = NodesDestination(self._writing, self._node_copies)
         ending = self._write(replace(job), destination, pending)
         if isinstance(ending, CheckpointError) and not isinstance(ending, DiscardedError):
             if not self._copies_fail and self._ranks.rank == 0:
@@ -558,7 +558,7 @@ class Checkpointer:
 
     def _finish(self, job: SaveJob, saved: SaveResult) -> None:
         """Read back what was committed; if it is sound, copy it to the mirror and remove what is no longer kept."""
-        ranks, path, in_a_hurry = self._groups.writing, saved.path, self._hurried.is_set
+        ranks, path, in_a_hurry = self._writing, saved.path, self._hurried.is_set
         unchecked_step = self.unchecked_step  # read first, since it is set last: so the two steps fit
         soundness = Soundness(self.sound_step, unchecked_step)
 

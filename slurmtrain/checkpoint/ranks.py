@@ -6,7 +6,6 @@ whoever has sent it.
 
 from __future__ import annotations
 
-import base64
 import errno
 import json
 import os
@@ -42,7 +41,6 @@ from slurmtrain.system.activity import waiting
 
 T = TypeVar("T")
 
-BYTES = "\0bytes"  # the only key of what stands for bytes: no name of an object begins so
 # The only errors that a message can name. Never a class by its path: importing what somebody names would execute it.
 FAILURES: dict[str, type[CheckpointError]] = {
     kind.__name__: kind
@@ -57,18 +55,12 @@ FINE: Answer = [None, None]  # said by an empty message
 
 
 def encode(value: Any) -> bytes:
-    """Return the message of a value: None, bool, int, float, str, bytes, and lists and dicts (by str) of them.
+    """Return the message of a value: None, bool, int, float, str, and lists and dicts (by str) of them.
 
     Raises:
         TypeError: it has something else.
     """
-    return b"" if value == FINE else json.dumps(value, default=_bytes, separators=(",", ":")).encode()
-
-
-def _bytes(value: object) -> dict[str, str]:
-    if isinstance(value, bytes):
-        return {BYTES: base64.b64encode(value).decode()}
-    raise TypeError(f"{type(value).__name__} is nothing that ranks tell each other: turn it into plain values first")
+    return b"" if value == FINE else json.dumps(value, separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Any:
@@ -79,16 +71,12 @@ def decode(data: bytes) -> Any:
     """
     text = data.rstrip(b"\0")
     try:
-        return json.loads(text, object_hook=_decoded) if text else FINE
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        return json.loads(text) if text else FINE
+    except (ValueError, RecursionError):
         raise CheckpointError(
             f"a rank has sent {text[:8]!r}, which is not the beginning of a message between ranks; it was ignored",
             hint="do all ranks run the same version of slurmtrain? If so, another program sent it",
         ) from None
-
-
-def _decoded(values: dict[str, Any]) -> Any:
-    return base64.b64decode(values[BYTES], validate=True) if values.keys() == {BYTES} else values
 
 
 class RankGroup:
@@ -113,6 +101,12 @@ class RankGroup:
             timeout_s: seconds for which its ranks wait for each other; None: as long as those of this group.
         """
         return RankGroup(self._new_group(timeout_s=timeout_s)) if self.group is not None else RankGroup(None)
+
+    def of_host(self, hosts: Sequence[str]) -> RankGroup:
+        """Return the ranks of this host, of which each has its name in `hosts`. All ranks call it together."""
+        if len(set(hosts)) == 1:
+            return self
+        return self.subgroup([rank for rank, host in enumerate(hosts) if host == hosts[self.rank]])
 
     def subgroup(self, members: list[int]) -> RankGroup:
         """Return a group of `members`, which only they have to call, and which is not to be ended.
@@ -262,34 +256,6 @@ class RankGroup:
             return value
         received: T = self._broadcast([value, None] if self.rank == source else FINE, source)[0]
         return received
-
-
-@dataclass(frozen=True)
-class RankGroups:
-    """The groups on which the ranks of one Checkpointer communicate.
-
-    Attributes:
-        training: all ranks, for the thread that trains.
-        writing: all ranks, for the thread that writes: its messages must not meet those of the thread that trains.
-        on_host: the ranks of this host, for the thread that trains; `training` if there is one host.
-    """
-
-    training: RankGroup
-    writing: RankGroup
-    on_host: RankGroup
-
-    @classmethod
-    def make(cls, training: RankGroup, hosts: Sequence[str]) -> RankGroups:
-        """Make the groups. All ranks call it together.
-
-        Args:
-            hosts: host name of every rank.
-        """
-        writing = training.own_group()
-        if len(set(hosts)) == 1:
-            return cls(training, writing, training)
-        own_host = hosts[training.rank]
-        return cls(training, writing, training.subgroup([rank for rank, host in enumerate(hosts) if host == own_host]))
 
 
 def _decode(data: Tensor) -> Answer:

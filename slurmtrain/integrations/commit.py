@@ -6,6 +6,7 @@ have written when `commit` is called; who reads sees complete ones only.
 
 from __future__ import annotations
 
+import base64
 import errno
 import io
 import os
@@ -178,5 +179,5 @@ def gather_states(distributed: DistributedContext, own: dict[str, Any]) -> list[
     """
     written = io.BytesIO()
     torch.save(own, written)
-    everyones = RankGroup(distributed.control_group).gather(written.getvalue)
-    return [torch.load(io.BytesIO(state), weights_only=True) for state in everyones]
+    everyones = RankGroup(distributed.control_group).gather(lambda: base64.b64encode(written.getvalue()).decode())
+    return [torch.load(io.BytesIO(base64.b64decode(state)), weights_only=True) for state in everyones]

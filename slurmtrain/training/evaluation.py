@@ -16,15 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmtrain.data.loading.batches import IGNORED_TARGET, Batch, blank
+from slurmtrain.data.loading.batches import IGNORED_TARGET, Batch, blank, fetch
 from slurmtrain.data.loading.loader import eval_batches
-from slurmtrain.data.loading.samples import fetch
 from slurmtrain.data.sources.protocol import DatasetSpec, MapDataset, inspect_dataset
 from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.parallel.vocabulary import vocabulary_argmax, whole_vocabulary
-from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import ForwardBackward, loss_sum
+from slurmtrain.training.ranks import StopAgreement
 
 
 class Evaluator:

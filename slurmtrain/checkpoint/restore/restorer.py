@@ -42,7 +42,7 @@ from slurmtrain.checkpoint.format.manifest import (
     read_manifest,
     read_manifest_bytes,
 )
-from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroups
+from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.restore.reader import read_tensors
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import dtype_name
@@ -120,13 +120,15 @@ class Restorer:
     """Restores checkpoints of one directory. All ranks call `restore` together.
 
     Args:
+        ranks, on_host: all ranks, and those of this host.
         borrow_buffer: returns host memory of a size, to read into.
         changed, verify: see `Checkpointer`.
     """
 
     def __init__(
         self,
-        groups: RankGroups,
+        ranks: RankGroup,
+        on_host: RankGroup,
         identity: CheckpointIdentity,
         borrow_buffer: Callable[[int], memoryview],
         mirror_uploader: MirrorUploader | None,
@@ -136,7 +138,7 @@ class Restorer:
         verify: str,
     ):
         self._node_copies = node_copies
-        self._ranks, self._ranks_on_host = groups.training, groups.on_host
+        self._ranks, self._ranks_on_host = ranks, on_host
         self._identity, self._borrow_buffer, self._mirror_uploader = identity, borrow_buffer, mirror_uploader
         self._changed, self._verify = changed, verify
 
@@ -183,7 +185,7 @@ class Restorer:
                 return None
             path, damage = Path(choice[0]), choice[1]
             if not damage:
-                manifest = parse_manifest(path, *choice[2:])
+                manifest = parse_manifest(path, choice[2].encode(), choice[3])
                 with retention.reading(path):
                     damage = self._load(path, manifest, request)
             if not damage:
@@ -200,8 +202,8 @@ class Restorer:
         """Choose, on rank 0, the checkpoint to read, and look at everything but the contents of its files.
 
         Returns:
-            Its path; what is wrong with its manifest or the sizes of its files, one sentence each; the bytes of its
-                manifest.json, and their digest by COMPLETE. None: there is none.
+            Its path; what is wrong with its manifest or the sizes of its files, one sentence each; the text of its
+                manifest.json, and its digest by COMPLETE. None: there is none.
         """
         if asked_for is not None:
             path = asked_for
@@ -230,7 +232,7 @@ class Restorer:
             raise
         except CheckpointError as error:
             damage = [damage_of(path, error)]
-        return [str(path), damage, *texts]
+        return [str(path), damage, texts[0].decode(errors="replace"), texts[1]]
 
     def _set_aside(self, path: Path, copy: str | None, damage: list[str]) -> None:
         """Set a damaged checkpoint aside, on rank 0, and the copy in the mirror that it was fetched from."""

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -256,48 +256,48 @@ class SaveJob:
     # Do ranks that should hold the same do so? Otherwise a mixture would be saved that no rank has ever had.
 
     def _check_replicas(self) -> None:
-        """Compare what ranks hold alike; what may differ is noted in `drift`, once."""
+        """Compare what ranks hold alike; what may differ is noted in `drift`, once.
+
+        Ranks do not send each other all of their fingerprints, which would be hundreds of megabytes for rank 0 of
+        thousands. Each sends one digest for each group of ranks with which it holds the same. Only of groups that differ
+        are the fingerprints asked for, to name the tensors.
+        """
 
         def digests() -> dict[str, Any]:
             if isinstance(self.image, CheckpointError):
                 raise self.image
             plain = {key: zlib.crc32(json.dumps(value).encode()) for key, value in self.plain.items()}
             self.image.fingerprints[group_key(PLAIN, self.plan.number)] = plain
-            return {
-                "step": self.step,
-                "digests": {
-                    key: short_digest(sorted(values.items())) for key, values in self.image.fingerprints.items()
-                },
-            }
+            found = {key: short_digest(sorted(values.items())) for key, values in self.image.fingerprints.items()}
+            return {"step": self.step, "digests": found}
 
-        def compare(answers: list[dict[str, Any]]) -> list[Any]:
+        def compare(answers: list[dict[str, Any]]) -> list[str]:
+            states: dict[str, set[str]] = {}
             for rank, answer in enumerate(answers):
                 if answer["step"] != self.step:
                     raise CheckpointError(
                         f"rank {rank} saves step {answer['step']}, but rank 0 saves step {self.step}",
                         hint="save after the same step on every rank: let one rank decide and broadcast it",
                     )
-            found = find_differing([answer["digests"] for answer in answers])
-            return [
-                [each.key, each.states]
-                for each in found
-                if self.report_drift or (self.refuse_drift and each.key.startswith(TENSORS))
-            ]
+                for key, digest in answer["digests"].items():
+                    states.setdefault(key, set()).add(digest)
+            of_tensors = {key: key.startswith(TENSORS) for key, found in states.items() if len(found) > 1}
+            wanted = [key for key in of_tensors if self.report_drift or (self.refuse_drift and of_tensors[key])]
+            return sorted(wanted, key=lambda key: (not of_tensors[key], key))
 
-        differing = [Differing(*values) for values in self.ranks.gather_on_rank_0(digests, compare)]
+        differing: list[str] = self.ranks.gather_on_rank_0(digests, compare)
         if not differing:
             return
         asked = differing[:GROUPS_NAMED]
 
         def fingerprints() -> list[dict[str, int]]:
             known = self.image.fingerprints if isinstance(self.image, Image) else {}
-            return [known[each.key] if self.ranks.rank in each.asked else {} for each in asked]
+            return [known.get(key, {}) for key in asked]
 
         def judge(answers: list[list[dict[str, int]]]) -> None:
-            named = [each.names([answers[rank][number] for rank in each.asked]) for number, each in enumerate(asked)]
-            wrong = [
-                name for each, names in zip(asked, named, strict=True) if each.key.startswith(TENSORS) for name in names
-            ]
+            named = [differences(key, [answer[number] for answer in answers]) for number, key in enumerate(asked)]
+            every = [name for names in named for name in names]
+            wrong = [name for key, names in zip(asked, named, strict=True) if key.startswith(TENSORS) for name in names]
             if wrong and self.refuse_drift:
                 least = "at least " if len(differing) > len(asked) else ""
                 more = f" (and {least}{len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
@@ -307,7 +307,6 @@ class SaveJob:
                     "averaged over all of them, or does a node compute wrongly? GPUs of different models differ in the last "
                     "bits: checkpoint.on_replica_drift=warn saves the lowest rank's",
                 )
-            every = [name for names in named for name in names]
             more = f" (and {len(every) - 1} more)" if len(every) > 1 else ""
             self.drift = (
                 f"{every[0]}{more}: that of the lowest rank is saved; what each is to get back belongs into per_rank="
@@ -387,52 +386,25 @@ class SaveJob:
             raise DiscardedError("the save was given up for a newer one, or to leave in time")
 
 
-# Ranks do not send each other all of their fingerprints, which would be hundreds of megabytes for rank 0 of thousands. Each
-# sends one digest for each group of ranks with which it holds the same. Only of a group that differs, and only from two of
-# its ranks, are the fingerprints asked for, to name the tensors.
+def differences(key: str, everyone: Sequence[Mapping[str, int]]) -> list[str]:
+    """Return what differs between the ranks of a group, in words.
 
-
-class Differing(NamedTuple):
-    """What some ranks should hold alike and do not.
-
-    Attributes:
-        key: that of their group.
-        states: the ranks that agree with each other, the lowest first.
+    Args:
+        key: that of the group.
+        everyone: of every rank its fingerprints in the group by name; none if it is not of the group.
     """
-
-    key: str
-    states: list[list[int]]
-
-    @property
-    def asked(self) -> list[int]:
-        """The two ranks that say what differs."""
-        return [state[0] for state in self.states[:2]]
-
-    def names(self, values: Sequence[Mapping[str, int]]) -> list[str]:
-        """Return what differs, in words, from the fingerprints of the two ranks that were asked."""
-        state = "the state of " if self.key.startswith(PLAIN) else ""
-        who = " and ".join(_ranks(each) for each in self.states)
-        return [
-            f"{state}{name} differs between {who}"
-            for name in {**values[0], **values[1]}
-            if values[0].get(name) != values[1].get(name)
-        ]
+    found = []
+    for name in dict.fromkeys(name for values in everyone for name in values):
+        alike: dict[int | None, list[int]] = {}  # ranks by what they hold
+        for rank, values in enumerate(everyone):
+            if values:
+                alike.setdefault(values.get(name), []).append(rank)
+        if len(alike) > 1:
+            state = "the state of " if key.startswith(PLAIN) else ""
+            found.append(f"{state}{name} differs between {' and '.join(map(_ranks, alike.values()))}")
+    return found
 
 
 def _ranks(group: Sequence[int]) -> str:
     shown = ", ".join(map(str, group[:8])) + (", ..." if len(group) > 8 else "")
     return f"rank{'s' if len(group) > 1 else ''} {shown}"
-
-
-def find_differing(everyone: Sequence[Mapping[str, str]]) -> list[Differing]:
-    """Return the groups that differ, those of tensors first.
-
-    Args:
-        everyone: of every rank the digest of each group's fingerprints, by the group's key.
-    """
-    states: dict[str, dict[str, list[int]]] = {}
-    for rank, digests in enumerate(everyone):
-        for key, digest in digests.items():
-            states.setdefault(key, {}).setdefault(digest, []).append(rank)
-    found = [Differing(key, list(alike.values())) for key, alike in states.items() if len(alike) > 1]
-    return sorted(found, key=lambda each: (not each.key.startswith(TENSORS), each.key))

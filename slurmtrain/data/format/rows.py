@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import io
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,20 +91,10 @@ class _Header:
         return _HEADER_BYTES + self.pieces * PIECE.itemsize + (self.rows + 1) * 8
 
 
-class _InMemoryFile:
-    """A stand-in for `DataFile` that holds the index in memory, where no folder can be written."""
-
-    def __init__(self, content: memoryview):
-        self.path, self._content = "the index in memory", content
-
-    def read_into(self, array: NDArray[Any], offset: int) -> None:
-        array.view(np.uint8)[:] = self._content[offset : offset + array.nbytes]
-
-
 class RowIndex:
     """The rows of a packing, read from its index."""
 
-    def __init__(self, file: DataFile | _InMemoryFile, header: _Header):
+    def __init__(self, file: DataFile, header: _Header):
         self._file, self._header, self.pairs = file, header, header.pairs
 
     def __len__(self) -> int:
@@ -152,11 +141,11 @@ def row_index(stream: TokenStream, name: str, made_from: str, folders: Sequence[
         stream: the tokens of the split.
         name: name of the packing, a part of the file name.
         made_from: digest of everything that the index depends on.
-        folders: where the index may be kept, the best one first; if none can be written, it stays in memory.
+        folders: where the index may be kept, the best one first.
         pack: packs one group of documents.
 
     Raises:
-        ConfigError, DataError: the data cannot be read, or `pack` refuses it.
+        ConfigError, DataError: the data cannot be read, no folder can be written, or `pack` refuses it.
     """
     paths = [folder / f"{stream.name}-{name}-{made_from[:16]}.idx" for folder in folders]
     for path in paths:
@@ -168,9 +157,10 @@ def row_index(stream: TokenStream, name: str, made_from: str, folders: Sequence[
                 return _open_index(path, made_from) or _create_index(path, stream, made_from, pack)
         except OSError as error:
             log.warning("%s cannot keep the packing of %s: %s", path.parent, stream.name, error.strerror)
-    memory = io.BytesIO()
-    header = _write(memory, stream, made_from, pack)
-    return RowIndex(_InMemoryFile(memory.getbuffer()), header)
+    raise ConfigError(
+        f"no folder can keep the packing of {stream.name}: {', '.join(str(path.parent) for path in paths)}",
+        hint="let one of them be written, or set XDG_CACHE_HOME to a folder that can be",
+    )
 
 
 def _open_index(path: Path, made_from: str) -> RowIndex | None:

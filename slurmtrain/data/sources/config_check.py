@@ -20,7 +20,7 @@ from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.system.paths import absolute
 
 if TYPE_CHECKING:  # most configs name no prepared data, and `submit` is to answer at once
-    from slurmtrain.data.format.manifest import Manifest, TokenizerFacts
+    from slurmtrain.data.format.manifest import Manifest
 
 PREPARED = "slurmtrain.data.PreparedText"
 TEXT_FILES = "slurmtrain.data.TextFiles"
@@ -64,8 +64,6 @@ def prepared_folders(values: Mapping[str, Any]) -> Iterator[Path]:
     """Yield the folders of prepared data that a config group names, at any depth."""
     for found in _settings_of(PREPARED, "path", str, values):
         yield Path(found["path"])
-        evals = found.get("evals") or {}  # names of splits, or folders
-        yield from (Path(where) for where in evals.values() if isinstance(where, str) and "/" in where)
 
 
 def _check_is_there(folder: Path) -> None:
@@ -118,12 +116,6 @@ def _check_mask(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         )
 
 
-def named(tokenizer: TokenizerFacts) -> str:
-    """Describe a tokenizer, for messages."""
-    ids = f"{tokenizer.vocab_size} ids, bos {tokenizer.bos}, eos {tokenizer.eos}"
-    return f"{tokenizer.sha256 or tokenizer.kind} ({ids})"
-
-
 def with_absolute_paths(values: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
     """Return the config group `data` or `eval.sets` with absolute paths, for a job that runs in another folder than `cwd`."""
     here: dict[str, Any] = {
@@ -131,8 +123,6 @@ def with_absolute_paths(values: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
     }
     if here.get("_target_") == PREPARED and isinstance(here.get("path"), str):
         here["path"] = _absolute(here["path"], cwd)
-        evals = here.get("evals") or {}  # names of splits, or folders
-        here["evals"] = {name: _absolute(where, cwd) if "/" in where else where for name, where in evals.items()}
     if here.get("_target_") == TEXT_FILES:
         paths = here.get("paths")
         if isinstance(paths, str) and paths:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-from slurmtrain.data.format.manifest import FILE_NAME, Manifest, read_manifest
+from slurmtrain.data.format.manifest import Manifest, read_manifest
 from slurmtrain.data.format.packing import LONG_DOCUMENTS, best_fit_rows, document_rows
 from slurmtrain.data.format.rows import Pack, Rows, Windows, row_index
 from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.format.tokens import DocumentTokens, PackedTokens
-from slurmtrain.data.sources.config_check import named
 from slurmtrain.errors import ConfigError, nearest
 
 PACKINGS = ("concat", "best_fit", "documents")
@@ -35,12 +32,9 @@ class PreparedText:
             "split" makes several samples, "refuse" raises.
         train_split: name of the split to train on.
         valid_split: name of the split that becomes the evaluation set "valid"; None: "valid", if there is one.
-        evals: further evaluation sets by name: a split, or another prepared folder of the same tokenizer (its split
-            "valid", or the only one; FOLDER/SPLIT for another).
 
     Attributes:
         train, valid: `PackedTokens`; valid may be None.
-        evals: further evaluation sets by name.
         fingerprint: digest of data and packing; sources with equal fingerprints have the same sample i for every i.
         vocab_size: number of token ids of the tokenizer.
         description: one line for a person.
@@ -59,7 +53,6 @@ class PreparedText:
         long_documents: str = "cut",
         train_split: str = "train",
         valid_split: str | None = None,
-        evals: Mapping[str, str] | None = None,
     ):
         _check(seq_len, packing, document_mask, long_documents)
         self._folder = Path(path).expanduser()
@@ -68,9 +61,8 @@ class PreparedText:
         self._document_mask = packing == "best_fit" and document_mask is not False
         if valid_split is None and "valid" in self._manifest.splits:
             valid_split = "valid"
-        self.train = self._open(self._folder, self._manifest, train_split)
-        self.valid = self._open(self._folder, self._manifest, valid_split) if valid_split else None
-        self.evals = {name: self._open_named(where) for name, where in (evals or {}).items()}
+        self.train = self._open(train_split)
+        self.valid = self._open(valid_split) if valid_split else None
         self.vocab_size = self._manifest.tokenizer.vocab_size
         settings = (
             f"{self._manifest.fingerprint} {train_split} {seq_len} {packing} {long_documents} {self._document_mask}"
@@ -83,32 +75,12 @@ class PreparedText:
             f"{'up to ' if packing == 'documents' else ''}{seq_len} tokens ({packing})"
         )
 
-    def _open_named(self, where: str) -> PackedTokens:
-        """Open the evaluation set that `evals` gives as `where`: a split of this folder, another folder, or FOLDER/SPLIT."""
-        if where in self._manifest.splits:
-            return self._open(self._folder, self._manifest, where)
-        folder = Path(where).expanduser()
-        split = None
-        if not (folder / FILE_NAME).exists() and (folder.parent / FILE_NAME).exists():
-            folder, split = folder.parent, folder.name
-        if "/" not in where and not (folder / FILE_NAME).exists():
-            raise _no_split(self._folder, self._manifest, where)
-        manifest = read_manifest(folder)
-        mine, other = self._manifest.tokenizer, manifest.tokenizer
-        if dataclasses.replace(other, file=mine.file) != mine:
-            raise ConfigError(
-                f"{folder} was prepared with the tokenizer {named(other)}, and {self._folder} with {named(mine)}",
-                hint="prepare both with one tokenizer",
-            )
-        if split is None:
-            split = "valid" if "valid" in manifest.splits or len(manifest.splits) > 1 else next(iter(manifest.splits))
-        return self._open(folder, manifest, split)
-
-    def _open(self, folder: Path, manifest: Manifest, split: str) -> PackedTokens:
+    def _open(self, split: str) -> PackedTokens:
+        manifest = self._manifest
         if split not in manifest.splits:
-            raise _no_split(folder, manifest, split)
-        stream = TokenStream(folder, manifest, split)
-        rows = self._rows(stream, folder, manifest)
+            raise ConfigError(f"{self._folder} has no split {split!r}", hint=nearest(split, manifest.splits))
+        stream = TokenStream(self._folder, manifest, split)
+        rows = self._rows(stream)
         kind = DocumentTokens if self._packing == "documents" else PackedTokens
         return kind(
             stream,
@@ -118,7 +90,7 @@ class PreparedText:
             num_bytes=_text_bytes(manifest, split, rows) if manifest.chat is None else None,
         )
 
-    def _rows(self, stream: TokenStream, folder: Path, manifest: Manifest) -> Rows:
+    def _rows(self, stream: TokenStream) -> Rows:
         name = f"{self._packing}-{self._seq_len}"
         if self._packing == "concat":
             return Windows(stream.tokens, self._seq_len)
@@ -127,9 +99,9 @@ class PreparedText:
         else:
             name += f"-{self._long_documents}"
             pack = functools.partial(document_rows, seq_len=self._seq_len, long_documents=self._long_documents)
-        made_from = hashlib.sha256(f"{manifest.fingerprint} {stream.name} {name}".encode()).hexdigest()
+        made_from = hashlib.sha256(f"{self._manifest.fingerprint} {stream.name} {name}".encode()).hexdigest()
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        folders = [folder / "packed", cache / "slurmtrain" / "packed"]
+        folders = [self._folder / "packed", cache / "slurmtrain" / "packed"]
         return row_index(stream, name, made_from, folders, pack)
 
 
@@ -147,10 +119,6 @@ def _check(seq_len: int, packing: str, document_mask: bool | None, long_document
             f"data.document_mask={document_mask} with data.packing={packing}: rows of whole documents can be masked",
             hint="data.packing=best_fit masks documents, and leaves hardly any padding",
         )
-
-
-def _no_split(folder: Path, manifest: Manifest, split: str) -> ConfigError:
-    return ConfigError(f"{folder} has no split {split!r}", hint=nearest(split, manifest.splits))
 
 
 def _text_bytes(manifest: Manifest, split: str, rows: Rows) -> int | None:

@@ -141,10 +141,8 @@ def test_batches_of_a_mixture_are_its_samples_stacked(data: Path, other: str, ma
 
 
 def test_the_source_says_what_it_is(data: Path) -> None:
-    source = PreparedText(str(data), 16, evals={"again": "valid"})
-    assert (
-        source.vocab_size == 257 and source.valid is not None and len(source.valid) == len(source.evals["again"]) == 1
-    )
+    source = PreparedText(str(data), 16)
+    assert source.vocab_size == 257 and source.valid is not None and len(source.valid) == 1
     assert "12 documents, 60 tokens, 4 + 1 samples of 16 tokens (concat)" in source.description
     fingerprints = {
         PreparedText(str(data), seq_len, packing=packing).fingerprint
@@ -165,19 +163,6 @@ def test_bytes_of_text_are_known_where_no_pair_is_missing(tmp_path: Path, data: 
     assert num_bytes(tmp_path / "bos", packing="best_fit") == 240
     assert num_bytes(tmp_path / "bos", packing="documents", long_documents="split") == 240
     assert num_bytes(tmp_path / "bos", packing="documents") is None  # some were cut
-
-
-def test_evaluation_sets_of_other_folders(tmp_path: Path, data: Path) -> None:
-    write_prepared(tmp_path / "books", {"train": SHARDS, "valid": [DOCUMENTS[:2]], "test": [DOCUMENTS[:1]]})
-    write_prepared(tmp_path / "one", {"only": [DOCUMENTS[:1]]})
-    write_prepared(tmp_path / "other", {"valid": SHARDS}, vocab_size=300)
-    evals = {"books": str(tmp_path / "books"), "test": str(tmp_path / "books" / "test"), "one": str(tmp_path / "one")}
-    source = PreparedText(str(data), 2, evals=evals)
-    assert {name: len(dataset) for name, dataset in source.evals.items()} == {"books": 3, "test": 2, "one": 2}
-    with pytest.raises(ConfigError, match=r"other was prepared with the tokenizer .*300 ids.*257 ids"):
-        PreparedText(str(data), 2, evals={"other": str(tmp_path / "other")})
-    with pytest.raises(ConfigError, match=r"no split 'vaild'\n.*did you mean valid"):
-        PreparedText(str(data), 2, evals={"x": "vaild"})
 
 
 @pytest.mark.parametrize(
@@ -421,16 +406,16 @@ def test_a_damaged_index_is_made_anew(data: Path, capfd: pytest.CaptureFixture[s
         everything(PreparedText(str(data), 6, packing="best_fit").train)
 
 
-def test_the_index_goes_to_the_cache_or_stays_in_memory_where_the_folder_cannot_be_written(
+def test_the_index_goes_to_the_cache_where_the_folder_cannot_be_written(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (data / "packed").write_text("not a folder, so that root cannot write there either")
-    train = PreparedText(str(data), 6, packing="best_fit").train
+    PreparedText(str(data), 6, packing="best_fit")
     assert len(list((tmp_path / "cache" / "slurmtrain" / "packed").glob("*.idx"))) == 2
     assert f"{data}/packed cannot keep the packing of train" in capfd.readouterr().err
     monkeypatch.setenv("XDG_CACHE_HOME", str(data / "packed"))
-    in_memory = PreparedText(str(data), 6, packing="best_fit").train
-    assert all(torch.equal(got, everything(train)[name]) for name, got in everything(in_memory).items())
+    with pytest.raises(ConfigError, match="no folder can keep the packing of train"):
+        PreparedText(str(data), 6, packing="best_fit")
 
 
 def test_groups_of_shards_are_packed_on_their_own(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
