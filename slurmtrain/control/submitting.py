@@ -65,12 +65,12 @@ def submit_run(
             return run_dir, kubernetes.submit(run_dir)
     config = with_absolute_paths(config, cwd)
     with ThreadPoolExecutor(2) as beside:  # while SLURM answers, the ranks' interpreter does, too
-        beside.submit(importlib.import_module, "submitit.slurm.slurm")
         code = beside.submit(lambda: source or find_source(config.job, cwd, config.cluster))
+        beside.map(importlib.import_module, ("submitit.slurm.slurm", "jinja2"))
         client = client_of(config)
     with preparing(config, overrides, cwd, code.result()) as run_dir:
         try:
-            first, *links = submit(run_dir, client)
+            first, *links = submit(run_dir, config, client)
         except KeyboardInterrupt:
             log.info(interrupted(run_dir))
             raise

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.integrations.commit import (
     commit,
     damage_of,
+    damage_of_zip,
     flush,
     gather_states,
     keep_newest,
@@ -33,6 +35,7 @@ from slurmtrain.integrations.commit import (
     temporary_name,
 )
 from slurmtrain.integrations.reporting import ProgressReport
+from slurmtrain.runs.program_checkpoints import cut
 from slurmtrain.runtime.api import exit_for_requeue, session, should_stop
 
 log = logging.getLogger(__name__)
@@ -142,6 +145,8 @@ class EngineCheckpoints:
         if self._is_damaged(damage_of(checkpoint) if self._is_first else None, checkpoint):
             return None
         partitioned = self._engine.zero_optimization_partition_weights()
+        if partitioned and self._is_damaged(self._damage_of_parts(checkpoint), checkpoint):
+            return None
         failed, loaded, client_state = "", None, {}
         try:
             loaded, client_state = self._engine.load_checkpoint(str(checkpoint), tag=TAG)
@@ -159,6 +164,27 @@ class EngineCheckpoints:
             f"DeepSpeed cannot load {checkpoint}{failed}",
             hint="a checkpoint needs the number of ranks and the ZeRO stage that it was saved with",
         )
+
+    def _damage_of_parts(self, checkpoint: Path) -> str | None:
+        """Say what is wrong with the parts of the ranks, each of which has read its own; None if nothing is.
+
+        In ZeRO stage 3 all ranks load together, so that they have to know before whether all can.
+
+        Raises:
+            CheckpointError: a rank cannot read its part now, which may be whole.
+        """
+        own = f"zero_pp_rank_{self._distributed.environment.rank}_"
+        found = unreadable = ""
+        try:
+            for path in sorted((checkpoint / TAG).glob(f"*{own}*")):
+                reason = cut(path) or (damage_of_zip(path) if zipfile.is_zipfile(path) else None)
+                found = found or (f"{path.relative_to(checkpoint)}: {reason}" if reason else "")
+        except OSError as error:
+            unreadable = f"{path.relative_to(checkpoint)} on {self._distributed.environment.node}: {error.strerror}"
+        states = gather_states(self._distributed, {"found": found, "unreadable": unreadable})
+        if unreadable := next((each["unreadable"] for each in states if each["unreadable"]), ""):
+            raise CheckpointError(f"{checkpoint} cannot be read: {unreadable}")
+        return next((each["found"] for each in states if each["found"]), None)
 
     @property
     def _is_first(self) -> bool:

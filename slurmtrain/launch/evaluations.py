@@ -84,7 +84,7 @@ def submit_evaluation(evaluation: RunDir) -> str | None:
             return None
         retention.hold(run_dir.checkpoints, step_of(Path(str(config.checkpoint.restore_from))), evaluation.path.name)
         evaluation.request_file.unlink(missing_ok=True)  # a cancel of what it was before
-        return submit(evaluation, SlurmClient(evaluation.slurm_conf()))[0]
+        return submit(evaluation, config, SlurmClient(evaluation.slurm_conf()))[0]
 
 
 def submit_due(run_dir: RunDir) -> None:

@@ -38,13 +38,15 @@ from slurmtrain.system import files, trust
 log = logging.getLogger(__name__)
 
 
-def submit(run_dir: RunDir, client: SlurmClient) -> list[str]:
+def submit(run_dir: RunDir, config: Config, client: SlurmClient) -> list[str]:
     """Pass the script of a run to sbatch for the first time, and return its jobs: one, or a chain of them.
+
+    Args:
+        config: that of the run, in which secrets are references.
 
     Raises:
         ClusterError: sbatch is missing or refused; its own words are in the message.
     """
-    config = load_frozen(run_dir.config_file, with_secrets=False)
     return _with_chain(run_dir, _submit(run_dir, run_dir.script.read_text(), config, client), config, client)
 
 

@@ -76,7 +76,6 @@ OF_CLUSTER = {
     "conda_env": Field(_program, "environment"),
     "python": Field(_program, "interpreter"),
     "stage.data": Field(lambda path, cwd: os.path.normpath(_path(path, cwd)), "file or folder"),
-    "compile_cache": Field(_path),
     "slurm_conf": Field(_path),
 }
 PATHS = {

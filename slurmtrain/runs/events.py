@@ -61,7 +61,5 @@ class Event(StrEnum):
     ROLLED_BACK = "rolled back"  # to a checkpoint from before a trouble
     CHECKPOINT = "checkpoint"
     CHECKPOINT_FAILED = "checkpoint failed"
-    EXPORTED = "exported"  # a checkpoint, for other programs
-    EXPORT_FAILED = "export failed"
     EVALUATION_SUBMITTED = "evaluation submitted"
     EVALUATION_NOT_SUBMITTED = "evaluation not submitted"

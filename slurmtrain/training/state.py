@@ -72,8 +72,6 @@ class StepResult(NamedTuple):
         tokens: number of targets of the step over all ranks that are not ignored; at least 1.
         learning_rate: rate of this step.
         decision: what all ranks have agreed to do after this step.
-        gradient_norms: norm of the gradient of each of `TrainingState.parameters` before it was clipped, as far as this
-            rank has it; None where there is none.
     """
 
     loss_sum: Tensor
@@ -81,7 +79,6 @@ class StepResult(NamedTuple):
     tokens: int
     learning_rate: float
     decision: AgreedDecision
-    gradient_norms: Sequence[Tensor | None] = ()
 
 
 @dataclass

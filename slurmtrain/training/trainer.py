@@ -235,7 +235,7 @@ class Trainer:
         if state.is_last_step and not goes_back:
             goes_back, why = self._look_at_last_steps()
         phases.end_step()
-        hooks.after_step(state, StepResult(loss_sum, norm, tokens, rate, decision, gradient_norms))
+        hooks.after_step(state, StepResult(loss_sum, norm, tokens, rate, decision))
         if goes_back:
             roll_back(state, self._train, why or "another rank wanted to go back to a checkpoint")
 

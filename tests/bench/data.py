@@ -1,12 +1,11 @@
-"""Does training at the pace of a GPU wait for data? And the first batch far into 10^11 tokens.
+"""Does training at the pace of a GPU wait for data?
 
 Wanted: 8 ranks that take a micro batch of 8 x 4096 tokens every 0.1 s, each with two workers, wait for hardly any of that
-time, masked and packed; the first batch after a resume at 10^11 tokens is there within 50 ms.
+time, masked and packed.
 """
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import statistics
@@ -20,8 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slurmtrain.data.format.manifest import KINDS, Manifest, Shard, Split, TokenizerFacts, shard_file
-from slurmtrain.data.format.reading import _opened
+from slurmtrain.data.format.manifest import Manifest, Split, TokenizerFacts
 from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.data.sources.mixture import Mixture
 from slurmtrain.data.sources.prepared import PreparedText
@@ -33,18 +31,13 @@ TOKENIZER = TokenizerFacts(kind="bytes", file=None, sha256=None, vocab_size=VOCA
 
 
 def main(words: list[str]) -> None:
-    only = ("pace", "seek")
-    chosen = options(__doc__, words, rounds=5, steps=100, ranks=8, step_s=0.1, tokens=1 << 26, only=only)
+    chosen = options(__doc__, words, rounds=5, steps=100, ranks=8, step_s=0.1, tokens=1 << 26)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        tokens, sparse = Path(name, "tokens"), Path(name, "sparse")
-        if "pace" in chosen.only:
-            write_tokens(tokens, chosen.tokens)
-            rows = pace(tokens, chosen.rounds, ranks=chosen.ranks, steps=chosen.steps, step_s=chosen.step_s)
-            show(f"{chosen.ranks} ranks, {BATCH} x {SEQUENCE} tokens every {chosen.step_s} s", rows)
-        if "seek" in chosen.only:
-            took = seek(sparse, chosen.rounds)
-            show("10^11 tokens", [Row("opened, and the first batch after a resume", took, "ms", "<= 50")])
+        tokens = Path(name, "tokens")
+        write_tokens(tokens, chosen.tokens)
+        rows = pace(tokens, chosen.rounds, ranks=chosen.ranks, steps=chosen.steps, step_s=chosen.step_s)
+        show(f"{chosen.ranks} ranks, {BATCH} x {SEQUENCE} tokens every {chosen.step_s} s", rows)
 
 
 def document_lengths(random: np.random.Generator, count: int) -> NDArray[np.int64]:
@@ -123,29 +116,3 @@ def cpu_seconds() -> float:
     stats = [Path(f"/proc/{worker.pid}/stat").read_text() for worker in multiprocessing.active_children()]
     ticks = sum(int(field) for stat in stats for field in stat.rpartition(")")[2].split()[11:13])
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def seek(folder: Path, rounds: int) -> list[float]:
-    """Open 10^11 tokens in 100 shards and have the first batch of a run that goes on somewhere in its first epoch."""
-    (folder / "train").mkdir(parents=True)
-    shards = [Shard(f"{n:05d}", 1, 10**9, 10**9, dict.fromkeys(KINDS, "")) for n in range(100)]
-    for shard in shards:
-        for kind, size in shard.file_sizes("uint16").items():
-            shard_file(folder, "train", shard.name, kind).touch()
-            os.truncate(shard_file(folder, "train", shard.name, kind), size)
-    Manifest("uint16", TOKENIZER, {"train": Split(tuple(shards))}, ()).write(folder)
-
-    def first_batch() -> float:
-        _opened.cache_clear()
-        began = time.perf_counter()
-        source = PreparedText(str(folder), SEQUENCE).train
-        done = BATCH * 5_600_007
-        next(BatchLoader(source, seed=0, global_batch_size=BATCH, micro_batch_size=BATCH, samples_consumed=done))
-        return 1000 * (time.perf_counter() - began)
-
-    # As timeit does: a full collection passes over all objects that torch has made, and belongs to whoever is next.
-    gc.disable()
-    try:
-        return in_turn({"": first_batch}, rounds)[""]
-    finally:
-        gc.enable()

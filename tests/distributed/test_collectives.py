@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import signal
@@ -22,11 +21,9 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.errors import SlurmtrainError
 from slurmtrain.models import Decoder
-from slurmtrain.parallel.gradients import clip_gradients
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system import signals
-from slurmtrain.system.signals import StopCause
 from slurmtrain.training.forward_backward import build_forward_backward
 from slurmtrain.training.ranks import StopAgreement
 from tests.support.gloo import GlooRanks
@@ -64,18 +61,6 @@ def test_when_one_rank_is_told_all_stop_after_the_same_step(gloo_ranks: GlooRank
 
 def test_a_signal_after_the_ranks_have_handed_in_their_flags_stops_all_one_step_later(gloo_ranks: GlooRanks) -> None:
     assert [step for step, _ in gloo_ranks(2, step_until_told, 0, 3, True)] == [4, 4]
-
-
-def test_a_single_process_stops_at_the_step_in_which_it_was_told() -> None:
-    stop = signals.StopFlag()
-    agreement = StopAgreement(stop, None)
-    agreement.begin()
-    assert not agreement.finish().stop
-    stop.request(StopCause.DEADLINE)
-    agreement.begin()
-    assert agreement.finish()
-    assert stop.first is not None
-    assert stop.first.cause == "deadline"
 
 
 def test_a_checkpoint_that_was_asked_for_waits_for_a_moment_for_one() -> None:
@@ -274,30 +259,3 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 def test_a_step_sends_no_more_than_it_has_to(found: dict[str, list[dict[str, int]]], name: str) -> None:
     ranks, *_, expected = CASES[name]
     assert found[name] == [expected] * ranks
-
-
-SIZES: dict[str, Any] = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 16}
-
-
-def norms(distributed: DistributedContext, layout: dict[str, int]) -> list[float]:
-    """Of gradients that are all 2: as they are, when they are clipped, and afterwards."""
-    distributed_model = laid_out(distributed, Decoder(**SIZES, tie_embeddings=False), layout)
-    parameters = list(distributed_model.model.parameters())
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, 2.0)
-    return [float(clip_gradients(parameters, limit, distributed.device_group)[0]) for limit in (0.0, 1e6, 3.0, 0.0)]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (3, {"dp_shard": 3}),  # parts of unequal size, some of them empty
-        (4, {"dp_replicate": 2, "dp_shard": 2}),
-        (4, {"dp_replicate": 2, "tp": 2}),
-        (4, {"pp": 2, "dp_shard": 2}),
-    ],
-)
-def test_all_parts_count_once_and_are_clipped_alike(gloo_ranks: GlooRanks, ranks: int, layout: dict[str, int]) -> None:
-    whole = 2 * math.sqrt(Decoder(**SIZES, tie_embeddings=False).num_parameters())
-    for found in gloo_ranks(ranks, norms, layout):
-        assert found == pytest.approx([whole, whole, whole, 3.0], rel=1e-5)

@@ -216,7 +216,7 @@ LAYOUTS = {
 }
 
 
-OFTEN = [*SLOW_RATE, "train.steps=4", "train.log_every=4", "observe.per_layer_every=2", "train.eval_every=0"]
+OFTEN = [*SLOW_RATE, "train.steps=4", "train.log_every=2", "train.eval_every=0"]
 
 
 @pytest.fixture(scope="module")
@@ -227,22 +227,16 @@ def norms_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_norms_of_the_layers_are_those_of_one_process_on_every_layout(
+def test_norms_are_those_of_one_process_on_every_layout(
     gloo_ranks: GlooRanks, tmp_path: Path, norms_of_one_process: list[dict[str, Any]], layout: str
 ) -> None:
     # Tied embeddings are on both ends of a pipeline.
     gloo_ranks(2, fit, tmp_path / "two", [*OFTEN, *LAYOUTS[layout].split()])
     one, two = norms_of_one_process, logged(tmp_path / "two")
-    assert [record["step"] for record in two] == [2, 4]  # those of layers are logged in full
+    assert [record["step"] for record in two] == [2, 4]
     for mine, theirs in zip(one, two, strict=True):
-        names = [key for key in mine if "_norm" in key]
-        layers = ["embedding", "blocks.0", "blocks.1", "norm"]
-        assert {name.partition("/")[2] for name in names if "/" in name} == set(layers)
-        for name in names:
+        for name in ("grad_norm", "param_norm"):
             assert theirs[name] == pytest.approx(mine[name], rel=1e-4), name
-        for kind in ("grad_norm", "param_norm"):
-            squares = sum(theirs[f"{kind}/{layer}"] ** 2 for layer in layers)
-            assert squares**0.5 == pytest.approx(theirs[kind], rel=1e-5)
     known = layout == "FSDP"
     assert ("time_communication_s" in two[-1]) == ("communication_share" in two[-1]) == known
     parts = sum(value for key, value in two[-1].items() if key.startswith("time_") and key != "time_total_s")

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,41 +140,6 @@ def test_a_network_that_does_not_connect_the_machines_is_named(machines: tuple[s
         assert f"rank {rank} on n1: rank 0, expected on node n0, cannot be reached at 10.78.0.1:" in said[rank].error
         assert "cluster.network_interface=NAME" in said[rank].error
     assert "2 of 4 ranks did not arrive within 10 s: rank 2 (on n1), 3 (on n1)" in said[0].error
-
-
-@pytest.fixture
-def firewall(machines: tuple[str, str]) -> Callable[[str], None]:
-    """Drops, on both machines, each new connection that comes from the other one to a port from 1024 on but PORT."""
-    nft = shutil.which("nft", path=f"{os.environ['PATH']}:/usr/sbin")
-    if nft is None:
-        pytest.skip("a firewall needs nftables: apt-get install nftables")
-
-    def close_all_but(port: str) -> None:
-        for name, link in zip(machines, ("left0", "right0"), strict=True):
-            new = f'iifname "{link}" tcp dport >= 1024 tcp dport != {port} tcp flags & (syn | ack) == syn'
-            rules = f"table inet site {{\n chain input {{\n type filter hook input priority 0\n {new} drop\n }}\n }}\n"
-            done = subprocess.run(
-                ["ip", "netns", "exec", name, nft, "-f", "-"], input=rules, capture_output=True, text=True, check=False
-            )
-            if "not supported" in done.stderr or "No such file" in done.stderr:
-                pytest.skip(f"this kernel has no nftables: {done.stderr.strip()}")
-            assert done.returncode == 0, done.stderr
-
-    return close_all_but
-
-
-PORT = "23456"
-
-
-def test_a_firewall_before_the_port_of_rank_0_is_named(
-    machines: tuple[str, str], firewall: Callable[[str], None], tmp_path: Path
-) -> None:
-    firewall("23457")
-    said = meet(machines, "n0,n1", ADDRESSES[0], tmp_path, ports=PORT)
-    for rank in (2, 3):
-        assert f"cannot be reached at {ADDRESSES[0]}:{PORT} by right0: timed out" in said[rank].error
-        assert "cluster.port_range=LOW-HIGH" in said[rank].error
-    assert [each.code for each in said] == [1, 1, 1, 1]  # the run is tried again
 
 
 def meet(

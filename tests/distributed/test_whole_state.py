@@ -28,19 +28,7 @@ from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.distributed.test_checkpoint import Numbers
 from tests.support.gloo import GlooRanks
 from tests.support.logs import collect_messages
-
-
-class Curriculum:
-    """A user's own class, with all that JSON and tensors can say."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
+from tests.support.own_objects import Bare, Own
 
 
 def curriculum_state(step: int) -> dict[str, Any]:
@@ -77,7 +65,7 @@ class Pair:
         self.warmup = torch.optim.lr_scheduler.LambdaLR(self.first, lambda step: min(1.0, (step + 1) / 5))
         self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.second, patience=1)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
-        self.curriculum = Curriculum()
+        self.curriculum = Bare({})
         self.loader = BatchLoader(
             Numbers(),
             seed=3,
@@ -86,7 +74,7 @@ class Pair:
             dp_rank=self.rank,
             dp_size=distributed.environment.world_size,
         )
-        self.mine = Curriculum()
+        self.mine = Bare({})
         random.seed(1000 * seed + self.rank)
         np.random.seed(1000 * seed + self.rank)
         torch.manual_seed(1000 * seed + self.rank)
@@ -115,8 +103,8 @@ class Pair:
         return {name: getattr(self, name) for name in names}
 
     def save(self, step: int) -> Path:
-        self.curriculum.state = curriculum_state(step)
-        self.mine.state = {
+        self.curriculum.value = curriculum_state(step)
+        self.mine.value = {
             "rank": self.rank,
             "noise": torch.full((self.rank + 1,), float(self.rank)),
             "text": "x" * self.rank,
@@ -174,9 +162,9 @@ def restore_and_go_on(distributed: DistributedContext, root: Path) -> dict[str, 
     pair = Pair(distributed, root, seed=2)
     pair.steps(1)  # with a state of its own, which must not show through
     assert pair.restore().step == 3
-    assert plain_value(pair.curriculum.state) == plain_value(curriculum_state(3))
-    assert pair.mine.state["rank"] == pair.rank and pair.mine.state["text"] == "x" * pair.rank
-    assert pair.mine.state["noise"].tolist() == [float(pair.rank)] * (pair.rank + 1)
+    assert plain_value(pair.curriculum.value) == plain_value(curriculum_state(3))
+    assert pair.mine.value["rank"] == pair.rank and pair.mine.value["text"] == "x" * pair.rank
+    assert pair.mine.value["noise"].tolist() == [float(pair.rank)] * (pair.rank + 1)
     answer = {"losses": pair.steps(4), "state": pair.everything(), "draws": pair.draws()}
     pair.checkpointer.close()
     return answer
@@ -190,7 +178,7 @@ def restore_in_a_larger_world(distributed: DistributedContext, root: Path) -> di
     np.random.seed(2000 + pair.rank)
     torch.manual_seed(2000 + pair.rank)
     pair.restore()
-    answer = {"mine": plain_value(pair.mine.state), "draws": pair.draws(), "untouched": untouched}
+    answer = {"mine": plain_value(pair.mine.value), "draws": pair.draws(), "untouched": untouched}
     answer["step"] = [state["step"].item() for state in pair.first.state.values()]
     answer["shared"] = {name: pair.everything()[name] for name in ("one", "two", "averaged", "warmup", "scaler")}
     pair.checkpointer.close()
@@ -222,7 +210,7 @@ def save_what_cannot_be_saved(distributed: DistributedContext, root: Path) -> li
     """The messages of saves that cannot work, as this rank sees them."""
     pair = Pair(distributed, root, seed=1)
     wrong: list[Callable[[], Any]] = [
-        lambda: pair.checkpointer.save(1, odd=Own(print) if pair.rank == 1 else Curriculum()),
+        lambda: pair.checkpointer.save(1, odd=Own(print) if pair.rank == 1 else Bare({})),
         lambda: pair.checkpointer.save(2, odd=Own(torch.zeros(pair.rank + 1))),
         lambda: pair.checkpointer.save(3, one=pair.one, metrics={"valid_loss": object()}),  # type: ignore[dict-item]
     ]
@@ -252,37 +240,12 @@ def test_what_cannot_be_saved_is_told_on_all_ranks_and_the_next_save_works(
     assert committed(tmp_path)[-1].name == "checkpoint_0000007"
 
 
-class Own:
-    def __init__(self, value: Any):
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-class Average:
-    """Keeps an average of parameters, and computes with what it was given back."""
-
-    def __init__(self, model: nn.Module):
-        self.shadow = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-    def update(self, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            self.shadow[name].lerp_(parameter.detach(), 0.5)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shadow": self.shadow}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.shadow = state["shadow"]
-
-
 def model_of(width: int = 4) -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(width, width, bias=False)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
 
 
 def save_replicas(distributed: DistributedContext, root: Path) -> dict[str, Any]:
@@ -308,6 +271,10 @@ def save_replicas(distributed: DistributedContext, root: Path) -> dict[str, Any]
         for number in range(8):  # a part of the tensor each time
             save(f"large {number}", 3 + number, model=large)
         save("order", 11, sampler=Own(torch.randperm(8, generator=torch.Generator().manual_seed(rank))))
+        for dtype in DTYPES:
+            values = torch.zeros(7, dtype=dtype)
+            values[-1] = rank
+            save(str(dtype), 12, sampler=Own(values))
         save("per rank", 12, model=same, per_rank={"sampler": Own(torch.arange(8) + rank)})
         del said[:]
         norm = nn.BatchNorm1d(4)
@@ -362,16 +329,17 @@ def save_fsdp1(checkpointer: Checkpointer) -> str:
 def averages_go_on(distributed: DistributedContext, root: Path) -> bool:
     """An average of sharded parameters gets sharded ones back."""
 
-    def make() -> tuple[nn.Module, Average]:
+    def make() -> tuple[nn.Module, Own]:
         model = model_of(6)
         fully_shard(model, mesh=init_device_mesh("cpu", (distributed.environment.world_size,)))
-        return model, Average(model)
+        return model, Own({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
 
-    def change(model: nn.Module, average: Average) -> None:
+    def change(model: nn.Module, average: Own) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)
-        average.update(model)
+        for name, parameter in model.named_parameters():
+            average.value[name].lerp_(parameter.detach(), 0.5)
 
     with closing(Checkpointer(root, group=distributed.checkpoint_group)) as checkpointer:
         model, average = make()
@@ -381,7 +349,7 @@ def averages_go_on(distributed: DistributedContext, root: Path) -> bool:
         assert checkpointer.restore(model=other_model, average=other)
     for each, its in ((model, average), (other_model, other)):
         change(each, its)
-    pairs = [(average.shadow[name], other.shadow[name]) for name in average.shadow]
+    pairs = [(average.value[name], other.value[name]) for name in average.value]
     assert all(isinstance(tensor, DTensor) for pair in pairs for tensor in pair)
     return all(torch.equal(local(one), local(two)) for one, two in pairs)
 
@@ -447,7 +415,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_replicas_that_differ_are_refused_by_name_and_ranks(answers: list[dict[str, Any]]) -> None:
     for each in answers:
         assert each["same"] == each["per rank"] == "saved"
-        for what, name in (("small", "model.weight"), ("order", "sampler.value")):
+        for what, name in (
+            ("small", "model.weight"),
+            *((each, "sampler.value") for each in ("order", *map(str, DTYPES))),
+        ):
             assert each[what] == f"{name} differs between rank 0 and rank 1, and should be the same on all of them"
 
 

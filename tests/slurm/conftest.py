@@ -15,6 +15,7 @@ from slurmtrain.sandbox import SandboxSpec, default_directory, up
 from slurmtrain.sandbox.files import find_programs
 from slurmtrain.slurm.command_environment import PREFIX_FILE
 from slurmtrain.slurm.versions import Difference
+from tests.slurm.project import Project, make_project
 from tests.support.gloo import wait_until
 from tests.support.slurm_cluster import Cluster, reconfigured
 
@@ -58,6 +59,12 @@ def leaves_no_job() -> Iterator[None]:
 
 def _jobs(cluster: Cluster) -> list[str]:
     return cluster.run(["squeue", "--noheader", "--format=%A"]).stdout.split()
+
+
+@pytest.fixture(scope="module")
+def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A user's project, for the tests of a module."""
+    return make_project(tmp_path_factory.mktemp("work") / "project", sandbox)
 
 
 # It documents PreemptParameters=send_user_signal for SlurmctldParameters=preempt_send_user_signal, which it still takes.

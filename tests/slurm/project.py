@@ -9,19 +9,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.observe import read_metrics
-from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import process
 from tests.support.children import children
-from tests.support.local_runs import without_timing
+from tests.support.local_runs import SeenRun
 from tests.support.ranks import rank_pids
 from tests.support.reading import checkpoint_tensors
 from tests.support.slurm_cluster import Cluster
@@ -86,8 +83,8 @@ SMALL = [
 
 
 @dataclass(frozen=True)
-class Run:
-    """One submitted run, seen through its run directory."""
+class Run(SeenRun):
+    """One submitted run."""
 
     run_dir: RunDir
     cluster: Cluster
@@ -97,22 +94,12 @@ class Run:
     def job_id(self) -> str:
         return str(self.run_dir.info()["job_ids"][-1])
 
-    def attempts(self) -> list[Attempt]:
-        return attempts.all_attempts(self.run_dir)
-
     def cli(self, *words: str, check: bool = True) -> str:
         done = self.cluster.run([sys.executable, "-m", "slurmtrain", *words], cwd=self.project, check=check)
         return done.stdout + done.stderr
 
     def status(self) -> str:
         return self.cli("status", self.run_dir.id)
-
-    def losses(self) -> list[dict[str, Any]]:
-        """metrics.jsonl without what depends on the clock."""
-        return without_timing(self.run_dir.metrics_file)
-
-    def step(self) -> int:
-        return max((int(record["step"]) for record in read_metrics(self.run_dir.metrics_file)), default=0)
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 180) -> None:
         deadline = time.monotonic() + timeout_s
@@ -187,12 +174,6 @@ class Run:
         """Every tensor of the newest checkpoint: weights, optimiser, random state."""
         return checkpoint_tensors(self.run_dir.checkpoints)
 
-    def logs(self) -> str:
-        parts = []
-        for path in sorted([*self.run_dir.path.glob("slurm-*.log"), *self.run_dir.attempts.glob("*/*.log")]):
-            parts.append(f"--- {path.relative_to(self.run_dir.path)}\n{path.read_text(errors='replace')[-3000:]}")
-        return "\n".join(parts)
-
 
 def counting(steps: int, pause_s: float = 0.0) -> list[str]:
     """Overrides of a run of the program that counts, which has one rank."""
@@ -252,7 +233,3 @@ def make_project(path: Path, cluster: Cluster) -> Project:
 def assert_counted_once(run: Run, total: int) -> None:
     """The program that counts has done every step, and none twice."""
     assert [record["step"] for record in run.losses()] == list(range(1, total + 1))
-
-
-def events(run: Run, name: str) -> list[dict[str, Any]]:
-    return [event for event in run.run_dir.events() if event["event"] == name]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from slurmtrain.runs.lookup import all_runs
-from tests.slurm.project import Project, Run, counting, make_project
+from tests.slurm.project import Project, Run, counting
 from tests.support.local_runs import assert_steps_join
 from tests.support.slurm_cluster import Cluster
 
@@ -40,11 +40,10 @@ ELASTIC = ["cluster.nodes=2-4", "cluster.tasks_per_node=1", "+model.pause_s=0.2"
 
 
 @pytest.fixture(scope="module")
-def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    made = make_project(tmp_path_factory.mktemp("elastic") / "project", sandbox)
-    (made.path / "seen.py").write_text(SEEN_MODEL)
-    sandbox.run(["git", "add", "-A"], cwd=made.path)
-    return made
+def project(project: Project) -> Project:
+    (project.path / "seen.py").write_text(SEEN_MODEL)
+    project.cluster.run(["git", "add", "-A"], cwd=project.path)
+    return project
 
 
 def seen(run_dir: Path) -> Counter[str]:

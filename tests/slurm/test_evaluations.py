@@ -5,24 +5,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.observe import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runs.run_dir import RunDir
-from tests.slurm.project import Project, Run, events, make_project
-from tests.support.slurm_cluster import Cluster
+from tests.slurm.project import Project, Run
 
 EVERY, STEPS = 4, 8
 SHORT = [f"train.steps={STEPS}", f"train.eval_every={EVERY}", "checkpoint.every_steps=1"]
 SHORT += ["cluster.nodes=1", "cluster.tasks_per_node=1"]
 LATER = "eval.cluster.sbatch.begin=now+1hour"  # a queue in which nothing moves until a person wants it to
-
-
-@pytest.fixture(scope="module")
-def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    return make_project(tmp_path_factory.mktemp("evaluations") / "project", sandbox)
 
 
 def test_each_due_checkpoint_is_evaluated_once_by_a_job(project: Project) -> None:
@@ -53,7 +45,7 @@ def test_each_due_checkpoint_is_evaluated_once_by_a_job(project: Project) -> Non
     run.wait_until(lambda: verdicts_of(its) == ["done", "done"], "evaluated, each in one attempt")
     assert all(each["metrics"] for each in evaluations(run))
     assert [each["job_ids"] for each in evaluations(run)] == [[each["job_id"]] for each in waiting]
-    assert len({each["job_id"] for each in waiting}) == len(events(run, "evaluation submitted")) == 2
+    assert len({each["job_id"] for each in waiting}) == len(run.events("evaluation submitted")) == 2
 
     by_jobs = sorted(read_metrics(run.run_dir.evaluations_file), key=lambda record: record["step"])
     assert [record["step"] for record in by_jobs] == [4, 8] and all("valid_accuracy" in record for record in by_jobs)

@@ -11,19 +11,10 @@ from typing import NamedTuple
 import pytest
 
 from slurmtrain.runs.lookup import all_runs
-from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.facts import Preemption, preemption_of
-from slurmtrain.slurm.read_facts import read_facts
-from tests.slurm.project import Project, Run, assert_counted_once, counting, events, make_project
-from tests.support.slurm_cluster import Cluster
+from tests.slurm.project import Project, Run, assert_counted_once, counting
 
 STEPS = 30
 SLOW = counting(STEPS, pause_s=0.15)
-
-
-@pytest.fixture(scope="module")
-def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    return make_project(tmp_path_factory.mktemp("work") / "project", sandbox)
 
 
 def jobs(run: Run) -> list[str]:
@@ -195,11 +186,4 @@ def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_
     assert second.first_step in (10, 20) and dead not in second.nodes
     first, second = chained.attempts()
     assert (first.reason, second.first_step, second.job_id) == ("node failure", first.committed_step, jobs(chained)[1])
-    assert events(chained, "rest of the chain cancelled")
-
-
-def test_how_long_a_preempted_job_lives_is_read_from_slurm_itself(sandbox: Cluster) -> None:
-    client = SlurmClient(str(sandbox.sandbox.slurm_conf))
-    facts = read_facts(client.glance, whole=False)
-    assert preemption_of(facts, None) == Preemption("REQUEUE", "partition low", 30.0, 10.0)
-    assert preemption_of(facts, "high") == Preemption("OFF", "partition high", None, 10.0)
+    assert chained.events("rest of the chain cancelled")

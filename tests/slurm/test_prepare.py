@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import sys
 
-import pytest
-
-from tests.slurm.project import Project, make_project
+from tests.slurm.project import Project
 from tests.support.raw_text import content, hanging_disk, write_all_formats
-from tests.support.slurm_cluster import Cluster
-
-
-@pytest.fixture(scope="module")
-def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    return make_project(tmp_path_factory.mktemp("prepare") / "project", sandbox)
 
 
 def test_two_tasks_that_are_preempted_make_what_one_process_makes(project: Project) -> None:

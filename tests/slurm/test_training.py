@@ -18,7 +18,7 @@ import pytest
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.report.gpu_hours.goodput import Cause
 from slurmtrain.system.process import lives
-from tests.slurm.project import Project, Run, assert_counted_once, counting, events, make_project
+from tests.slurm.project import Project, Run, assert_counted_once, counting, make_project
 from tests.support.children import children
 from tests.support.interrupted_run import check_time_adds_up
 from tests.support.local_runs import assert_same_bits, assert_steps_join
@@ -50,33 +50,14 @@ def wait_for_steps_of(run: Run, number: int) -> None:
     run.wait_for_step((run.attempts()[number - 1].first_step or 0) + 3)
 
 
-class Stopped(NamedTuple):
-    """A run that was told to stop in every way, and what was seen of the data workers of its first attempt.
+def stopped(project: Project, lane: Lane) -> Run:
+    """Preempted, and stopped by a signal to one rank, our verb, and SLURM's, one after the other, each after some steps.
 
-    Attributes:
-        workers: how many its ranks had.
-        lived: whether each was there some steps after it had got the signals of a stop.
-        attempts: that the run had had by then.
+    With data workers, which the first of them signals, too.
     """
-
-    run: Run
-    workers: int
-    lived: list[bool]
-    attempts: int
-
-
-def stopped(project: Project, lane: Lane) -> Stopped:
-    """Preempted, and stopped by a signal to one rank, our verb, and SLURM's, one after the other, each after some steps."""
     run = project.submit(*LONG, *PAIR, "train.data_workers=2", nodes=pair(lane))
     run.wait_for_step(3)
-    # What a rank starts by the way, to ask SLURM, is called otherwise.
-    workers = [child for rank in run.rank_pids() for child in children(rank) if command(child) == command(rank)]
-    for pid in workers:
-        os.kill(pid, signal.SIGUSR2)
-        os.kill(pid, signal.SIGTERM)
-    run.wait_for_step(run.step() + 5)
-    seen = Stopped(run, len(workers), [lives(pid) for pid in workers], len(run.attempts()))
-    run.preempt_by_high()  # the whole step is signalled, workers too
+    run.preempt_by_high()
     wait_for_steps_of(run, 2)
     os.kill(run.rank_pids()[1], signal.SIGUSR2)
     wait_for_steps_of(run, 3)
@@ -84,7 +65,7 @@ def stopped(project: Project, lane: Lane) -> Stopped:
     wait_for_steps_of(run, 4)
     run.cluster.run(["scontrol", "requeue", run.job_id])
     run.finish()
-    return seen
+    return run
 
 
 def broken(project: Project, lane: Lane) -> Run:
@@ -289,11 +270,6 @@ Scenes = dict[Callable[..., object], Future[Any]]
 
 
 @pytest.fixture(scope="module")
-def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
-    return make_project(tmp_path_factory.mktemp("work") / "project", sandbox)
-
-
-@pytest.fixture(scope="module")
 def scenes(project: Project) -> Iterator[Scenes]:
     """All scenes, each on nodes of its own: most of the time they wait for SLURM.
 
@@ -325,15 +301,8 @@ def test_ranks_on_two_nodes_train_together(scenes: Scenes) -> None:
     assert list(losses) == list(range(1, STEPS + 1)) and losses[STEPS] < losses[1]
 
 
-def test_data_workers_live_through_the_signals(scenes: Scenes) -> None:
-    seen: Stopped = scenes[stopped].result()
-    assert seen.workers == 2 * 2
-    assert all(seen.lived)
-    assert seen.attempts == 1  # the ranks were not told to stop: the signals were the workers'
-
-
 def test_one_signalled_rank_stops_all_at_the_same_step(scenes: Scenes) -> None:
-    run = scenes[stopped].result().run
+    run = scenes[stopped].result()
     second = run.attempts()[1]
     said = [(run.run_dir.attempt(2).path / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert all(f"leaving after step {second.last_step}" in log for log in said)
@@ -342,7 +311,7 @@ def test_one_signalled_rank_stops_all_at_the_same_step(scenes: Scenes) -> None:
 
 def test_stopped_in_every_way_it_finishes_with_the_same_bits(scenes: Scenes) -> None:
     """A preemption, a signal to one rank, the verb `requeue`, and SLURM's."""
-    run = scenes[stopped].result().run
+    run = scenes[stopped].result()
     assert [attempt.reason for attempt in run.attempts()] == ["preempted", "asked", "asked", "requeued", "finished"]
     assert_steps_join(run, total=STEPS)
     assert_same_bits(run, scenes[undisturbed].result())
@@ -443,7 +412,7 @@ def test_a_restart_in_place_goes_on_from_the_copies_on_the_nodes(scenes: Scenes)
     first, second = run.attempts()
     assert (first.verdict, first.committed_step, second.job_id) == ("in-place", None, first.job_id)
     assert second.first_step and second.first_step % 4 == 0
-    assert events(run, "restored")[0]["origin"] == "the copies on the nodes"
+    assert run.events("restored")[0]["origin"] == "the copies on the nodes"
     assert_same_bits(run, scenes[undisturbed].result())
     assert list(folder.iterdir()) == []
 
@@ -458,14 +427,7 @@ def test_scancel_and_cancel_by_verb_save_and_end_and_resume_goes_on_there(scenes
 def test_a_rank_without_handlers_yet_survives_the_signal_and_obeys_it(scenes: Scenes) -> None:
     run = scenes[told_too_early].result()
     assert [attempt.reason for attempt in run.attempts()] == ["preempted", "finished"]
-    assert events(run, "restored") == []  # told to stop before the first step: nothing to save, nothing lost
-
-
-def command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has just ended
-        return b""
+    assert run.events("restored") == []  # told to stop before the first step: nothing to save, nothing lost
 
 
 def test_the_time_limit_saves_requeues_and_finishes(scenes: Scenes) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -65,17 +65,13 @@ SMALL = [
 ]
 
 
-class LocalRun:
-    """A run of cluster=local, seen through its run directory and the process of its launcher."""
+class SeenRun:
+    """A run that is seen through its run directory."""
 
-    def __init__(self, project: Path, process: subprocess.Popen[str]):
-        self._project, self.process = project, process
-        self.output = ""
+    if TYPE_CHECKING:
 
-    @property
-    def run_dir(self) -> RunDir:
-        """The run directory; waits for it, since it is made by the launcher."""
-        return wait_until(lambda: all_runs(self._project / "runs"), "in its run directory")[-1]
+        @property
+        def run_dir(self) -> RunDir: ...
 
     def attempts(self) -> list[Attempt]:
         return attempts.all_attempts(self.run_dir)
@@ -89,6 +85,24 @@ class LocalRun:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.run_dir.events() if event["event"] == name]
+
+    def logs(self) -> str:
+        path = self.run_dir.path
+        logs = sorted([*path.glob("slurm-*.log"), *path.glob("attempts/*/*.log")])
+        return "\n".join(f"--- {log.relative_to(path)}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+
+
+class LocalRun(SeenRun):
+    """A run of cluster=local, seen through the process of its launcher, too."""
+
+    def __init__(self, project: Path, process: subprocess.Popen[str]):
+        self._project, self.process = project, process
+        self.output = ""
+
+    @property
+    def run_dir(self) -> RunDir:
+        """The run directory; waits for it, since it is made by the launcher."""
+        return wait_until(lambda: all_runs(self._project / "runs"), "in its run directory")[-1]
 
     def rank_pid(self, rank: int) -> int:
         return self.rank_pids()[rank]
@@ -119,10 +133,6 @@ class LocalRun:
         assert self.wait(timeout_s) == 0, self.output + self.logs()
         assert self.attempts()[-1].reason == "finished"
         return self
-
-    def logs(self) -> str:
-        logs = sorted(self.run_dir.attempts.glob("*/*.log"))
-        return "\n".join(f"--- {log.parent.name}/{log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
 
 
 class Project:
@@ -200,12 +210,7 @@ def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-class HasRunDir(Protocol):
-    @property
-    def run_dir(self) -> RunDir: ...
-
-
-def assert_same_bits(one: HasRunDir, other: HasRunDir) -> None:
+def assert_same_bits(one: SeenRun, other: SeenRun) -> None:
     """Two finished runs are equal to the last bit: loss log, weights, optimiser, random state, place in the data, counters."""
     assert_same_run(one.run_dir.path, other.run_dir.path)
 
@@ -219,11 +224,7 @@ def assert_same_run(*paths: Path) -> None:
     assert json.dumps(states[0], sort_keys=True) == json.dumps(states[1], sort_keys=True)
 
 
-class HasAttempts(Protocol):
-    def attempts(self) -> list[Attempt]: ...
-
-
-def assert_steps_join(run: HasAttempts, *, total: int) -> None:
+def assert_steps_join(run: SeenRun, *, total: int) -> None:
     """Every attempt began where the one before had ended: no step was lost, none was done twice."""
     tries = run.attempts()
     ends = [0, *(attempt.last_step for attempt in tries)]

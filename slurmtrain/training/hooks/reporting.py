@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from slurmtrain.config.schema import Config, ObserveConfig, TrainConfig
+from slurmtrain.config.schema import Config, TrainConfig
 from slurmtrain.observe import Reporter
 from slurmtrain.observe.logger import Ending
 from slurmtrain.observe.logger_thread import LoggerThreads
 from slurmtrain.observe.phases import Phase, PhaseTimes, Window
-from slurmtrain.observe.textfile import TextFile
 from slurmtrain.planner.gpus import Peak
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.norms import Norms, whole
+from slurmtrain.training.norms import ParameterNorm
 from slurmtrain.training.state import StepResult, TrainingState
 
 DIGITS = 7  # of a number that was measured
@@ -25,44 +23,36 @@ WAITING_TOO_LONG = 0.1  # share of a step's time spent waiting for data
 
 
 class StepReports(TrainingHook):
-    """Reports every train.log_every-th step and the last one, and those whose layers are reported. On all ranks.
+    """Reports every train.log_every-th step and the last one. On all ranks.
 
     All numbers are explained in docs/numbers.md.
 
     Args:
-        observe: what is reported besides.
         peak: the most that a rank's device can do.
     """
 
-    def __init__(self, train: TrainConfig, observe: ObserveConfig | None = None, peak: Peak | None = None):
-        self._train, self._observe = train, observe or ObserveConfig()
+    def __init__(self, train: TrainConfig, peak: Peak | None = None):
+        self._train = train
         self._peak = peak or Peak(None, "nobody has said what the device can do")
         self._said_waiting = False
-        self._norms: Norms | None = None
+        self._parameter_norm: ParameterNorm | None = None
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
-        every = self._observe.per_layer_every
-        of_layers = every > 0 and state.step % every == 0
-        if state.step % self._train.log_every != 0 and state.step != state.total_steps and not of_layers:
+        if state.step % self._train.log_every != 0 and state.step != state.total_steps:
             return
         window = state.phases.cut()
         with state.phases.waiting():
             total = state.ranks.sum(result.loss_sum)  # after which the device has done all of the step
         throughput = state.throughput
-        self._norms = self._norms or Norms(state)
-        parameters = self._norms.of_parameters()
+        self._parameter_norm = self._parameter_norm or ParameterNorm(state)
         values: dict[str, float | str | None] = {
             "loss": total.item() / result.tokens,
             "grad_norm": float(result.grad_norm),
-            "param_norm": whole(parameters),
+            "param_norm": self._parameter_norm.measure(),
             "lr": result.learning_rate,
             **{name: _short(value) for name, value in self._measured(state, window).items()},
             "data_hash": state.counters.data_hash,
         }
-        if of_layers:
-            gradients = self._norms.of_gradients(result.gradient_norms)
-            values |= {f"grad_norm/{layer}": norm for layer, norm in gradients.items()}
-            values |= {f"param_norm/{layer}": norm for layer, norm in parameters.items()}
         state.hooks.log(state.step, values)
         share = throughput.data_wait_s / throughput.step_time_s
         if share > WAITING_TOO_LONG and throughput.full and not self._said_waiting:
@@ -194,34 +184,3 @@ class ExternalLoggers(TrainingHook):
         if self._loggers is not None:
             ending = Ending.STOPPED if state.stopping else Ending.FAILED
             self._loggers.close(Ending.FINISHED if state.finished else ending)
-
-
-class NodeTextFile(TrainingHook):
-    """Writes the text file of this node, on its first rank."""
-
-    def __init__(self, folder: Path, name: str, labels: Mapping[str, str], attempt: int):
-        self._folder, self._name, self._labels, self._attempt = folder, name, labels, attempt
-        self._file: TextFile | None = None
-
-    def start(self, state: TrainingState) -> None:
-        self._file = TextFile(self._folder, self._name, self._labels)
-        self._file.update({"step": state.step, "steps": state.total_steps, "attempt": self._attempt})
-
-    def log(self, step: int, values: Mapping[str, float | str | None]) -> None:
-        self._show(step, values)
-
-    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        self._show(step, values)
-
-    def _show(self, step: int, values: Mapping[str, float | str | None]) -> None:
-        if self._file is not None:
-            numbers = {
-                name: float(value)
-                for name, value in values.items()
-                if isinstance(value, (int, float)) and "/" not in name  # not those of each layer
-            }
-            self._file.update({**numbers, "step": step, "logged_timestamp_seconds": round(time.time(), 3)})
-
-    def close(self, state: TrainingState) -> None:
-        if self._file is not None:
-            self._file.close()

@@ -499,7 +499,7 @@ UNRESTORABLE: dict[str, Attack] = {
 
 
 @pytest.mark.parametrize("name", UNRESTORABLE)
-def test_what_cannot_be_restored_is_not_called_sound(
+def test_what_cannot_be_restored_is_not_called_sound_and_set_aside_by_a_restore(
     name: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Though every digest fits."""
@@ -508,12 +508,5 @@ def test_what_cannot_be_restored_is_not_called_sound(
     forged.write()
     assert main(["checkpoints", str(forged.path.parent), "verify"]) == 1
     assert "DAMAGED" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", UNRESTORABLE)
-def test_a_restore_sets_aside_what_is_not_whole(name: str, sound: Path, tmp_path: Path) -> None:
-    forged = Forged(copy(sound, tmp_path))
-    UNRESTORABLE[name](forged)
-    forged.write()
     with pytest.raises(SlurmtrainError, match=r"every checkpoint in .* is damaged"):
         restore(forged.path.parent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import uuid
@@ -14,7 +13,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.manifest import read_manifest_bytes
 from slurmtrain.checkpoint.store import commit
@@ -238,18 +237,6 @@ def test_a_copy_under_anothers_name_is_refused(store: Mirror, directory: Path) -
         put_manifest(store, other, texts)
         with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
             store.manifest(other)
-
-
-def test_copies_of_another_format_are_named_and_stay_as_they_are(store: Mirror, directory: Path) -> None:
-    """Another version of this package wrote them, and reads them."""
-    older, *names = [copy(store, checkpoint(directory, step)) for step in (10, 20, 30, 40)]
-    text = b'{"format": 3, "step": 10}'
-    digest = hashlib.sha256(text).hexdigest()
-    put_manifest(store, f"checkpoint_0000010.1-{digest[:8]}", (text, digest))
-    with pytest.raises(CheckpointMismatchError, match=f"in {store.url}: .* has format 3, expected 4"):
-        store.manifest(f"checkpoint_0000010.1-{digest[:8]}")
-    assert store.prune(Keep(last=2, best=1), spare=names[-1]) == [names[0]]
-    assert store.committed() == sorted([older, f"checkpoint_0000010.1-{digest[:8]}"]) + names[1:]
 
 
 def test_a_file_of_another_size_is_refused(store: Mirror, directory: Path, tmp_path: Path) -> None:

@@ -165,14 +165,6 @@ def test_a_checkpoint_is_in_use_until_the_last_of_several_readers_is_done(checkp
         assert in_use(directory, time.time()) == {"checkpoint_0000010"}
 
 
-def test_a_second_checkpoint_of_a_step_has_readers_of_its_own(checkpoint: Path) -> None:
-    second = checkpoint.rename(checkpoint.parent / "checkpoint_0000010.2")
-    with reading(second):
-        assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010.2"}
-    with reading(checkpoint):
-        assert in_use(checkpoint.parent, time.time()) == {"checkpoint_0000010"}
-
-
 def test_a_reader_that_was_killed_counts_for_some_hours(checkpoint: Path) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path; from slurmtrain.checkpoint.store.retention import reading\n"
@@ -208,13 +200,6 @@ def test_reading_goes_on_where_no_marker_can_be_made(checkpoint: Path, monkeypat
     assert not (checkpoint.parent / ".readers").exists()
 
 
-def test_reading_what_is_no_checkpoint_needs_no_marker(tmp_path: Path) -> None:
-    (tmp_path / "exported").mkdir()
-    with reading(tmp_path / "exported"), reading(tmp_path / "not" / "there"):
-        pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported"]
-
-
 # --------------------------------------------------------------------------------------------------- leftovers, removal
 
 
@@ -225,14 +210,6 @@ def aged(path: Path, mtime: float, *, files: dict[str, float] | None = None) -> 
         os.utime(path / name, (file_mtime, file_mtime))
     os.utime(path, (mtime, mtime))
     return path
-
-
-def test_what_killed_saves_and_removals_left_is_found_once_it_is_old(tmp_path: Path) -> None:
-    now = 1e9
-    save = aged(tmp_path / "checkpoint_0000010.tmp-3", now - 2 * HOUR, files={"rank00000": now - 2 * HOUR})
-    removal = aged(tmp_path / "checkpoint_0000005.removed-2", now - 2 * HOUR)
-    assert leftovers(tmp_path, now=now) == [removal, save]
-    assert leftovers(tmp_path, now=now, older_than_s=3 * HOUR) == []
 
 
 @pytest.mark.parametrize(

@@ -12,29 +12,7 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
-
-
-class Own:
-    """A user's object with torch's two methods."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, values: dict[str, Any]) -> None:
-        self.value = values["value"]
-
-
-class OneTensor(Own):
-    """Gives a tensor as its state."""
-
-    def state_dict(self) -> Any:
-        return self.value
-
-    def load_state_dict(self, values: Any) -> None:
-        self.value = values
+from tests.support.own_objects import Bare, Own
 
 
 def trained(*, seed: int = 0, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -118,10 +96,10 @@ def test_tensors_inside_a_users_object_come_back_and_those_whose_paths_look_alik
     tensors = {"mean": torch.arange(3.0), "count": torch.tensor(7), "nested": [(torch.ones(2, dtype=torch.bfloat16),)]}
     alike = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, 1: torch.ones(2)}
     whole = torch.full((2,), 2.0)  # a state that is nothing but a tensor
-    objects: dict[str, Any] = {"own": Own({**tensors, **alike}), "whole": OneTensor(whole)}
-    restored: dict[str, Any] = {"own": Own(None), "whole": OneTensor(None)}
-    on_rank = OneTensor(torch.zeros(2))
-    Checkpointer(tmp_path).save(1, **objects, per_rank={"mean": OneTensor(torch.ones(2))}).result()
+    objects: dict[str, Any] = {"own": Own({**tensors, **alike}), "whole": Bare(whole)}
+    restored: dict[str, Any] = {"own": Own(None), "whole": Bare(None)}
+    on_rank = Bare(torch.zeros(2))
+    Checkpointer(tmp_path).save(1, **objects, per_rank={"mean": Bare(torch.ones(2))}).result()
     assert Checkpointer(tmp_path).restore(**restored, per_rank={"mean": on_rank})
     assert repr(restored["own"].value) == repr(objects["own"].value)
     assert torch.equal(restored["whole"].value, whole) and on_rank.value.tolist() == [1.0, 1.0]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
+from tests.support.own_objects import Own
 
 # Modules.
 
@@ -394,23 +395,12 @@ def test_a_checkpoint_of_a_compiled_model_is_that_of_the_model(tmp_path: Path) -
 
 def test_what_a_users_object_holds_is_the_template_of_what_it_gets(tmp_path: Path) -> None:
     """Its dtype is the checkpoint's; its layout and device are those of what it holds."""
-    given = Average(torch.ones(2, 3).t())
+    given = Own(torch.ones(2, 3).t())
     with closing(Checkpointer(tmp_path)) as checkpointer:
         checkpointer.save(1, ema=given).result()
-        other = Average(torch.zeros(2, 3).t())
+        other = Own(torch.zeros(2, 3).t())
         assert checkpointer.restore(ema=other)
-    assert torch.equal(other.shadow, given.shadow) and other.shadow.stride() == given.shadow.stride()
-
-
-class Average:
-    def __init__(self, shadow: Tensor):
-        self.shadow = shadow
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shadow": self.shadow}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.shadow = state["shadow"]
+    assert torch.equal(other.value, given.value) and other.value.stride() == given.value.stride()
 
 
 # What cannot be right is refused when it is saved.

@@ -62,6 +62,7 @@ MISTRAL_CALLS = (
     "{% elif message['role'] == 'tool' %}[RESULT] {{ message['content'] }}[/RESULT]"
     "{% else %}{{ ' ' + message['content'] | trim + eos_token }}{% endif %}{% endfor %}"
 )
+ENDS = {"chatml": "<|im_end|>", "llama": "<|eot|>", "qwen": "<|im_end|>", "mistral": "</s>"}  # of an answer
 TEMPLATES = {"chatml": CHATML_TEMPLATE, "llama": LLAMA, "qwen": QWEN, "mistral": MISTRAL}
 # As older versions of transformers write a special token.
 END = {
@@ -81,36 +82,13 @@ SAID = [
     ["  padded  ", "  spaces around \n"],
     ["<|im_end|>", "<|im_end|> is how it ends"],
 ]
-ANSWERS = {
-    "chatml": [
-        ["Hello there.<|im_end|>"],
-        ["two<|im_end|>", "<think>I am.</think>Quite sure: zwei, \u4e8c, \U0001f600!<|im_end|>"],
-        ["a<|im_end|>", "a<|im_end|>"],
-        ["  spaces around \n<|im_end|>"],
-        ["<|im_end|> is how it ends<|im_end|>"],
-    ],
-    "llama": [
-        ["Hello there.<|eot|>"],
-        ["two<|eot|>", "<think>I am.</think>Quite sure: zwei, \u4e8c, \U0001f600!<|eot|>"],
-        ["a<|eot|>", "a<|eot|>"],
-        ["spaces around<|eot|>"],
-        ["<|im_end|> is how it ends<|eot|>"],
-    ],
-    "qwen": [
-        ["<think>\n\n</think>\n\nHello there.<|im_end|>"],
-        ["two<|im_end|>", "<think>\n\n</think>\n\nQuite sure: zwei, \u4e8c, \U0001f600!<|im_end|>"],
-        ["a<|im_end|>", "<think>\n\n</think>\n\na<|im_end|>"],
-        ["<think>\n\n</think>\n\n  spaces around \n<|im_end|>"],
-        ["<think>\n\n</think>\n\n<|im_end|> is how it ends<|im_end|>"],
-    ],
-    "mistral": [
-        ["Hello there.</s>"],
-        ["two</s>", "<think>I am.</think>Quite sure: zwei, \u4e8c, \U0001f600!</s>"],
-        ["a</s>", "a</s>"],
-        ["  spaces around \n</s>"],
-        ["<|im_end|> is how it ends</s>"],
-    ],
-}
+
+
+def answer_of(name: str, text: str, *, last: bool = False) -> str:
+    """What counts of an answer in the manner of a template."""
+    if name == "qwen":
+        text = ("<think>\n\n</think>\n\n" if last else "") + text.split("</think>")[-1].lstrip("\n")
+    return (text.strip() if name == "llama" else text) + ENDS[name]
 
 
 def messages(said: Sequence[str]) -> list[dict[str, Any]]:
@@ -183,7 +161,7 @@ def test_the_tokens_are_those_of_transformers_and_exactly_the_answers_count(
     output = prepare(tmp_path, [{"messages": messages(said)} for said in SAID], tokenizer=str(model / "tokenizer.json"))
     theirs = transformers.AutoTokenizer.from_pretrained(output)  # what is prepared has all that transformers needs
     mine = Tokenizer.from_file(str(output / "tokenizer.json"))
-    for said, expected, (ids, mask) in zip(SAID, ANSWERS[name], documents(output), strict=True):
+    for said, (ids, mask) in zip(SAID, documents(output), strict=True):
         # transformers tells a template the date, on which data must not depend.
         assert (
             ids
@@ -191,6 +169,8 @@ def test_the_tokens_are_those_of_transformers_and_exactly_the_answers_count(
                 messages(said), chat_template=TEMPLATES[name].replace("strftime_now is defined", "false")
             )["input_ids"]
         )
+        *earlier, last = said[1::2]
+        expected = [*(answer_of(name, text) for text in earlier), answer_of(name, last, last=True)]
         assert answers(mine, ids, mask) == expected
 
 

@@ -551,25 +551,3 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_message_is_named_too() -> No
     with pytest.raises(SlurmtrainError, match="was killed by SIGKILL"):
         list(results)
     assert multiprocessing.active_children() == []
-
-
-def test_the_data_set_hears_early_of_what_comes() -> None:
-    class Announced(Drawn):
-        def __init__(self) -> None:
-            super().__init__(100)
-            self.events: list[tuple[str, list[int]]] = []
-
-        def will_need(self, indices: Any) -> None:
-            self.events.append(("soon", indices.tolist()))
-
-        def get_batch(self, indices: Any) -> dict[str, Tensor]:
-            self.events.append(("now", indices.tolist()))
-            return {"id": torch.from_numpy(indices)}
-
-    dataset = Announced()
-    loader = BatchLoader(dataset, seed=0, shuffle=False, global_batch_size=2, micro_batch_size=1, ahead=2)
-    next(loader)
-    next(loader)
-    soon, now = "soon", "now"
-    first = [(soon, [0, 1, 2, 3, 4]), (now, [0])]
-    assert dataset.events == first + [each for n in (1, 2, 3) for each in ((soon, [n + 4]), (now, [n]))]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slurmtrain.data.loading.batches import concatenate
 from slurmtrain.data.loading.loader import BatchLoader, RowLength
-from slurmtrain.data.loading.order import ByLength, EpochOrder, balance_ranks, sample_ids
+from slurmtrain.data.loading.order import ByLength, EpochOrder, sample_ids
 from slurmtrain.data.sources.mixture import MixedSamples, Mixture, MixtureOrder
 from slurmtrain.errors import ConfigError
 
@@ -247,11 +247,6 @@ def test_a_step_has_the_same_samples_under_any_layout() -> None:
         assert [sorted(itertools.chain(*map(samples, step))) for step in zip(*ranks, strict=True)] == alone
 
 
-def test_resumed_in_the_middle_of_sorted_steps_it_goes_on_where_it_was() -> None:
-    whole = [samples(step) for step in steps(13)]
-    assert [samples(step) for step in steps(8, samples_consumed=5 * 64)] == whole[5:]
-
-
 def test_all_ranks_have_as_much_to_do_and_little_of_it_is_padding() -> None:
     ranks = [steps(40, dp_rank=rank, dp_size=8) for rank in range(8)]
     slots = np.array([[sum(batch["inputs"].numel() for batch in step) for step in rank] for rank in ranks])
@@ -267,12 +262,6 @@ def test_what_takes_rows_of_one_length_has_to_be_told_how_long(monkeypatch: pyte
     monkeypatch.delattr(Documents, "seq_len")
     with pytest.raises(ConfigError, match="samples differ in length"):
         steps(1, row_length=RowLength(fixed=True))
-
-
-def test_a_round_begins_with_the_longest_and_is_dealt_in_turn() -> None:
-    lengths = np.array([5, 9, 1, 7, 3, 8, 2, 6])
-    rounds = balance_ranks(lengths, ranks=2, micro_batch_size=2)
-    assert lengths[rounds].tolist() == [[[9, 7], [8, 6]], [[5, 2], [3, 1]]]
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,14 +10,12 @@ from hydra.utils import instantiate
 from slurmtrain.config.compose import compose
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
-from slurmtrain.models.decoder import RopeScaling, rotary_angles
 from slurmtrain.planner.shape import DecoderShape
 
 CONF = Path(__file__).parents[3] / "conf"
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 16,
 }  # fmt: skip
-SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_seq_len": 16}
 
 
 def decoder(seed: int = 0, **changes: Any) -> Decoder:
@@ -88,40 +86,11 @@ def test_parameters_and_flops_are_counted_as_published() -> None:
     assert untied.flops_per_token(16) == model.flops_per_token(16)
 
 
-def test_scaled_rotations_are_slowed_down_as_far_as_they_are_slow() -> None:
-    """Llama 3.1: periods below 8192 / 4 tokens stay, those above 8192 are 8 times as long."""
-    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192)
-    period = torch.tensor([100.0, 2048.0, 8192.0, 100_000.0], dtype=torch.float64)
-    torch.testing.assert_close(
-        period / (scaling(1 / period * 2 * torch.pi) ** -1 * 2 * torch.pi), torch.tensor([1, 1, 1 / 8, 1 / 8]).double()
-    )
-    between = scaling(torch.tensor(2 * torch.pi / 4096.0)) * 4096 / (2 * torch.pi)
-    assert between.item() == pytest.approx((1 - 1 / 3) / 8 + 1 / 3)  # two turns: a third of the way from one to four
-    cos, _ = rotary_angles(torch.tensor([8192]), 128, 500000.0, scaling)
-    slow = 8192 * 500000.0 ** (-126 / 128) / 8
-    assert cos[0, 63].item() == pytest.approx(torch.tensor(slow).cos().item(), abs=1e-6)
-
-
 def test_dropout_acts_in_training_and_never_in_evaluation() -> None:
     model = decoder(dropout=0.5)
     assert not torch.equal(model(tokens()), model(tokens()))
     model.eval()
     assert torch.equal(model(tokens()), model(tokens()))
-
-
-def test_sizes_that_do_not_fit_are_refused_with_a_way_out() -> None:
-    """As on the command line: see tests/unit/cli/test_bad_input.py."""
-    for changes, message, hint in (
-        ({"dim": 36, "n_heads": 4}, "model.dim=36 cannot be divided among model.n_heads=4", "model.dim=40"),
-        (
-            {"rope_scaling": {**SCALING, "factor": 0.5}},
-            "'factor': 0.5",
-            "factor and original_seq_len must be at least 1",
-        ),
-    ):
-        with pytest.raises(ConfigError) as error:
-            decoder(**changes)
-        assert message in error.value.message and hint in (error.value.hint or "")
 
 
 def test_a_sequence_that_is_too_long_is_refused() -> None:

@@ -16,15 +16,13 @@ from typing import Any
 import pytest
 
 from slurmtrain.choices import WandbMode
-from slurmtrain.errors import ConfigError
 from slurmtrain.observe import Ending, Held, LoggedRun, Logger, MetricsLog, logger_thread
 from slurmtrain.observe.logger_thread import LoggerThread, numbers_of, read_records
-from slurmtrain.observe.mlflow_logger import allowed_name, flattened, shown
-from slurmtrain.observe.textfile import TextFile, render
-from slurmtrain.observe.wandb_logger import MARK, begin_offline, why_offline
+from slurmtrain.observe.mlflow_logger import shown
+from slurmtrain.observe.textfile import TextFileLogger, render
+from slurmtrain.observe.wandb_logger import why_offline
 from slurmtrain.runtime.jobs.program_start import of_rank
 from slurmtrain.runtime.leaving import close_client_loggers
-from tests.support.gloo import wait_until
 
 
 @dataclass
@@ -108,19 +106,6 @@ def steps(*numbers: int) -> list[dict[str, float]]:
     return [{"step": number, "loss": 1 / number} for number in numbers]
 
 
-def test_steps_that_are_done_again_after_a_crash_are_logged_once(tmp_path: Path) -> None:
-    backend = Backend()
-    write(tmp_path, -1, *steps(1, 2, 3, 4, 5, 6))
-    ship(tmp_path, backend, Ending.FAILED)
-    assert backend.endings == [Ending.FAILED]
-    write(tmp_path, 3, *steps(4, 5, 6, 7, 8))  # resumed from a checkpoint of step 3
-    ship(tmp_path, backend)
-    write(tmp_path, 8, *steps(9))
-    ship(tmp_path, backend, Ending.FINISHED)
-    assert backend.given == [("train", step) for step in range(1, 10)]
-    assert backend.endings[1:] == [Ending.STOPPED, Ending.FINISHED]
-
-
 def test_what_a_kill_has_cost_a_logger_comes_with_the_next_attempt(tmp_path: Path) -> None:
     backend = Backend()
     write(tmp_path, -1, *steps(1, 2, 3, 4, 5))
@@ -156,16 +141,6 @@ def test_a_record_that_a_logger_always_refuses_holds_up_no_other(tmp_path: Path)
     write(tmp_path, -1, *steps(1, 2, 3))
     ship(tmp_path, backend, until_flushed=True)
     assert ("train", 3) in backend.given
-
-
-def test_a_logger_that_cannot_even_be_built_ends_with_its_run_and_says_why(tmp_path: Path) -> None:
-    def build() -> Logger:
-        raise ConfigError("wandb is not installed")
-
-    write(tmp_path, -1, *steps(1))
-    note = ship(tmp_path, Backend(), build=build)
-    assert "wandb is not installed" in note["error"]
-    assert note["step"] == -1
 
 
 def test_after_a_rollback_the_steps_that_a_logger_has_are_not_logged_again(tmp_path: Path) -> None:
@@ -217,41 +192,6 @@ def test_wandb_is_online_only_where_it_can_be(
     assert found is None if why is None else found is not None and why in found
 
 
-def test_offline_folders_that_a_kill_left_open_are_moved_aside_and_written_again(tmp_path: Path) -> None:
-    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=1, held=Held(40, 20))
-    assert begin_offline(run) == Held(40, 20)  # of an attempt that was online
-    for number, mark in (
-        (1, '{"step": 10, "evaluated": -1}'),
-        (2, '{"step": 20, "evaluated": 10}'),
-        (3, None),
-        (4, '{"step": "x"}'),
-    ):
-        folder = tmp_path / "wandb" / f"offline-run-{number}-r"
-        folder.mkdir(parents=True)
-        if mark is not None:
-            (folder / MARK).write_text(mark)
-    assert begin_offline(run) == begin_offline(run) == Held(20, 10)
-    names = sorted(path.name for path in (tmp_path / "wandb").iterdir())
-    assert names == [f"incomplete-offline-run-{number}-r" for number in (3, 4)] + [
-        f"offline-run-{number}-r" for number in (1, 2)
-    ]
-
-
-def test_mlflow_gets_names_that_it_takes_and_no_secret() -> None:
-    config = {"optim": {"lr": 0.1, "betas": [0.9, 0.95]}, "secrets": {"K": "env"}, "job": {"name": "x", "a+b": {}}}
-    assert dict(flattened(config)) == {
-        "optim.lr": "0.1",
-        "optim.betas": "[0.9, 0.95]",
-        "job.name": "x",
-        "job.a_b": "{}",
-    }
-    assert allowed_name("train (loss)/β") == "train _loss_/β"
-    assert shown("https://me:pass@mlflow.example/x") == "https://mlflow.example/x"
-    assert shown("sqlite:////home/ann@site/runs/a b/mlflow.db").endswith(
-        "'sqlite:////home/ann@site/runs/a b/mlflow.db'"
-    )
-
-
 def test_the_command_that_shows_a_database_of_mlflow_installs_the_server_if_only_the_client_is_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -259,6 +199,10 @@ def test_the_command_that_shows_a_database_of_mlflow_installs_the_server_if_only
     for server, said in ((None, f"pip install mlflow && {command}"), (object(), command)):
         monkeypatch.setattr("importlib.util.find_spec", lambda name, found=server: found)
         assert shown("sqlite:////r/mlflow.db") == said
+    assert shown("https://me:pass@mlflow.example/x") == "https://mlflow.example/x"
+    assert shown("sqlite:////home/ann@site/runs/a b/mlflow.db").endswith(
+        "'sqlite:////home/ann@site/runs/a b/mlflow.db'"
+    )
 
 
 def test_only_rank_0_goes_on_in_the_run_of_a_program() -> None:
@@ -288,13 +232,16 @@ def test_the_text_file_is_whole_readable_by_all_and_removed_at_the_end(tmp_path:
     for path in (old, new):
         path.touch()
     os.utime(old, (0, 0))
-    file = TextFile(tmp_path, "run/1", {"run": "r"}, every_s=0.01)
-    file.update({"step": 1})
-    assert wait_until(lambda: file.path.exists() and "slurmtrain_step" in file.path.read_text(), "written")
-    file.update({"step": 2, "loss": 0.5})
-    assert wait_until(lambda: 'slurmtrain_step{run="r"} 2.0' in file.path.read_text(), "written again")
-    assert file.path.stat().st_mode & 0o777 == 0o644
-    file.close()
+    logger, path = TextFileLogger(str(tmp_path)), tmp_path / "slurmtrain_r.prom"
+    logger.open(LoggedRun("r", "lm", "jane", tmp_path, 2, {"train": {"steps": 9}}))
+    for step in (1, 2):
+        logger.log(step, {"loss": 0.5})
+        logger.flush()
+        values = {line.partition("{")[0]: line.rpartition(" ")[2] for line in path.read_text().splitlines()}
+        assert values["slurmtrain_step"] == f"{step}.0" and values["slurmtrain_steps"] == "9.0"
+        assert values["slurmtrain_loss"] == "0.5" and values["slurmtrain_attempt"] == "2.0"
+    assert path.stat().st_mode & 0o777 == 0o644
+    logger.close(Ending.FINISHED)
     assert [path.name for path in tmp_path.iterdir()] == [new.name]  # that of a run of before is gone, too
 
 

@@ -16,7 +16,7 @@ from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.data.loading.batches import IGNORED_TARGET, filled
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
-from slurmtrain.models.attention import attention, block_mask, dense_mask, positions_in_documents
+from slurmtrain.models.attention import attention, block_mask, dense_mask
 from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.training.forward_backward import ForwardBackward, build_forward_backward
@@ -72,26 +72,6 @@ def test_loss_and_gradients_of_packed_rows_are_those_of_the_documents_one_by_one
     for ours, theirs in zip(packed.parameters(), alone.parameters(), strict=True):
         assert theirs.grad is not None
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6 * theirs.grad.norm().item())
-
-
-def test_one_document_a_row_is_a_row_without_documents() -> None:
-    model = decoder()
-    torch.testing.assert_close(
-        model(TOKENS, documents=torch.zeros_like(DOCUMENTS)), model(TOKENS), rtol=1e-6, atol=1e-6
-    )
-
-
-def test_positions_restart_at_each_document() -> None:
-    expected = [[position for length in row for position in range(length)] for row in LENGTHS]
-    assert positions_in_documents(DOCUMENTS).tolist() == expected
-
-
-def test_the_mask_of_a_stretch_is_that_part_of_the_whole_one() -> None:
-    positions = torch.arange(24)
-    whole = dense_mask(DOCUMENTS, positions)
-    for row, query, key in [(0, 5, 4), (0, 5, 5), (0, 15, 6), (0, 15, 16), (1, 23, 0), (2, 7, 6)]:
-        assert whole[row, 0, query, key] == (key <= query and DOCUMENTS[row, query] == DOCUMENTS[row, key])
-    assert torch.equal(dense_mask(DOCUMENTS, positions[8:16]), whole[:, :, 8:16])
 
 
 def test_all_layers_share_one_mask() -> None:

@@ -308,21 +308,6 @@ def test_each_mode_goes_on_in_its_own_way_and_says_so(mode: str, evidence: dict[
     assert words in outcome.sentence
 
 
-@pytest.mark.parametrize("mode", GOES_ON)
-@pytest.mark.parametrize(
-    ("evidence", "verdict"),
-    [
-        ({"exit_code": 0, "said": "finished", "facts": RUNNING}, "done"),
-        ({**SLURM_TERM, "facts": CANCELLED}, "end"),
-        ({**SLURM_TERM, "facts": RUNNING, "request": "cancel"}, "end"),
-        ({"exit_code": 78}, "end"),
-        ({"exit_code": 1, "failure": (1, "rank 0: boom"), "facts": RUNNING, "stalled_before": 2}, "end"),
-    ],
-)
-def test_what_ends_a_run_ends_it_in_every_mode(mode: str, evidence: dict[str, Any], verdict: str) -> None:
-    assert decide_outcome(Evidence(**evidence), GOES_ON[mode][0]).verdict == verdict
-
-
 # Whatever the evidence.
 
 EVIDENCE = st.builds(

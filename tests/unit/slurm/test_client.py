@@ -242,13 +242,6 @@ def test_a_step_that_slurm_does_not_know_any_more_is_over() -> None:
         assert answers(shown, code)[0].step_lives("17.0") is lives
 
 
-def test_a_machine_without_slurm_is_none_for_the_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    client, ran = answers(SHOW_JOB)
-    assert not client.available
-    assert client.job("1") is None and ran == []
-
-
 def test_one_squeue_call_finds_jobs_and_array_elements(slurm: FakeSlurm) -> None:
     client, ran = answers(
         "2|2_0|PENDING|N/A|JobHeldUser|(null)\n12|2_1|RUNNING|2026-01-02T03:04:05|None|mine slurmtrain:a:1\n"

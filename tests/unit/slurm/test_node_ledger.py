@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.node_blame import proven_by, records_of
-from slurmtrain.runs.reasons import Reason
 from slurmtrain.slurm.node_ledger import (
     ALL,
     BlamePolicy,
@@ -112,34 +109,11 @@ def test_a_threshold_of_0_leaves_out_only_a_node_on_which_this_run_could_not_sta
     assert names(other(NodeEvent.BAD_START), policy=off) == ["n3"]
 
 
-def test_a_person_reads_why_a_node_is_left_out_and_for_how_long() -> None:
-    (blamed,) = blamed_nodes([crash("n3", 1, ago=HOUR), crash("n3", 2)], POLICY, now=NOW, run="a")
-    assert blamed.sentence(NOW) == "n3 (crashed 2 attempts in 1 s, forgotten in 23 h)"
-    by_hand = other(NodeEvent.BY_HAND, said="its disk is full", run="", ago=23.75 * HOUR)
-    (blamed,) = blamed_nodes([by_hand], POLICY, now=NOW)
-    assert blamed.sentence(NOW) == "n3 (blamed by hand: its disk is full, forgotten in 15 min)"
-
-
 def test_thousands_of_records_are_judged_within_a_second() -> None:
     found = [crash(f"n{number % 97}", 1, run=f"r{number % 1000}", said=f"bug {number % 5}") for number in range(4000)]
     before = time.process_time()
     names(*found)
     assert time.process_time() - before < 1.0
-
-
-def test_crashes_count_for_other_runs_once_their_run_has_trained_on_another_node() -> None:
-    crashes = [
-        Attempt(number, nodes=["n3"], started=each.time, ended=each.time, reason=Reason.CRASH, fault=asdict(each))
-        for number, each in enumerate(TWICE, start=1)
-    ]
-    for node, proven in (("n3", False), ("n4", True)):
-        trains = Attempt(
-            number=3, nodes=[node], stepping=NOW - 15, last_step=10, reason=Reason.PREEMPTED, started=NOW - 19
-        )
-        told = proven_by(trains, "a", crashes)
-        assert [(each.node, each.attempt, each.proven) for each in told] == [("n3", 1, True), ("n3", 2, True)] * proven
-        assert names(*TWICE, *told, run="b") == names(*records_of("a", [*crashes, trains]), run="b") == ["n3"] * proven
-        assert proven_by(trains, "a", [*crashes, trains]) == []  # it is told once
 
 
 # The file.

@@ -114,25 +114,6 @@ def test_the_first_cause_is_kept_and_nothing_is_raised(start: type[Process]) -> 
     assert process.end() == 0
 
 
-def test_a_second_ctrl_c_does_not_wait(start: type[Process]) -> None:
-    process = start(
-        """
-        import time
-        from slurmtrain.system.signals import install_signal_handlers
-        stop = install_signal_handlers()
-        print("ready")
-        stop.wait()
-        print("saving")
-        time.sleep(60)
-        """
-    )
-    process.line()
-    process.kill(signal.SIGINT)
-    assert process.line() == "saving"
-    process.kill(signal.SIGINT)
-    assert process.end() == 130
-
-
 FORKED = """
     import os, signal, sys, time
     from slurmtrain.system.signals import install_signal_handlers
