@@ -145,8 +145,7 @@ def prepare(options: argparse.Namespace) -> int:
 
 
 def _verify(folder: Path) -> int:
-    from slurmtrain.data.format.manifest import read_manifest
-    from slurmtrain.data.prepare.verify import verify
+    from slurmtrain.data.format.manifest import read_manifest, verify
 
     problems, manifest = 0, read_manifest(folder)
     for problem in verify(folder, manifest):

@@ -431,7 +431,7 @@ class EvalConfig:
     # Additional evaluation sets by name, each a data config with a _target_: a data set, or a source, of which `valid`
     # is used, or else `train`. The sets of the data source itself are "valid" and those in its `evals`.
     sets: dict[Annotated[str, EVALUATION_SET], Any] = field(default_factory=dict)
-    # Metrics in addition to the loss: true or false for those in slurmtrain.training.eval_metrics, or a config with a
+    # Metrics in addition to the loss: true or false for those in slurmtrain.training.evaluation, or a config with a
     # _target_ for your own.
     metrics: dict[str, Any] = field(
         default_factory=lambda: {"perplexity": True, "bits_per_byte": True, "accuracy": False}

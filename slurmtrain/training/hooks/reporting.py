@@ -7,10 +7,13 @@ from pathlib import Path
 
 import torch
 
-from slurmtrain.config.schema import TrainConfig
+from slurmtrain.config.schema import Config, TrainConfig
+from slurmtrain.observe.logger import Ending
+from slurmtrain.observe.logger_thread import LoggerThreads
 from slurmtrain.observe.phases import Phase, PhaseTimes, Window
 from slurmtrain.observe.reporter import Reporter
 from slurmtrain.planner.gpus import Peak
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.norms import ParameterNorm
 from slurmtrain.training.state import StepResult, TrainingState
@@ -160,3 +163,24 @@ class RunReporter(TrainingHook):
     def close(self, state: TrainingState) -> None:
         if self._reporter is not None:
             self._reporter.close()
+
+
+class ExternalLoggers(TrainingHook):
+    """Keeps the threads of the loggers, on rank 0. They read metrics.jsonl: its writer comes before this hook."""
+
+    def __init__(self, run_dir: RunDir, config: Config, attempt: int):
+        self._run_dir, self._config, self._attempt = run_dir, config, attempt
+        self._loggers: LoggerThreads | None = None
+
+    def before_first_step(self, state: TrainingState) -> None:
+        # The workers of the loader are there: a fork while a thread imports W&B leaves the locks of its imports held.
+        self._loggers = LoggerThreads(self._run_dir, self._config, self._attempt, state.hooks.message)
+
+    def rolled_back(self, state: TrainingState, from_step: int) -> None:
+        if self._loggers is not None:
+            self._loggers.rewind()
+
+    def close(self, state: TrainingState) -> None:
+        if self._loggers is not None:
+            ending = Ending.STOPPED if state.stopping else Ending.FAILED
+            self._loggers.close(Ending.FINISHED if state.finished else ending)

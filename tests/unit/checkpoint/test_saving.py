@@ -29,10 +29,9 @@ from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save.fingerprints import fingerprint
 from slurmtrain.checkpoint.save.job import PendingSave, SaveResult
 from slurmtrain.checkpoint.save.plan import make_plan
-from slurmtrain.checkpoint.save.staging import Staging
+from slurmtrain.checkpoint.save.staging import Staging, fingerprint
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep

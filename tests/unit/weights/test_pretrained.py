@@ -19,9 +19,9 @@ from torch import nn
 from slurmtrain.checkpoint import safetensors_files
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.headers import BoxLocation
+from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.restore.reader import spans_of
 from slurmtrain.checkpoint.safetensors_files import tensors_of
 from slurmtrain.config.compose import compose
