@@ -488,14 +488,6 @@ def test_who_is_told_has_recorded_the_save_before_anybody_may_leave_because_of_i
     assert run.save(2).result(PATIENCE_S).step == 2, "an error of who is told ends nothing"
 
 
-def test_a_second_checkpointer_of_the_same_life_is_refused(tmp_path: Path) -> None:
-    first = Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
-    with pytest.raises(CheckpointError, match="already has a Checkpointer in this process"):
-        Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
-    first.close()
-    Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
-
-
 def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(training: Make) -> None:
     run = training()
     path = run.save(1).result(PATIENCE_S).path
