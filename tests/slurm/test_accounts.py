@@ -7,7 +7,6 @@ skipped without them.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,7 +223,7 @@ def test_a_limit_on_submitted_jobs_that_is_reached_is_one_to_wait_for(accounts: 
 
 def test_probe_writes_a_file_with_account_and_qos_with_which_submit_works(accounts: Cluster, tmp_path: Path) -> None:
     project = make_project(tmp_path / "project", accounts)
-    answer = json.loads(said(accounts, project.path, "probe", "--json"))
+    answer = json.loads(accounts.slurmtrain("probe", "--json", cwd=project.path).stdout)
     assert answer["refused"] is None
     assert answer["values"]["account"] == ACCOUNT
     text = (project.path / answer["file"]).read_text()
@@ -250,7 +249,3 @@ def test_a_run_is_preempted_by_a_job_of_a_higher_qos_and_comes_back_with_the_sam
         assert f"you may not use --qos={HIGH}" in ways["preemption"]["sentence"], found
     finally:
         sacctmgr(accounts, "modify", *qos(LOW, "GraceTime=10").split())
-
-
-def said(cluster: Cluster, folder: Path, *words: str) -> str:
-    return cluster.run([sys.executable, "-m", "slurmtrain", *words], cwd=folder).stdout
