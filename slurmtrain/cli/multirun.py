@@ -15,8 +15,8 @@ from slurmtrain.cli.submit import next_steps
 from slurmtrain.config.compose import BASIC_SWEEPER, Composer
 from slurmtrain.config.folders import search_folders
 from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import EXIT_REQUEUE, RunFailedError, UsageError
 from slurmtrain.launch.checks import check, warn_of_memory
 from slurmtrain.launch.named_paths import with_absolute_paths

@@ -1,7 +1,7 @@
 """The schema: every field that a config may have, with its type, unit and meaning.
 
 This is the only list of fields. `fields.typed` builds it from plain values and checks each field by its type and range,
-`validate` checks rules that involve several fields, and the job reads its frozen config back into it. Defaults that differ
+`rules` checks what involves several fields, and the job reads its frozen config back into it. Defaults that differ
 between clusters or models do not belong here but in the yaml files under `conf/`.
 """
 

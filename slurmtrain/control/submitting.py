@@ -66,7 +66,7 @@ def submit_run(
     config = with_absolute_paths(config, cwd)
     with ThreadPoolExecutor(2) as beside:  # while SLURM answers, the ranks' interpreter does, too
         code = beside.submit(lambda: source or find_source(config.job, cwd, config.cluster))
-        beside.map(importlib.import_module, ("submitit.slurm.slurm", "jinja2"))
+        beside.map(importlib.import_module, ("submitit.slurm.slurm", "jinja2"))  # so that they are there when needed
         client = client_of(config)
     with preparing(config, overrides, cwd, code.result()) as run_dir:
         try:

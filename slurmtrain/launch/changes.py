@@ -25,8 +25,8 @@ from slurmtrain.config.frozen import freeze, load_frozen, to_config, to_values
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.config.overrides import fields_instead, unknown_field
 from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config, JobConfig
-from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch import submit_once

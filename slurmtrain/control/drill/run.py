@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmtrain.choices import Backend, JobKind, SnapshotMode
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.control import stop
 from slurmtrain.control.drill.judge import Evidence, Result, Verdict, compare_runs, judge
 from slurmtrain.control.drill.ways import (

@@ -13,8 +13,8 @@ import logging
 from slurmtrain.choices import Backend, Target
 from slurmtrain.config.fields import merge
 from slurmtrain.config.frozen import load_frozen
+from slurmtrain.config.rules import given_fields
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import given_fields
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.job import note
 from slurmtrain.launch.submit_once import NotSubmittedError

@@ -16,7 +16,7 @@ from slurmtrain.checkpoint.difference import TensorDifference
 from slurmtrain.choices import RequeueMode
 from slurmtrain.cli.drill import exit_code
 from slurmtrain.config.compose import compose
-from slurmtrain.config.validate import validate
+from slurmtrain.config.rules import validate
 from slurmtrain.control.drill.judge import (
     Comparison,
     Divergence,

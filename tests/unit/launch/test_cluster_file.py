@@ -12,8 +12,8 @@ import yaml
 from msgspec.structs import replace
 
 from slurmtrain.config.compose import compose
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.cluster_file import WIDTH, ClusterFile, describe
 from slurmtrain.launch.queue_check import check_request
