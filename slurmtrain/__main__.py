@@ -9,7 +9,7 @@ from slurmtrain.system import signals
 def run() -> None:
     """Run the command line of this process and exit. Ctrl-C during the imports, or after the verb, exits with 130."""
     signals.leave_silently()
-    gc.set_threshold(50_000)  # a command makes many objects, and hardly a cycle
+    gc.set_threshold(200_000)  # a command makes many objects, and hardly a cycle
     from slurmtrain.cli import main  # takes a while, in which somebody may think better of it
 
     code = main()

@@ -60,8 +60,6 @@ ReplicaDrift = StrEnum("ReplicaDrift", "REFUSE WARN")
 Verify = StrEnum("Verify", "FULL OFF")
 # A part of a checkpoint to start from
 RestoreOnly = StrEnum("RestoreOnly", "MODEL")
-# The element type of the weights in an export
-ExportDtype = StrEnum("ExportDtype", "FLOAT32 FLOAT16 BFLOAT16")
 # What may differ between a checkpoint and the run that starts from it
 Allow = StrEnum("Allow", "KEYS SHAPES DTYPES CONFIG DATA")
 # What training does about a step whose loss or gradient norm is not finite. Its update never happens.
@@ -95,4 +93,4 @@ for _kind in list(globals().values()):
     if isinstance(_kind, type) and issubclass(_kind, StrEnum) and _kind is not StrEnum:
         _kind.__repr__ = str.__repr__  # type: ignore[method-assign]
 # What a row of `usage` is about
-Grouping = StrEnum("Grouping", "RUN USER NODE")
+Grouping = StrEnum("Grouping", "RUN USER")

@@ -76,7 +76,7 @@ def _print(found: Drill) -> None:
         if left and its.time_s:
             left += f" of {its.time_s:.0f} s"
         saved = f"step {its.saved_step}" if its.saved_step else ""
-        rows.append([its.way, verdict.result, left, saved, bits])
+        rows.append([str(its.way), verdict.result, left, saved, bits])
     print_table(["way", "verdict", "left after", "saved", "bits"], rows)
     print()
     for its, verdict in found.verdicts:

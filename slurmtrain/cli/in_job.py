@@ -29,7 +29,7 @@ def supervise(options: argparse.Namespace) -> int:
     if options.watch is not None:
         from slurmtrain.choices import RequeueMode
         from slurmtrain.config.frozen import load_frozen
-        from slurmtrain.supervise.node_watch import watch_over
+        from slurmtrain.supervise.in_place import watch_over
 
         requeue = load_frozen(run_dirs[0].config_file, with_secrets=False).requeue
         watch_over(options.job, options.watch, requeues=requeue.mode == RequeueMode.REQUEUE)
@@ -126,7 +126,7 @@ def prepare(options: argparse.Namespace) -> int:
     from slurmtrain.data.prepare.unit_plan import agree_on, make_plan
     from slurmtrain.data.prepare.worker_pool import work
     from slurmtrain.launch.named_paths import with_absolute_paths
-    from slurmtrain.observe.prepare_progress import Preparing
+    from slurmtrain.observe.progress import Preparing
     from slurmtrain.runtime.jobs.prepare import share_of, summary, workers_of
     from slurmtrain.slurm.environment import Environment
     from slurmtrain.system.paths import current_folder
@@ -136,11 +136,8 @@ def prepare(options: argparse.Namespace) -> int:
     environment, plan, most_bad = Environment.detect(), make_plan(config.prepare), config.prepare.max_bad_share
     agree_on(plan)
     share, workers, progress = share_of(plan, config, environment), workers_of(config, environment), Preparing()
-    try:
-        finished = work(plan, share, workers, stop, progress.show, max_bad_share=most_bad)
-        manifest = finish(plan, most_bad) if finished else None
-    finally:
-        progress.close()
+    finished = work(plan, share, workers, stop, progress.show, max_bad_share=most_bad)
+    manifest = finish(plan, most_bad) if finished else None
     if not finished:
         print("slurmtrain: stopped; finished units are kept, and the same command continues from there", flush=True)
         return EXIT_REQUEUE
@@ -149,8 +146,7 @@ def prepare(options: argparse.Namespace) -> int:
 
 
 def _verify(folder: Path) -> int:
-    from slurmtrain.data.format.manifest import read_manifest
-    from slurmtrain.data.prepare.verify import verify
+    from slurmtrain.data.format.manifest import read_manifest, verify
 
     problems, manifest = 0, read_manifest(folder)
     for problem in verify(folder, manifest):

@@ -130,7 +130,7 @@ def goodput_object(found: Goodput) -> dict[str, Any]:
 def usage_object(row: Row) -> dict[str, Any]:
     """Return one row of `usage`: `usage --json` prints {"by", "since", "rows", "total", "left_out"}.
 
-    who, runs     id of the run, or name of the user or node; number of runs. Beside them all of `goodput_object`
+    who, runs     id of the run, or name of the user; number of runs. Beside them all of `goodput_object`
     gpus          what NVML has shown of the GPUs: sampled_s and idle_s (GPUs x seconds; idle: next to no kernels ran),
                   utilization (mean percent) and power_w (mean watts of a GPU), null if nothing was sampled; lost_s (GPUs x
                   seconds without an answer), ecc_errors, and xids, each as node, GPU and number of the Xid error

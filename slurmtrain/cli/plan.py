@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import math
 
 from slurmtrain.cli.columns import print_sentence, print_table
 from slurmtrain.cli.json_output import fields_of, print_json
@@ -18,27 +16,22 @@ from slurmtrain.config.parallel_dims import (
     usable_sizes,
 )
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.errors import ConfigError
 from slurmtrain.planner.fit import most_bytes
-from slurmtrain.planner.hardware import Hardware, hardware_of
 from slurmtrain.planner.memory import in_gb
 from slurmtrain.planner.plan import (
     PARAMETER_BYTES,
     WORTH_IT,
     Candidate,
     Plan,
-    check_plannable,
     first_not_worth_it,
     plan_of,
     search,
 )
 from slurmtrain.planner.shape import DecoderShape
-from slurmtrain.planner.step_time import Measured, StepTime, calibrated, sequence_length
+from slurmtrain.planner.step_time import StepTime, sequence_length
 from slurmtrain.report.page.units import plural
-from slurmtrain.report.step_times import config_of, read_step_times, save_times
-from slurmtrain.runs import lookup
 from slurmtrain.system.durations import roughly
-from slurmtrain.system.paths import runs_root
 
 SHOWN = 10  # layouts of `--search` that are printed
 SCALES = {  # bytes in units of 10^9, as file systems and networks count them
@@ -52,15 +45,14 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the verb and return its exit code."""
     asked, _ = compose_and_validate(arguments)
     config = at_most(asked)
-    hardware, measured = _rates_of(arguments.rates_of, config) if arguments.rates_of else (hardware_of(config), None)
-    plan = plan_of(config, parallel_dims_of(config), hardware, tokens=arguments.tokens, measured=measured)
-    found = search(config, measured) if arguments.search else []
+    plan = plan_of(config, parallel_dims_of(config), tokens=arguments.tokens)
+    found = search(config) if arguments.search else []
     if arguments.search and not found:
         limit = "" if plan.memory_limit is None else f" into {in_gb(plan.memory_limit)} GB"
         raise ConfigError(
             f"no layout of {plan.dims.world_size} ranks fits{limit}", hint="more nodes, or a smaller model or batch"
         )
-    notes = _notes(plan, asked, measured)
+    notes = _notes(plan, asked)
     if arguments.json:
         names = (
             "nodes memory memory_limit fits step tokens_per_step saving interval_s goodput tokens gpu_hours more_nodes"
@@ -82,55 +74,11 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _rates_of(reference: str, planned: Config) -> tuple[Hardware, Measured]:
-    """Return the rates that an earlier run has measured, which has to be on the same kind of machine.
-
-    Raises:
-        UsageError: there is no such run, or it has logged no steps.
-        ConfigError: the arithmetic does not know its model.
-        UnreadableRecordError: its records cannot be read.
-    """
-    run_dir = lookup.find(reference, runs_root())
-    config, times = at_most(config_of(run_dir)), read_step_times(run_dir)
-    if times is None:
-        raise UsageError(
-            f"run {run_dir.id} has logged no steps, so its rates are unknown", hint="a run that has trained"
-        )
-    check_plannable(config)
-    was, now = _device(config), _device(planned)
-    if was != now:
-        raise UsageError(
-            f"run {run_dir.id} was computed on {was}, and the plan is for {now}",
-            hint="--from a run on the same cluster",
-        )
-    measured = calibrated(config, parallel_dims_of(config), hardware_of(config), times.step_s, times.parts)
-    notes = [f"rates of run {run_dir.id}: {measured.flops / 1e12:.3g} TFLOP/s on each rank, as measured"]
-    if times.missing:
-        notes.append(f"it has not measured {', '.join(times.missing)}, which count as computation")
-    hardware = hardware_of(planned)
-    notes += [note for note in hardware.notes if "--from RUN" not in note]
-    saves = save_times(run_dir.events())
-    if saves is not None:
-        host = saves.size / config.world_size / saves.stall_s if saves.stall_s else math.inf
-        hardware = dataclasses.replace(hardware, storage=saves.size / saves.write_s, host=host)
-    return dataclasses.replace(hardware, notes=tuple(notes)), measured
-
-
-def _device(config: Config) -> str:
-    """Return what a config computes on, and in which type: the rates of one do not apply to another."""
-    hardware, cluster = hardware_of(config), config.cluster
-    kind = hardware.gpu or (cluster.gpu_type or "GPUs") if cluster.gpus_per_node else "CPUs"
-    return f"{kind} in {hardware.dtype}"
-
-
-def _notes(plan: Plan, asked: Config, measured: Measured | None) -> list[str]:
-    """Return what was assumed, and whose rates were taken, in sentences."""
+def _notes(plan: Plan, asked: Config) -> list[str]:
+    """Return what was assumed, in sentences."""
     notes, config = list(plan.hardware.notes), plan.config
-    if measured is None and plan.step is not None:
-        notes.insert(
-            0,
-            f"{plan.hardware.efficiency:.0%} of the peak assumed for computation; --from RUN takes what a run has measured",
-        )
+    if plan.step is not None:
+        notes.insert(0, f"{plan.hardware.efficiency:.0%} of the peak assumed for computation")
     if len(sizes := usable_sizes(asked)) > 1:  # on the fewest nodes, ranks hold most of a sharded model
         fewest = next(extreme_sizes(asked))
         memory = most_bytes(fewest, parallel_dims_of(fewest))

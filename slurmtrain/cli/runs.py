@@ -46,13 +46,12 @@ def _prune(arguments: argparse.Namespace) -> int:
         now=time.time(),
         words=arguments.state or prune.ENDED,
         older_than_s=(arguments.older_than or 0.0) * 86400,
-        keep_checkpoints=arguments.keep_checkpoints,
     )
     for run_id, reason in decided.stays.items():
         print(f"{run_id} stays: {reason}")
     removals = {each.path: each for each in decided.removals}
     code = remove_all(
-        {path: f"{each.what}{', all but its checkpoints' if each.keep else ''}" for path, each in removals.items()},
+        {path: each.what for path, each in removals.items()},
         lambda path: prune.remove(removals[path], now=time.time()),
         size_of=lambda path: removals[path].size,
         dry_run=arguments.dry_run,
@@ -65,26 +64,29 @@ def _compare(options: argparse.Namespace) -> int:
     """Print what differs between two runs.
 
     `--json` prints a and b (id, path, code of each run), the tolerance, and the fields of `Comparison`; a key that one of the
-    configs lacks has no value for it.
+    two lacks has no value for it.
     """
     root = runs_root()
     runs = {"a": lookup.find(options.a, root), "b": lookup.find(options.b, root)}
     found = compare(runs["a"], runs["b"], tolerance=options.tolerance)
     if options.json:
-        config = [
-            {"key": key, **{side: value for side, value in zip(runs, values, strict=True) if value is not MISSING}}
-            for key, *values in found.config
-        ]
+        differences = {
+            what: [
+                {"key": key, **{side: value for side, value in zip(runs, values, strict=True) if value is not MISSING}}
+                for key, *values in of_it
+            ]
+            for what, of_it in (("config", found.config), ("environment", found.environment))
+        }
         sides = {side: fields_of(run, "id path") | {"code": run.info().get("code")} for side, run in runs.items()}
-        names = "files environment steps data divergences final first_divergence"
-        print_json({**sides, "tolerance": options.tolerance, "config": config, **fields_of(found, names)})
+        names = "files unrecorded steps data divergences final first_divergence"
+        print_json({**sides, "tolerance": options.tolerance, **differences, **fields_of(found, names)})
         return 0
     for side, run in runs.items():
         print(one_line(f"{side}: {run.path}, {_revision(run)}"))
     print()
     rows: list[tuple[Any, ...]] = [*found.config]
-    for group, members in groupby(found.environment.differences, key=lambda each: each.group):
-        facts = [(f"{group} {each.name}", *(MISSING if x is None else x for x in (each.a, each.b))) for each in members]
+    for group, members in groupby(found.environment, key=lambda each: each[0].partition(".")[0]):
+        facts = list(members)
         rows += facts[:FACTS_SHOWN]
         if len(facts) > FACTS_SHOWN:
             rows.append((f"{group}: {len(facts) - FACTS_SHOWN} more (--json has all)", "", ""))
@@ -129,10 +131,10 @@ def _sentences(found: Comparison, tolerance: float) -> Iterator[str]:
     else:
         yield "the files of the code are not compared, since there are no snapshots of both"
 
-    environment, data = found.environment, found.data
-    if environment.missing:
-        yield f"what {' and '.join(environment.missing)} used is not known: no attempt recorded it"
-    elif not environment.differences:
+    data = found.data
+    if found.unrecorded:
+        yield f"what {' and '.join(found.unrecorded)} used is not known: no attempt recorded it"
+    elif not found.environment:
         yield "they ran with the same packages, driver, image and variables"
 
     if not data.steps:

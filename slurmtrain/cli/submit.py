@@ -20,7 +20,7 @@ from slurmtrain.report.page.units import plural
 from slurmtrain.system.paths import current_folder, runs_root
 
 if TYPE_CHECKING:
-    from slurmtrain.launch.code_source import CodeSource
+    from slurmtrain.launch.snapshot import CodeSource
     from slurmtrain.runs.run_dir import RunDir
 
 log = logging.getLogger(__name__)

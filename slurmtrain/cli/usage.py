@@ -1,4 +1,4 @@
-"""usage: where the hours of runs went, by run, by person or by node; and the same of one run in a line, for `status`."""
+"""usage: where the hours of runs went, by run or by person; and the same of one run in a line, for `status`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def table_of(found: Usage, by: Grouping) -> tuple[list[str], list[tuple[str, ...
         "GPU h" if gpus else "hours": [hours(3600 * each.gpu_hours if gpus else each.held_s) for each in spent],
         "goodput": [_percent(each.share) or "?" for each in spent],
         **{_name(cause): [_percent(each.shares.get(cause)) for each in spent] for cause in UNPRODUCTIVE},
-        "queue h": ["" if by is Grouping.NODE else hours(each.seconds.get(Cause.QUEUE, 0.0)) for each in spent],
+        "queue h": [hours(each.seconds.get(Cause.QUEUE, 0.0)) for each in spent],
         "GPUs idle": [_percent(row.gpus.idle_share) for row in rows],
         "lost GPU h" if gpus else "lost h": [hours(lost) if (lost := _lost_s(each)) else "" for each in spent],
     }

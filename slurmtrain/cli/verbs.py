@@ -31,7 +31,7 @@ class Argument(NamedTuple):
 def option(spec: str, help: str, type: Callable[[str], Any] = str, **settings: Any) -> Argument:
     """Return the argument that `spec` shows as the help does.
 
-    "-f, --follow" takes no value, "--step N" takes one, and "--by run|user|node" one of these. "RUN" is a positional word,
+    "-f, --follow" takes no value, "--step N" takes one, and "--by run|user" one of these. "RUN" is a positional word,
     "[RUN]" one that may be absent, and "RUN ..." stands for one or more.
     """
     if settings.get("default") not in (None, "", HIDDEN):
@@ -182,7 +182,7 @@ VERBS: dict[str, Verb] = {
         (
             option("[RUN|SWEEP]", "a run or a sweep; default: all runs here", dest="name"),
             SINCE,
-            option("--by run|user|node", "what a row is; default: user, or run if you name a run or sweep"),
+            option("--by run|user", "what a row is; default: user, or run if you name a run or sweep"),
             JSON,
         ),
         "usage",
@@ -261,7 +261,6 @@ VERBS: dict[str, Verb] = {
                 (
                     option("--older-than DAYS", "only runs that have not changed for this long", number()),
                     option("--state finished|stopped|pruned|failed|lost", "only these", nargs="+"),
-                    option("--keep-checkpoints", "remove everything except checkpoints and config.yaml"),
                     DRY_RUN,
                 ),
             ),
@@ -362,7 +361,6 @@ VERBS: dict[str, Verb] = {
         (
             option("--search", "rank the layouts that fit, the fastest first"),
             option("--tokens N", "cost of N tokens (15T, 300B, 1.5e12), not train.steps", token_count),
-            option("--from RUN", "use rates measured by a run on this cluster instead of data sheets", dest="rates_of"),
             JSON,
         ),
         "planning",

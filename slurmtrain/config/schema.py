@@ -31,7 +31,7 @@ EVALUATION_SET = Pattern(
     "letters, digits and _; `valid` is the set of the data source",
 )
 LOGGER = Pattern(
-    "(?!(wandb|mlflow)$)[A-Za-z0-9_]+",
+    "(?!(wandb|mlflow|textfile)$)[A-Za-z0-9_]+",
     "a valid name of a logger",
     "letters, digits and _; observe.wandb.enabled=true and observe.mlflow.enabled=true are the built-in ones",
 )
@@ -213,8 +213,6 @@ class ClusterConfig:
     container: ContainerConfig = field(default_factory=ContainerConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     pods: PodsConfig = field(default_factory=PodsConfig)
-    # With parallel.compile: shared folder in which jobs keep compiled code for later jobs; null: keep none
-    compile_cache: str | None = None
     env: dict[Annotated[str, VARIABLE], str] = field(default_factory=dict)  # environment variables of every rank
     network_interface: str = "auto"  # for NCCL and gloo: a name, "auto" (the one that reaches rank 0) or "none"
     # Range of TCP ports, such as 29000-29100, for the rendezvous at rank 0 and for MASTER_PORT; null: any free port.
@@ -416,10 +414,6 @@ class CheckpointConfig:
     local: Annotated[str, NODE_FOLDER] | None = None
     # with local: also copy after every step that is a multiple of this; 0: only with each save
     local_every_steps: Natural = 0
-    # Also export the weights every this many steps, and at the end, as a Hugging Face folder <run>/exports/step_<N>,
-    # while training continues; 0: never
-    export_every_steps: Natural = 0
-    export_dtype: choices.ExportDtype = choices.ExportDtype.BFLOAT16  # data type of the exported weights
     # path of a checkpoint to start from, as long as this run has no checkpoint of its own
     restore_from: str | None = None
     # null: continue at the checkpoint's step, with its optimiser, schedule and data. "model": use only its weights, at
@@ -438,7 +432,7 @@ class EvalConfig:
     # Additional evaluation sets by name, each a data config with a _target_: a data set, or a source, of which `valid`
     # is used, or else `train`. The sets of the data source itself are "valid" and those in its `evals`.
     sets: dict[Annotated[str, EVALUATION_SET], Any] = field(default_factory=dict)
-    # Metrics in addition to the loss: true or false for those in slurmtrain.training.eval_metrics, or a config with a
+    # Metrics in addition to the loss: true or false for those in slurmtrain.training.evaluation, or a config with a
     # _target_ for your own.
     metrics: dict[str, Any] = field(
         default_factory=lambda: {"perplexity": True, "bits_per_byte": True, "accuracy": False}
@@ -492,7 +486,7 @@ class WatchdogConfig:
     """When a rank that makes no progress counts as hung. The attempt then ends, and the rank at fault is named.
 
     What counts is the time without progress: without a step, or without a batch of an evaluation. Time in which the
-    process was stopped, or in a debugger, does not count.
+    process was stopped does not count. Set enabled=false to debug it.
     """
 
     enabled: bool = True
@@ -560,12 +554,11 @@ class ObserveConfig:
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     # your own loggers by name, each a config with a _target_
     loggers: dict[Annotated[str, LOGGER], Any] = field(default_factory=dict)
-    # Folder on each node from which Prometheus's node exporter reads *.prom files (--collector.textfile.directory).
-    # null: none
+    # Folder on rank 0's node from which Prometheus's node exporter reads *.prom files
+    # (--collector.textfile.directory). null: none
     textfile_dir: Annotated[str, NODE_FOLDER] | None = None
     # Measure how long each phase of a step takes (time_*_s in metrics.jsonl); false: only whole steps
     phases: bool = True
-    per_layer_every: Natural = 0  # steps between records of the gradient and parameter norm of each layer; 0: none
     # Steps between comparisons of how long each phase takes on each rank, to find slow ranks; 0: never
     straggler_every: Natural = 20
     # Steps to profile once, such as "100-102": traces and a snapshot of the GPU memory in RUN/profiles. null: only

@@ -25,7 +25,7 @@ from slurmtrain.choices import (
 from slurmtrain.config.evaluation import evaluation_config
 from slurmtrain.config.fields import CONTROL, profiled_steps, raise_all, words_of, written
 from slurmtrain.config.frozen import SECRET_REFERENCE
-from slurmtrain.config.known_models import HUGGING_FACE, LINEAR_LAYERS, OUTPUTS, check_sizes, is_our_decoder
+from slurmtrain.config.known_models import LINEAR_LAYERS, OUTPUTS, check_sizes, is_our_decoder
 from slurmtrain.config.parallel_dims import ParallelDims, at_most, parallel_dims_of, sequence_lengths
 from slurmtrain.config.schema import Config, defaults
 from slurmtrain.config.secrets import scalars
@@ -169,11 +169,6 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         "checkpoint.keep_best",
         lambda c: c.eval.mode == EvalMode.INLINE,
         "eval.mode=inline: another job's result could come after the checkpoint is removed; checkpoint.keep_every=N",
-    ),
-    (
-        "checkpoint.export_every_steps",
-        lambda c: is_our_decoder(c.model) or c.model.get("_target_") == HUGGING_FACE,
-        "a model of Hugging Face's families; `checkpoints RUN export FILE.safetensors` writes the weights of any model",
     ),
     ("optim.warmup_steps", lambda c: c.optim.warmup_steps <= c.train.steps, "as many train.steps"),
     (

@@ -34,8 +34,8 @@ from slurmtrain.errors import (
     UsageError,
 )
 from slurmtrain.launch.checks import check, warn_of_memory
-from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.launch.named_paths import with_absolute_paths
+from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import preparing
 from slurmtrain.report.checkpoints import StoredCheckpoint, complete_checkpoints
 from slurmtrain.report.collect import metrics_of

@@ -24,6 +24,7 @@ from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import ask_to_cancel, ended_after, signal_ranks, write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.system import kubectl
 from slurmtrain.system.file_claims import claimed, claims, is_claimed
 from slurmtrain.system.files import read_json
 from slurmtrain.system.process import ProcessMark
@@ -101,10 +102,8 @@ def _cancel_one(run_dir: RunDir) -> str:
 
 
 def _cancel_pods(run_dir: RunDir, now: RunState) -> str:
-    from slurmtrain.launch import kubernetes
-
     with _asking(run_dir, RunAction.CANCEL, ends_jobs=True):
-        kubernetes.cancel(run_dir)
+        kubectl.delete(run_dir.manifest)
     if not now.alive:
         return f"run {run_dir.id} is not running: {now.explanation}; its objects on Kubernetes are deleted"
     with contextlib.suppress(OSError):  # it has been told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,15 +15,12 @@ if TYPE_CHECKING:
 
 STEPS_MEASURED = 100
 LONGEST_GAP_S = 5.0  # between two looks: a process that was stopped, or a machine that is very busy, looks later
-FOR_EVER_S = 1e9  # JSON has no infinity
-DEBUGGER = "debugger"
 TIME_OUTS = {
     activity.COMPILATION: "first_step_s",
     activity.EVALUATION: "evaluation_s",
     activity.HOOK: "evaluation_s",
     activity.SAVE: "save_s",
     activity.RESTORE: "save_s",
-    activity.EXPORT: "save_s",
 }
 
 
@@ -93,7 +89,7 @@ class Position(NamedTuple):
 class ActiveClock:
     """Seconds in which this process could run.
 
-    The time in which it was stopped, as by SLURM's suspend, or a debugger, does not count, nor that in which the whole machine
+    The time in which it was stopped, as by SLURM's suspend, does not count, nor that in which the whole machine
     slept, in which the kernel's monotonic clock stands still.
     """
 
@@ -144,11 +140,11 @@ class Progress:
             self._pure = time_out == "min_s" and moved_on
             self._seen, self._since, self._position, self._time_out = seen, now, position, time_out
         self.idle_s = now - self._since
-        self.limit_s = math.inf if phase == DEBUGGER else float(getattr(self._limits, time_out))
+        self.limit_s = float(getattr(self._limits, time_out))
         if time_out == "min_s":
             self.limit_s = max(self.limit_s, self._limits.factor * max(self._steps, default=0.0))
 
     @property
     def unhurried(self) -> bool:
-        """Whether the first step is not done, or something is compiled, or a debugger is open."""
-        return self.limit_s == math.inf or self._time_out == "first_step_s"
+        """Whether the first step is not done, or something is compiled."""
+        return self._time_out == "first_step_s"

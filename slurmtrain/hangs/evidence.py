@@ -39,7 +39,6 @@ STATES = {
 GONE = "gone"
 _DUMPED = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
-_DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/IPython/core/debugger.py")
 
 _cancels_at_fork = False
 
@@ -98,11 +97,6 @@ def where(stack: Sequence[Frame]) -> str:
         return "an unknown place"
     own = next((frame for frame in stack if not any(part in frame.file for part in _LIBRARIES)), stack[0])
     return str(own) if own == stack[0] else f"{own}, in {stack[0]}"
-
-
-def in_debugger(stack: Sequence[Frame]) -> bool:
-    """Return whether a person debugs this process, by the main thread's stack and the kernel."""
-    return is_traced("self") or any(part in frame.file for frame in stack for part in _DEBUGGERS)
 
 
 # Stacks that need no interpreter: faulthandler writes them.
@@ -170,19 +164,11 @@ def _read_from(file: Path, begin: int) -> str:
 
 
 def state_of(pid: int, born: str | None) -> str:
-    """Return the state of a process of this machine: its letter, or `GONE`. A process that began at another time is another.
-
-    A process that is traced by a debugger counts as stopped by it.
-    """
+    """Return the state of a process of this machine: its letter, or `GONE`. A process that began at another time is another."""
     found = process.stat(pid)
     if found is None or (born is not None and str(found.start) != born):
         return GONE
-    return "t" if found.state in "ST" and is_traced(pid) else found.state
-
-
-def is_traced(pid: int | str) -> bool:
-    """Return whether a debugger is attached to a process."""
-    return process.status_of(pid, "TracerPid") not in ("", "0")
+    return found.state
 
 
 def describe_processes(pids: Iterable[int], file: Path | None, number: int = DUMP_SIGNAL) -> list[dict[str, Any]]:

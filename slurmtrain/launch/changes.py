@@ -30,10 +30,9 @@ from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch import submit_once
-from slurmtrain.launch.code_source import CodeSource, find_source
 from slurmtrain.launch.named_paths import check_in_snapshot, check_named_paths, with_absolute_paths
 from slurmtrain.launch.script import render_script, without_past
-from slurmtrain.launch.snapshot import take_snapshot
+from slurmtrain.launch.snapshot import CodeSource, find_source, take_snapshot
 from slurmtrain.launch.submit import facts_of_config, job_paths
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.planner.schedule import learning_rate
@@ -297,7 +296,7 @@ Values = tuple[Any, Any]  # a field's value before and after
 # Of our own decoder and of adapters, fields that change what is computed from now on, not what the weights stand for.
 DROPOUT = ("model.dropout", "lora.dropout")
 # Of prepared data, fields that change nothing about the samples of training.
-OF_ANY_DATA = ("valid_split", "evals", "verify", "valid_each", "tokenizer_sha256")
+OF_ANY_DATA = ("valid_split", "valid_each")
 # Fields, and groups of them, that a checkpoint's numbers are numbers of -> why they cannot change.
 _ORDER = "its place among the samples is a number in the order that `data`, train.seed and train.shuffle give"
 _WEIGHTS = "its weights and the state of its optimiser are those of the model as it was"

@@ -26,9 +26,9 @@ from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.errors import SlurmtrainError, UsageError
 from slurmtrain.launch.changes import parse_override
-from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.launch.job import in_queue, submit
 from slurmtrain.launch.script import render_script
+from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import job_paths, run_info
 from slurmtrain.report.status.look import states
 from slurmtrain.runs import requests
@@ -84,7 +84,7 @@ def submit_evaluation(evaluation: RunDir) -> str | None:
             return None
         retention.hold(run_dir.checkpoints, step_of(Path(str(config.checkpoint.restore_from))), evaluation.path.name)
         evaluation.request_file.unlink(missing_ok=True)  # a cancel of what it was before
-        return submit(evaluation, SlurmClient(evaluation.slurm_conf()))[0]
+        return submit(evaluation, config, SlurmClient(evaluation.slurm_conf()))[0]
 
 
 def submit_due(run_dir: RunDir) -> None:

@@ -17,12 +17,13 @@ from typing import Any
 
 from slurmtrain.choices import RequeueMode
 from slurmtrain.config.frozen import load_frozen
+from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch import node_exclusion
 from slurmtrain.launch.script import directive, render_script, without_past
 from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.submit_once import export_option, submit_exactly_once
-from slurmtrain.runs import attempts, ownership
+from slurmtrain.runs import ownership
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.jobs import TOKEN_PREFIX, is_anothers, named_in, names_of, submitter
 from slurmtrain.runs.lookup import is_sweep
@@ -37,13 +38,16 @@ from slurmtrain.system import files, trust
 log = logging.getLogger(__name__)
 
 
-def submit(run_dir: RunDir, client: SlurmClient) -> list[str]:
+def submit(run_dir: RunDir, config: Config, client: SlurmClient) -> list[str]:
     """Pass the script of a run to sbatch for the first time, and return its jobs: one, or a chain of them.
+
+    Args:
+        config: that of the run, in which secrets are references.
 
     Raises:
         ClusterError: sbatch is missing or refused; its own words are in the message.
     """
-    return _with_chain(run_dir, _submit(run_dir, run_dir.script.read_text()), client)
+    return _with_chain(run_dir, _submit(run_dir, run_dir.script.read_text(), config, client), config, client)
 
 
 def interrupted(run_dir: RunDir) -> str:
@@ -70,22 +74,27 @@ def submit_existing_script(
         UsageError: the run belongs to somebody else, who may have put it in the place of this user's.
     """
     ownership.require_own(run_dir)
-    script = run_dir.script.read_text()
+    script, config = run_dir.script.read_text(), load_frozen(run_dir.config_file, with_secrets=False)
     if "\nrun_dirs=(" in script:  # it was one of several runs of an array or a pack
-        config = load_frozen(run_dir.config_file, with_secrets=False)
         script = render_script(config, job_paths([run_dir.path], run_dir.info()))
     script, options = without_past(script), []
     if after:
         own = directive(script, "dependency")
         options = [f"--dependency=afterany:{':'.join(after)}{f',{own}' if own else ''}"]
-    return _submit(run_dir, script, options, token=token, **facts)
+    return _submit(run_dir, script, config, SlurmClient(run_dir.slurm_conf()), options, token=token, **facts)
 
 
 def _submit(
-    run_dir: RunDir, script: str, options: Sequence[str] = (), *, token: str | None = None, **facts: object
+    run_dir: RunDir,
+    script: str,
+    config: Config,
+    client: SlurmClient,
+    options: Sequence[str] = (),
+    *,
+    token: str | None = None,
+    **facts: object,
 ) -> str:
     """Submit a script of a run, and record its job. `options` override the script's own."""
-    client, config = SlurmClient(run_dir.slurm_conf()), load_frozen(run_dir.config_file, with_secrets=False)
     check_slurm_is_here(client.slurm_conf)
     exclusion = node_exclusion.for_new_job([run_dir], run_dir.script, client, config)
     token = token or f"{submitter(run_dir)}:s{len(run_dir.info()['job_ids'])}"
@@ -159,16 +168,16 @@ def resume(run_dir: RunDir, client: SlurmClient) -> list[str]:
         note(run_dir, job_id, found_by=TOKEN_PREFIX + token(run_dir))
     else:
         job_id = submit_existing_script(run_dir)
-    return _with_chain(run_dir, job_id, client)
+    return _with_chain(run_dir, job_id, load_frozen(run_dir.config_file, with_secrets=False), client)
 
 
-def _with_chain(run_dir: RunDir, first: str, client: SlurmClient) -> list[str]:
+def _with_chain(run_dir: RunDir, first: str, config: Config, client: SlurmClient) -> list[str]:
     """Submit the rest of the chain that begins with the job `first`, if the run has one, and return all its jobs.
 
     Raises:
         ClusterError: sbatch refused a job; those before it are cancelled.
     """
-    requeue, links = load_frozen(run_dir.config_file, with_secrets=False).requeue, [first]
+    requeue, links = config.requeue, [first]
     if requeue.mode != RequeueMode.CHAIN:
         return links
     numbers = run_dir.attempt_numbers()
@@ -198,6 +207,8 @@ def settle(run_dir: RunDir) -> None:
     Raises:
         UsageError: it was a sweep's point, whose code is gone or belongs to somebody else.
     """
+    from slurmtrain.runs import attempts
+
     info = run_dir.info()
     made = (info.get("made_at") or {}).get("path", str(run_dir.path))
     if made == str(run_dir.path) or (os.path.exists(made) and os.path.samefile(made, run_dir.path)):

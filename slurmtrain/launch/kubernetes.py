@@ -54,11 +54,6 @@ def pod_run(run_dir: RunDir) -> PodRun:
     return PodRun(run_dir.path, len(run_dir.info()["job_ids"]))
 
 
-def cancel(run_dir: RunDir) -> None:
-    """Delete the objects of a run. Raises as `submit`."""
-    kubectl.delete(run_dir.manifest)
-
-
 def stop_pods(run_dir: RunDir, config: Config) -> None:
     """Let all pods of a run stop, after which their object starts new ones. Raises as `submit`."""
     own = labels(config, pod_run(run_dir))

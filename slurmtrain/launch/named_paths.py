@@ -20,7 +20,7 @@ from slurmtrain.config.launched_program import paths_in, repeated_launcher, scri
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources import config_check
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.code_source import CodeSource
+from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.system.paths import URL, absolute
 
 if TYPE_CHECKING:
@@ -76,7 +76,6 @@ OF_CLUSTER = {
     "conda_env": Field(_program, "environment"),
     "python": Field(_program, "interpreter"),
     "stage.data": Field(lambda path, cwd: os.path.normpath(_path(path, cwd)), "file or folder"),
-    "compile_cache": Field(_path),
     "slurm_conf": Field(_path),
 }
 PATHS = {

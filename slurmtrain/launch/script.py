@@ -7,12 +7,13 @@ clusters lie beside it as golden files.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from slurmtrain import __version__
 from slurmtrain.choices import RequeueMode
@@ -22,12 +23,15 @@ from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
 from slurmtrain.errors import EnvironmentMismatchError
-from slurmtrain.launch.code_source import CodeSource, find_source, pythonpath_folders
 from slurmtrain.launch.named_paths import with_absolute_paths
+from slurmtrain.launch.snapshot import CodeSource, find_source, pythonpath_folders
 from slurmtrain.runs.create import folder_of
 from slurmtrain.slurm.command_environment import OF_LAUNCHERS, OF_QUERIES, OF_RANKS
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.system.node_copies import shared_interpreter
+
+if TYPE_CHECKING:
+    import jinja2
 
 TEMPLATE = "job.sbatch.j2"
 PLACEHOLDER_ID = "RUN_ID"  # stands for the run's id in a dry run, which creates nothing
@@ -107,20 +111,6 @@ def render_script(config: Config, paths: JobPaths, *, explain: bool = False) -> 
     Args:
         explain: keep the reasons that the template gives, for `_with_reasons`.
     """
-    import jinja2
-
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # shell text, not HTML; every value goes through the filter `sh` or shlex.quote
-    )
-    environment.filters["sh"] = lambda value: shlex.quote(str(value))
-    environment.filters["sh_secret"] = _quote_secret
-    template = (shipped("jobs") / TEMPLATE).read_text()
-    if explain:
-        template = _REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", template)
     folders = [  # of each run, or absolute, as words of the script
         shlex.quote(folder) if folder.startswith("/") else '"$run_dir"/' + shlex.quote(folder)
         for folder in pythonpath_folders(paths.workdir, paths.roots)
@@ -129,7 +119,7 @@ def render_script(config: Config, paths: JobPaths, *, explain: bool = False) -> 
     if config.cluster.exclude:
         with contextlib.suppress(EnvironmentMismatchError):  # a file of nodes, which only sbatch reads
             excluded = expand_nodelist(config.cluster.exclude)
-    return environment.from_string(template).render(
+    return _template(explain).render(
         version=__version__,
         directives=explained_directives(config, paths),
         run_dirs=paths.run_dirs,
@@ -147,6 +137,25 @@ def render_script(config: Config, paths: JobPaths, *, explain: bool = False) -> 
         restart_delay_s=config.requeue.restart_delay_s,
         excluded_max=EXCLUDED_MAX + len(excluded),
     )
+
+
+@functools.cache
+def _template(explain: bool) -> jinja2.Template:
+    import jinja2
+
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # shell text, not HTML; every value goes through the filter `sh` or shlex.quote
+    )
+    environment.filters["sh"] = lambda value: shlex.quote(str(value))
+    environment.filters["sh_secret"] = _quote_secret
+    template = (shipped("jobs") / TEMPLATE).read_text()
+    if explain:
+        template = _REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", template)
+    return environment.from_string(template)
 
 
 def _quote_secret(value: str) -> str:

@@ -17,10 +17,9 @@ from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.frozen import config_hash, freeze
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
-from slurmtrain.launch.code_source import CodeSource, find_source
 from slurmtrain.launch.named_paths import check_in_snapshot, with_absolute_paths
 from slurmtrain.launch.script import JobPaths, render_script
-from slurmtrain.launch.snapshot import take_snapshot
+from slurmtrain.launch.snapshot import CodeSource, find_source, take_snapshot
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir, made_at
 from slurmtrain.runs.software import CodeRecord
@@ -91,12 +90,13 @@ def slurm_conf_of(config: Config) -> str | None:
         if not path.is_file():
             raise ConfigError(f"cluster.slurm_conf={path} is not a file", hint="null: this machine's own SLURM")
         return str(path)
+    in_shell = os.environ.get("SLURM_CONF")
+    if config.cluster.sandbox is None and not in_shell:
+        return None
     from slurmtrain import sandbox
 
     if config.cluster.sandbox is None:
-        in_shell = os.environ.get("SLURM_CONF")
-        here = sandbox.find(Path(in_shell).parent) if in_shell else None
-        return in_shell if here is not None else None
+        return in_shell if sandbox.find(Path(str(in_shell)).parent) is not None else None
     found = sandbox.find(config.cluster.sandbox)
     if found is None:
         name = config.cluster.sandbox

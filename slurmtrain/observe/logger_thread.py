@@ -37,6 +37,7 @@ AGAIN_S = 2.0
 BUILT_IN = {
     "wandb": "slurmtrain.observe.wandb_logger.WandbLogger",
     "mlflow": "slurmtrain.observe.mlflow_logger.MlflowLogger",
+    "textfile": "slurmtrain.observe.textfile.TextFileLogger",
 }
 
 
@@ -255,11 +256,12 @@ class LoggerThreads:
 
 def loggers_of(observe: ObserveConfig) -> Sequence[str]:
     """Return the names of the loggers that a config asks for."""
-    return (*(name for name in BUILT_IN if getattr(observe, name).enabled), *observe.loggers)
+    used = {"wandb": observe.wandb.enabled, "mlflow": observe.mlflow.enabled, "textfile": observe.textfile_dir}
+    return (*(name for name, is_used in used.items() if is_used), *observe.loggers)
 
 
 def build_logger(name: str, config: Config) -> Logger:
-    """Build a logger of the config: "wandb", "mlflow", or one of `observe.loggers`.
+    """Build a logger of the config: one of `BUILT_IN`, or of `observe.loggers`.
 
     Raises:
         ConfigError: it cannot be built.
@@ -268,7 +270,9 @@ def build_logger(name: str, config: Config) -> Logger:
     from hydra.utils import get_object, instantiate
 
     if name in BUILT_IN:
-        built: Logger = get_object(BUILT_IN[name])(getattr(config.observe, name))
+        observe = config.observe
+        settings = {"wandb": observe.wandb, "mlflow": observe.mlflow, "textfile": observe.textfile_dir}
+        built: Logger = get_object(BUILT_IN[name])(settings[name])
     else:
         try:
             built = instantiate(config.observe.loggers[name], _convert_="all")

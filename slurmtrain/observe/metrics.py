@@ -122,8 +122,8 @@ def is_measured(name: str) -> bool:
 
 
 def is_detail(name: str) -> bool:
-    """Return whether a metric is one of many that explain another: a part of a step's time, or the norm of one layer."""
-    return name.startswith(("time_", "grad_norm/", "param_norm/")) or name == "mfu_attended"
+    """Return whether a metric is one of many that explain another, as the part of a step's time."""
+    return name.startswith("time_") or name == "mfu_attended"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ def hardware_of(config: Config) -> Hardware:
     found = peak_of(device, dtype, stated_tflops=cluster.peak_tflops)
     peak = found.tflops
     if peak is None:
-        notes.append(f"{found.why}, or --from RUN uses the rates measured by a run")
+        notes.append(found.why)
     link = cluster.gpu_link_gb_per_s or (gpu.link_gb_per_s if gpu is not None else None)
     network = cluster.network_gb_per_s
     if network is None and gpu is not None and gpu.network_gb_per_s is not None:

@@ -29,7 +29,7 @@ from slurmtrain.planner.gpus import gpu_of
 from slurmtrain.planner.hardware import Hardware, hardware_of
 from slurmtrain.planner.memory import ADAM_STATES, GIB, StageMemory
 from slurmtrain.planner.shape import DecoderShape
-from slurmtrain.planner.step_time import Measured, StepTime, at_nodes, sequence_length, step_time
+from slurmtrain.planner.step_time import StepTime, at_nodes, sequence_length, step_time
 
 ALIKE = 1.01  # the arithmetic does not tell steps apart whose times differ by less than this factor
 DOUBLINGS = 5  # of the nodes that are looked at
@@ -185,7 +185,7 @@ class Plan:
         memory: bytes on a GPU, by pipeline stage.
         memory_limit: bytes that a GPU has; None: not known.
         fits: whether it fits into that, as far as it is known.
-        step: None: it does not fit, or no peak is known and nothing was measured.
+        step: None: it does not fit, or no peak is known.
         tokens: tokens to train on, for the cost.
         more_nodes: what becomes of the step on twice the nodes, and twice those, with the same global batch.
         no_further: why no larger size was looked at; None: it was.
@@ -254,34 +254,25 @@ def memory_limit_of(config: Config) -> float | None:
     return None if gpu is None else gpu.memory_gb * 1e9
 
 
-def plan_of(
-    config: Config,
-    dims: ParallelDims,
-    hardware: Hardware | None = None,
-    *,
-    tokens: int | None = None,
-    measured: Measured | None = None,
-) -> Plan:
+def plan_of(config: Config, dims: ParallelDims, *, tokens: int | None = None) -> Plan:
     """Return the plan of a validated config.
 
     Args:
-        hardware: the cluster's rates; None: those of its config and of data sheets.
         tokens: to train on; None: those of train.steps.
-        measured: what an earlier run has measured.
 
     Raises:
         ConfigError: the arithmetic does not know its model.
     """
     check_plannable(config)
-    hardware = hardware or hardware_of(config)
+    hardware = hardware_of(config)
     memory = memory_of(config, dims)
     if memory is None:
         raise ConfigError("the sizes of the model are not numbers", hint="model=llama3_8b has all of them")
     limit = memory_limit_of(config)
     fits = limit is None or max(stage.total for stage in memory) <= limit
-    step = step_time(config, dims, hardware, measured) if fits else None
+    step = step_time(config, dims, hardware) if fits else None
     saving = saving_of(config, step.expected_s if step else None, hardware)
-    sizes, no_further = ([], None) if step is None else _sizes(config, measured)
+    sizes, no_further = ([], None) if step is None else _sizes(config)
     return Plan(
         config=config,
         dims=dims,
@@ -297,7 +288,7 @@ def plan_of(
     )
 
 
-def _sizes(config: Config, measured: Measured | None) -> tuple[list[StepTime], str | None]:
+def _sizes(config: Config) -> tuple[list[StepTime], str | None]:
     """Return the time of a step on 1, 2, 4, ... times the nodes, and why there is no further one."""
     nodes = config.cluster.node_range.most
     found: list[StepTime] = []
@@ -307,7 +298,7 @@ def _sizes(config: Config, measured: Measured | None) -> tuple[list[StepTime], s
         sized = on_nodes(config, nodes * 2**doubling)
         if isinstance(sized, str):
             return found, f"{nodes * 2**doubling} nodes: {sized}"
-        size = step_time(sized, parallel_dims_of(sized), hardware_of(sized), measured)
+        size = step_time(sized, parallel_dims_of(sized), hardware_of(sized))
         if size is not None:
             found.append(size)
     return found, None
@@ -349,7 +340,7 @@ class Candidate:
     step: StepTime
 
 
-def search(config: Config, measured: Measured | None = None) -> list[Candidate]:
+def search(config: Config) -> list[Candidate]:
     """Return the layouts of a config's ranks that fit into a GPU's memory, the fastest first: of each layout its fastest form.
 
     Layouts, micro batches and activation checkpointing differ; the results of training do not.
@@ -359,7 +350,7 @@ def search(config: Config, measured: Measured | None = None) -> list[Candidate]:
     """
     check_plannable(config)
     hardware, limit = hardware_of(config), memory_limit_of(config)
-    if measured is None and hardware.flops is None:
+    if hardware.flops is None:
         raise ConfigError(hardware.notes[0], hint="cluster.peak_tflops=312, for example")
     most = math.inf if limit is None else ROOM * limit
     free = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=None))
@@ -368,7 +359,7 @@ def search(config: Config, measured: Measured | None = None) -> list[Candidate]:
     for dims in nearest_layouts(free):
         if dims.cp > longest or (config.lora.r and dims.tp * dims.pp > 1):  # which adapters do not go with
             continue
-        forms = _forms(free, dims, most, hardware, measured)
+        forms = _forms(free, dims, most, hardware)
         if (fastest := min(forms, key=lambda form: form.step.expected_s, default=None)) is not None:
             found.append(fastest)
     return sorted(found, key=_rank)
@@ -380,9 +371,7 @@ def _rank(each: Candidate) -> tuple[int, int, float]:
     return alike, sum(size > 1 for size in each.dims.shape), each.memory
 
 
-def _forms(
-    config: Config, dims: ParallelDims, most: float, hardware: Hardware, measured: Measured | None
-) -> Iterator[Candidate]:
+def _forms(config: Config, dims: ParallelDims, most: float, hardware: Hardware) -> Iterator[Candidate]:
     """Yield a layout with every kind of activation checkpointing, and with the micro batches that may be the fastest."""
     laid = dataclasses.replace(config.parallel, **{axis: getattr(dims, axis) for axis in AXES})
     done = set[ActivationCheckpointing]()
@@ -390,7 +379,7 @@ def _forms(
         kind, memory = form.parallel.activation_checkpointing, most_bytes(form, dims)
         if kind in done or memory > most or (dims.pp > 1 and not is_possible(form)):
             continue
-        step = step_time(form, dims, hardware, measured)
+        step = step_time(form, dims, hardware)
         if step is not None:
             yield Candidate(form, dims, [*as_overrides(dims, config).split(), *words], memory, step)
         if dims.pp == 1:  # smaller micro batches only gather more often

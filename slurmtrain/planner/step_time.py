@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from slurmtrain.choices import ActivationCheckpointing, CpMethod
 from slurmtrain.config.parallel_dims import AXES, ParallelDims, sequence_lengths
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ConfigError
 from slurmtrain.planner.flops import FROZEN, TRAINED, decoder_flops, matrix_elements, multiplied_elements
 from slurmtrain.planner.hardware import Hardware
 from slurmtrain.planner.memory import layers_of_stages
 from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.traffic import Traffic, Work, bubble_passes, traffic_of
 
-COMPUTATION, BUBBLE, IMBALANCE, FIXED = "computation", "bubble", "imbalance", "data and optimiser"
+COMPUTATION, BUBBLE, IMBALANCE = "computation", "bubble", "imbalance"
 COMMUNICATION_NAMES = AXES  # communication is named by its axis
 AT_ONCE = ("tp", "cp", "pp")  # axes whose communication is needed before the computation can go on
 PER_ELEMENT, PASSES = 2, 3  # operations of an element of a matrix for a token; forward, and twice as much backward
@@ -30,28 +29,6 @@ PER_ELEMENT, PASSES = 2, 3  # operations of an element of a matrix for a token; 
 # more; those of KempnerForge from 8 to 32 GPUs take 0.3 to 0.6 of it longer.
 SLOWED = 0.3
 BACKWARD = 2 / 3  # share of the computation that is in the backward pass
-LEAST_COMPUTATION = 1e-3  # share of a step below which its times cannot be those of a training
-LEAST_SHARE = 0.1  # of a step that must be computation, however long the communication should take by arithmetic
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a run has measured, with which the arithmetic of others is corrected.
-
-    Attributes:
-        flops: operations per second and rank that its forward and backward passes reached.
-        communication: its communication that shows, as a multiple of what the arithmetic says at the stated bandwidths;
-            None: not measured, or there is none.
-        per_sample_s: seconds of waiting for data, for each sample of a rank.
-        per_element_s: seconds of the optimiser, for each parameter that a rank holds.
-        other_s: seconds of a step for which none of this accounts.
-    """
-
-    flops: float
-    communication: float | None = None
-    per_sample_s: float = 0.0
-    per_element_s: float = 0.0
-    other_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,17 +85,14 @@ def sequence_length(config: Config) -> int:
     return max(sequence_lengths(config.data).values(), default=0) or int(config.model["max_seq_len"])
 
 
-def step_time(
-    config: Config, dims: ParallelDims, hardware: Hardware, measured: Measured | None = None
-) -> StepTime | None:
-    """Return the time of a step; None: no peak of the cluster is known, and nothing was measured.
+def step_time(config: Config, dims: ParallelDims, hardware: Hardware) -> StepTime | None:
+    """Return the time of a step; None: no peak of the cluster is known.
 
     Args:
         config: with a model that is our decoder.
-        measured: what another run has measured on this cluster.
     """
     shape, seq_len, train = DecoderShape.of(config.model), sequence_length(config), config.train
-    flops = measured.flops if measured is not None else hardware.flops
+    flops = hardware.flops
     if flops is None:
         return None
     micro_batch_size, micro_batches = dims.micro_batch_size(train), dims.micro_batches(train)
@@ -129,14 +103,7 @@ def step_time(
     seconds[IMBALANCE] = micro_batches * (slowest - mean) / flops
     traffic = traffic_of(Work(config, dims, shape, seq_len))
     traffic_s = {each.axis: each.seconds(hardware) for each in traffic}
-    showing = _showing(traffic, traffic_s, micro_batches * slowest / flops, micro_batches, config, dims)
-    if measured is not None and measured.communication is not None:
-        showing = {axis: each * measured.communication for axis, each in showing.items()}
-    seconds |= showing
-    if measured is not None:
-        samples = micro_batch_size * micro_batches
-        elements = shape.num_parameters() / (dims.world_size / dims.dp_replicate)
-        seconds[FIXED] = samples * measured.per_sample_s + elements * measured.per_element_s + measured.other_s
+    seconds |= _showing(traffic, traffic_s, micro_batches * slowest / flops, micro_batches, config, dims)
     return StepTime(
         tokens=train.global_batch_size * seq_len,
         nodes=config.cluster.node_range.most,
@@ -148,14 +115,6 @@ def step_time(
         flops_per_token=training_flops(shape, seq_len, config.lora.r),
         peak_flops=hardware.peak_flops,
     )
-
-
-def operations_of(config: Config, dims: ParallelDims) -> float:
-    """Return the operations of a step that a rank's forward and backward passes take the time of, its bubble included."""
-    shape, seq_len = DecoderShape.of(config.model), sequence_length(config)
-    stages = stage_flops(config, dims, shape, dims.micro_batch_size(config.train) * seq_len, seq_len)
-    passes = dims.micro_batches(config.train) + bubble_passes(config.parallel.pp_schedule, dims.pp)
-    return passes * max(stages)
 
 
 def training_flops(shape: DecoderShape, seq_len: int, lora_rank: int = 0) -> float:
@@ -226,47 +185,3 @@ def at_nodes(config: Config, nodes: int) -> Config:
         if grown % before == 0:
             parallel = dataclasses.replace(parallel, **{axis: grown // before})
     return dataclasses.replace(config, cluster=cluster, parallel=parallel)
-
-
-def calibrated(
-    config: Config, dims: ParallelDims, hardware: Hardware, step_s: float, parts: Mapping[str, float]
-) -> Measured:
-    """Return the rates that explain the measured times of a run's step.
-
-    Args:
-        config, dims: of the run that was measured.
-        hardware: of its cluster.
-        step_s: seconds of a step, without evaluations and saves.
-        parts: seconds by part: data, forward_backward, communication, optimizer, other; those that are missing count as
-            a part of forward_backward.
-
-    Raises:
-        ConfigError: the times are not possible.
-    """
-    known = {name: seconds for name, seconds in parts.items() if name != "forward_backward"}
-    computing = parts.get("forward_backward", step_s - sum(known.values()))
-    if not computing > LEAST_COMPUTATION * step_s > 0:
-        raise ConfigError(f"a step of {step_s:g} s leaves no time for computation", hint="--from another run")
-    operations = operations_of(config, dims)
-    # What is not measured as communication is within forward and backward, as long as it shows.
-    first = step_time(config, dims, hardware, Measured(operations / computing))
-    assert first is not None
-    showing = sum(seconds for name, seconds in first.seconds.items() if name in COMMUNICATION_NAMES)
-    measured = parts.get("communication")
-    if measured is None and showing:
-        computing = max(computing - showing, LEAST_SHARE * computing)
-    elements = DecoderShape.of(config.model).num_parameters() / (dims.world_size / dims.dp_replicate)
-    samples = dims.micro_batch_size(config.train) * dims.micro_batches(config.train)
-    other = parts.get("other", 0.0)
-    factor = None
-    if measured is not None and showing > LEAST_SHARE / 100 * step_s:
-        factor = measured / showing
-    elif measured is not None:  # nothing of it is communication that the arithmetic knows
-        other += measured
-    return Measured(
-        flops=operations / computing,
-        communication=factor,
-        per_sample_s=parts.get("data", 0.0) / samples,
-        per_element_s=parts.get("optimizer", 0.0) / elements,
-        other_s=other,
-    )

@@ -9,7 +9,7 @@ import filecmp
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from slurmtrain.observe.metrics import is_measured
 from slurmtrain.report.collect import metrics_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.software import read_environment
-from slurmtrain.system.process_facts import FactDifference, ProcessFacts, fact_differences
 from slurmtrain.system.records import is_scalar
 
 MISSING = object()  # a key that one of the two does not have, which is not null
@@ -40,7 +39,9 @@ class Comparison:
     Attributes:
         config: (dotted key, value in a, value in b) of each difference; MISSING if there is no such key.
         files: paths of files that differ between the snapshots of the code; None when one ran in place.
-        environment: what the newest attempt of each ran with, as far as it differs.
+        environment: (group.name, value in a, value in b) of what the newest attempt of each ran with, as far as it differs:
+            packages, driver, CUDA and NCCL, image, variables.
+        unrecorded: the runs, "a" or "b", of which no attempt has recorded it; nothing but the image is compared then.
         steps: steps that both have logged.
         data: comparison of the samples that they have seen.
         divergences: by metric, the first difference; a metric that never differs is not in it.
@@ -49,7 +50,8 @@ class Comparison:
 
     config: list[tuple[str, Any, Any]]
     files: list[str] | None
-    environment: Environments
+    environment: list[tuple[str, Any, Any]]
+    unrecorded: list[str]
     steps: list[int]
     data: Data
     divergences: dict[str, Divergence]
@@ -60,19 +62,6 @@ class Comparison:
         """The earliest difference in a metric that does not measure speed."""
         found = [divergence for name, divergence in self.divergences.items() if not is_measured(name)]
         return min(found, key=lambda divergence: divergence.step, default=None)
-
-
-@dataclass(frozen=True)
-class Environments:
-    """The comparison of what two runs ran with: packages, driver, CUDA and NCCL, image, variables.
-
-    Attributes:
-        differences: facts that differ, by group and name.
-        missing: the runs, "a" or "b", of which no attempt has recorded it; nothing but the image is compared then.
-    """
-
-    differences: list[FactDifference] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -99,10 +88,14 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0) -> Comparison:
         UnreadableRecordError: one of the logs or snapshots cannot be read.
     """
     logs = by_step(metrics_of(a)), by_step(metrics_of(b))
+    environments = {"a": _environment(a), "b": _environment(b)}
+    unrecorded = [side for side, found in environments.items() if found is None]
+    known: tuple[Any, Any] = ({}, {}) if unrecorded else (environments["a"], environments["b"])
     return Comparison(
         config_differences(_config(a), _config(b)),
         None if _in_place(a) or _in_place(b) else code_differences(snapshot_of(a), snapshot_of(b)),
-        compare_environments(a, b),
+        [*config_differences(_image(a), _image(b), "image"), *config_differences(*known)],
+        unrecorded,
         sorted(logs[0].keys() & logs[1].keys()),
         compare_data(a, b),
         divergences(*logs, tolerance=tolerance),
@@ -110,22 +103,14 @@ def compare(a: RunDir, b: RunDir, *, tolerance: float = 0.0) -> Comparison:
     )
 
 
-def compare_environments(a: RunDir, b: RunDir) -> Environments:
-    """Compare what the newest attempts of two runs ran with, and the images of their containers.
-
-    Raises:
-        UnreadableRecordError: a record cannot be read.
-    """
-    known = {name: _newest_environment(run) for name, run in (("a", a), ("b", b))}
-    image = fact_differences(*(ProcessFacts(container=_image(run)) for run in (a, b)))
-    missing = [name for name, facts in known.items() if facts is None]
-    newest = fact_differences(*filter(None, known.values())) if not missing else []
-    return Environments([*image, *newest], missing)
-
-
-def _newest_environment(run_dir: RunDir) -> ProcessFacts | None:
+def _environment(run_dir: RunDir) -> dict[str, dict[str, str]] | None:
+    """Return what the newest attempt that has recorded it ran with, without the name of its host; None: none has."""
     found = (read_environment(run_dir.attempt(number)) for number in reversed(run_dir.attempt_numbers()))
-    return next((facts for facts in found if facts is not None), None)
+    newest = next((facts for facts in found if facts is not None), None)
+    if newest is None:
+        return None
+    newest.get("system", {}).pop("host", None)
+    return {group: facts for group, facts in newest.items() if facts}
 
 
 def _image(run_dir: RunDir) -> dict[str, str]:

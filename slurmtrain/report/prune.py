@@ -17,7 +17,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.status.look import states
@@ -34,7 +33,6 @@ ENDED = (RunStatus.FINISHED, RunStatus.STOPPED, RunStatus.PRUNED, RunStatus.FAIL
 # A local run has no attempt for a moment after it was prepared, and looks lost; so does one between two attempts.
 QUIET_S = 600.0
 REMOVED = ".removed-"  # a hidden name, which `all_runs` does not look into
-KEPT = ("checkpoints", "config.yaml")  # names that --keep-checkpoints keeps: the weights, and the config of their model
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,12 @@ class Removal:
         what: why it may be removed.
         size: bytes that are freed.
         fingerprint: facts that change when something happens to the run.
-        keep: names in it that are kept.
     """
 
     path: Path
     what: str
     size: int
     fingerprint: tuple[object, ...] = ()
-    keep: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,14 +67,7 @@ class PrunePlan:
     states: dict[str, RunState]
 
 
-def plan(
-    root: Path,
-    *,
-    now: float,
-    words: Collection[str] = ENDED,
-    older_than_s: float = 0.0,
-    keep_checkpoints: bool = False,
-) -> PrunePlan:
+def plan(root: Path, *, now: float, words: Collection[str] = ENDED, older_than_s: float = 0.0) -> PrunePlan:
     """Decide which of this user's runs under `root` to remove, without changing anything.
 
     Args:
@@ -102,25 +91,16 @@ def plan(
         reason = _reason_to_stay(run, root, found[run.id], now, sources, twice)
         if reason is None and run.path in evaluated:
             reason = "an evaluation of it has not ended"
-        if reason is None and keep_checkpoints and _saves_by_itself(run):
-            reason = "its program may have saved anywhere in it; it goes without --keep-checkpoints"
         if reason is not None:
             stays[run.id] = reason
-            continue
-        keep = KEPT if keep_checkpoints and committed(run.checkpoints) else ()
-        size = disk_usage(run.path) - sum(disk_usage(run.path / name) for name in keep)
-        removals.append(Removal(run.path, found[run.id].status, size, before[run.path], keep))
+        else:
+            removals.append(Removal(run.path, found[run.id].status, disk_usage(run.path), before[run.path]))
     removals += [
         Removal(path, "left by a removal that was cut short", disk_usage(path))
         for path in sorted(root.glob(f"*/{REMOVED}*"))
         if os.path.isdir(path) and is_mine(path) and not path.is_symlink() and not path.parent.is_symlink()
     ]
     return PrunePlan(removals, stays, {run.id: found[run.id] for run in runs})
-
-
-def _saves_by_itself(run: RunDir) -> bool:
-    """Return whether a program of the user's own ran, and saved no checkpoint in our format."""
-    return run.info().get("steps") is None and not committed(run.checkpoints)
 
 
 def _reason_to_stay(
@@ -187,7 +167,7 @@ def remove(removal: Removal, *, now: float) -> bool:
     """Remove a run: rename it first, then delete it. Return False, and keep it, if something has happened to it since.
 
     Raises:
-        OSError: it could not be renamed. It is unchanged; or, if its checkpoints are kept, it is no run any more.
+        OSError: it could not be renamed, and is unchanged.
     """
     path = removal.path
     if path.name.startswith(REMOVED):
@@ -197,15 +177,7 @@ def remove(removal: Removal, *, now: float) -> bool:
     if fingerprint(run) != removal.fingerprint or retention.in_use(run.checkpoints, now):
         return False
     aside = path.with_name(f"{REMOVED}{path.name}-{secrets.token_hex(2)}")
-    if removal.keep:
-        aside.mkdir(mode=0o700)
-        # The checkpoints stay where they are. Without run.json nothing lists it, and without attempts it is no run.
-        first = [run.info_file.name, run.attempts.name]
-        others = [entry.name for entry in path.iterdir() if entry.name not in (*removal.keep, *first)]
-        for name in (*first, *others):
-            (path / name).rename(aside / name)
-    else:
-        path.rename(aside)
+    path.rename(aside)
     (aside / run.info_file.name).unlink(missing_ok=True)
     # Files that cannot be deleted right now, such as those still open over NFS, are left for the next time.
     shutil.rmtree(aside, ignore_errors=True)

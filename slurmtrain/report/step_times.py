@@ -11,14 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurmtrain.config.frozen import to_config
-from slurmtrain.config.schema import Config
-from slurmtrain.errors import SlurmtrainError, UnreadableRecordError
 from slurmtrain.runs.events import Event
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 
-TAIL_BYTES = 1 << 20  # of a long run, the last thousands of records
 RECORDS = 50  # newest records that count
 PREFIX, SUFFIX = "time_", "_s"
 SHORTEST_S, LONGEST_S = 1e-7, 1e7  # of a step; a time beyond is none
@@ -43,25 +38,9 @@ class StepTimes:
     mfu: float | None = None
     records: int = 0
 
-    @property
-    def missing(self) -> list[str]:
-        """The parts that the run has not measured."""
-        return [name for name in PARTS if name not in self.parts]
-
     def share(self, part: str) -> float:
         """Return the share of a step that a part takes; 0 where it was not measured."""
         return min(1.0, self.parts.get(part, 0.0) / self.step_s)
-
-
-def read_step_times(run_dir: RunDir) -> StepTimes | None:
-    """Return how long the steps of a run take; None: it has not logged any.
-
-    Raises:
-        UnreadableRecordError: its metrics.jsonl is not a regular file, or cannot be read.
-    """
-    lines = records.read_tail(run_dir.metrics_file, TAIL_BYTES).split(b"\n")
-    found = [record for line in lines[:-1] if isinstance(record := records.parse(line), dict)]
-    return step_times(found)
 
 
 def step_times(logged: Sequence[Mapping[str, Any]]) -> StepTimes | None:
@@ -118,22 +97,6 @@ def save_times(events: Iterable[Mapping[str, Any]]) -> SaveTimes | None:
     if stall is None or write is None or not size:
         return None
     return SaveTimes(stall, write, int(size))
-
-
-def config_of(run_dir: RunDir) -> Config:
-    """Return the config of a run, whoever has submitted it.
-
-    Raises:
-        UnreadableRecordError: it has none, or none of this version.
-    """
-    values = run_dir.config_values()
-    try:
-        if not isinstance(values, dict):
-            raise UnreadableRecordError(f"{run_dir.config_file} holds no config")
-        return to_config(values)
-    except (SlurmtrainError, TypeError, ValueError) as error:
-        sentence = records.printable(str(error).partition("\n")[0])
-        raise UnreadableRecordError(f"{run_dir.config_file} is not a config of this version: {sentence}") from None
 
 
 def _number(value: object) -> float | None:

@@ -1,19 +1,20 @@
-"""Where the hours of many runs went: by run, by user or by node.
+"""Where the hours of many runs went: by run or by user.
 
 From the run directories, and what NVML has shown of the GPUs that stood idle although a run held them.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from slurmtrain.choices import Grouping
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.gpu_hours.causes import of_history
-from slurmtrain.report.gpu_hours.goodput import HOLDS_NO_GPUS, Goodput, Segment, over_all, sums_of
+from slurmtrain.report.gpu_hours.goodput import Goodput, over_all
 from slurmtrain.report.gpu_hours.history import History, read_history
 from slurmtrain.report.status.look import states
 from slurmtrain.report.status.state import RunStatus
@@ -22,13 +23,15 @@ from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.trust import name_of
 
+Part = tuple[RunDir, Goodput, list[NodeGpus]]  # what adds up to a row
+
 
 @dataclass(frozen=True)
 class Row:
-    """The hours of a run, of a person, or on a node.
+    """The hours of a run or of a person.
 
     Attributes:
-        who: id of the run, name of the user or of the node.
+        who: id of the run, or name of the user.
         runs: number of runs.
         goodput: the sum over them.
         gpus: what was sampled of their GPUs.
@@ -53,23 +56,6 @@ class Usage:
     unreadable: tuple[str, ...] = ()
 
 
-@dataclass
-class _Sum:
-    """What adds up to a row. Events and segments are not kept: of thousands of runs they would fill the memory."""
-
-    runs: set[RunDir] = field(default_factory=set)
-    spent: list[Goodput] = field(default_factory=list)
-    gpus: list[NodeGpus] = field(default_factory=list)
-
-    def add(self, run_dir: RunDir, spent: Goodput, gpus: Sequence[NodeGpus]) -> None:
-        self.runs.add(run_dir)
-        self.spent.append(spent)
-        self.gpus += gpus
-
-    def row(self, who: str) -> Row:
-        return Row(who, len(self.runs), over_all(self.spent), total_of(self.gpus))
-
-
 def usage_of(
     run_dirs: Sequence[RunDir], *, by: Grouping, since: float | None = None, now: float | None = None
 ) -> Usage:
@@ -81,7 +67,7 @@ def usage_of(
     """
     now = time.time() if now is None else now
     unreadable: list[str] = []
-    sums, total = dict[str, _Sum](), _Sum()
+    parts: dict[str, list[Part]] = {}
     for run_dir, history, alive in _read_all(run_dirs, unreadable):
         spent = of_history(history, alive=alive, now=now)
         if since is not None and spent.end <= since:
@@ -91,20 +77,20 @@ def usage_of(
         sampled = [each.record.number for each in history.tries if each.gpus and each.sampled]
         gpus = [use for number in sampled if number in numbers for use in read_gpu_use(run_dir.attempt(number))]
         whole = run_dir.evaluated_run or run_dir
-        kept = replace(spent, segments=())
-        total.add(whole, kept, gpus)
-        if by is Grouping.NODE:
-            for node, part in _by_node(spent).items():
-                sums.setdefault(node, _Sum()).add(whole, part, [use for use in gpus if use.node == node])
-        else:
-            who = whole.id if by is Grouping.RUN else _owner(run_dir)
-            sums.setdefault(who, _Sum()).add(whole, kept, gpus)
-    rows = [found.row(who) for who, found in sums.items()]
+        who = whole.id if by is Grouping.RUN else _owner(run_dir)
+        # Segments are not kept: of thousands of runs they would fill the memory.
+        parts.setdefault(who, []).append((whole, replace(spent, segments=()), gpus))
+    rows = [_row(who, found) for who, found in parts.items()]
     if by is Grouping.RUN:
         rows.sort(key=lambda row: row.who)  # an id begins with its time
     else:
         rows.sort(key=lambda row: (row.goodput.gpu_hours, row.goodput.held_s), reverse=True)
-    return Usage(tuple(rows), total.row("total"), tuple(unreadable))
+    return Usage(tuple(rows), _row("total", [part for found in parts.values() for part in found]), tuple(unreadable))
+
+
+def _row(who: str, parts: Sequence[Part]) -> Row:
+    runs, spent, gpus = {part[0] for part in parts}, (part[1] for part in parts), (part[2] for part in parts)
+    return Row(who, len(runs), over_all(spent), total_of(itertools.chain.from_iterable(gpus)))
 
 
 def _read_all(run_dirs: Sequence[RunDir], unreadable: list[str]) -> Iterator[tuple[RunDir, History, bool | None]]:
@@ -138,19 +124,3 @@ def _owner(run_dir: RunDir) -> str:
     except OSError:
         return "unknown"
     return name_of(uid) or str(uid)
-
-
-def _by_node(spent: Goodput) -> dict[str, Goodput]:
-    """Return the part of each node on which ranks ran: its seconds are those of the node, its GPUs a part of the run's."""
-    held: dict[int, list[Segment]] = {}
-    for each in spent.segments:
-        if each.cause not in HOLDS_NO_GPUS:
-            held.setdefault(each.attempt, []).append(each)
-    parts: dict[str, list[Goodput]] = {}
-    for number, segments in held.items():
-        sums, nodes = sums_of(segments), spent.nodes.get(number, ())
-        for name in ("gpu_seconds", "lost_gpu_seconds"):
-            sums[name] = {key: amount / len(nodes) for key, amount in sums[name].items()} if nodes else {}
-        for node in nodes:
-            parts.setdefault(node, []).append(Goodput(**sums))
-    return {node: over_all(found) for node, found in parts.items()}

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from slurmtrain.runs import attempts
-from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import FAILURES, Reason
 from slurmtrain.runs.run_dir import RunDir
@@ -25,6 +24,9 @@ from slurmtrain.slurm.node_ledger import (
     read_ledger,
 )
 from slurmtrain.system.records import typed_or_none
+
+if TYPE_CHECKING:
+    from slurmtrain.runs.attempts import Attempt
 
 # An attempt that ended so says nothing for its nodes unless it made progress.
 FAILED = (*FAILURES, Reason.CONFIG, Reason.DIVERGED)
@@ -86,8 +88,12 @@ def blamed_for(runs: Sequence[RunDir], policy: BlamePolicy, cluster: str | None,
     of_others = blamed_nodes(ledger, policy, now=now)
     found: dict[str, Blamed] = {}
     for run in runs:  # each of a pack has its own attempts, and may have met a bad node alone
-        own = records_of(run.id, attempts.all_attempts(run))
-        blamed = blamed_nodes([*ledger, *own], policy, now=now, run=run.id) if own else of_others
+        blamed = of_others
+        if run.attempt_numbers():  # a run that is submitted for the first time has none
+            from slurmtrain.runs.attempts import all_attempts
+
+            own = records_of(run.id, all_attempts(run))
+            blamed = blamed_nodes([*ledger, *own], policy, now=now, run=run.id)
         found |= {each.node: each for each in blamed}
     return [found[node] for node in sorted(found)]
 

@@ -92,7 +92,6 @@ class RunDir:
     tensorboard = path_below("tensorboard")
     loggers = path_below("loggers")  # notes on loggers outside of the run directory: which steps they have
     evaluations = path_below("evaluations")  # folders of evaluation jobs, each of which is like a run's
-    exports = path_below("exports")  # folders to which checkpoints were exported, for other programs
     profiles = path_below("profiles")  # folders of profiles
     evaluations_file = path_below("evaluations.jsonl")  # metrics of evaluation jobs, in the format of metrics.jsonl
     result_file = path_below("result.json")  # of an evaluation

@@ -19,7 +19,7 @@ from slurmtrain.runs.run_dir import RUN_DIR_VARIABLE
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.process_facts import ProcessFacts, gather_facts
-from slurmtrain.system.records import typed
+from slurmtrain.system.records import typed, typed_or_none
 
 log = logging.getLogger(__name__)
 
@@ -89,21 +89,13 @@ def read_code_record(path: Path) -> CodeRecord | None:
     return typed(CodeRecord, values, path) if isinstance(values, dict) else None
 
 
-def write_environment(attempt_dir: AttemptDir, facts: ProcessFacts) -> None:
-    """Write what an attempt runs with.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    write_json(attempt_dir.environment_file, facts.to_json(), durable=False)
-
-
 def record_environment(attempt_dir: AttemptDir) -> threading.Thread:
     """Gather and write the facts of this process beside its other work, which nothing of it can stop."""
 
     def record() -> None:
         try:
-            write_environment(attempt_dir, without_own_path(gather_facts(), attempt_dir.path.parents[1]))
+            facts = without_own_path(gather_facts(), attempt_dir.path.parents[1])
+            write_json(attempt_dir.environment_file, facts.to_json(), durable=False)
         except Exception as error:  # it serves later readers only
             log.debug("what this attempt runs with is not recorded: %s: %s", type(error).__name__, error)
 
@@ -118,11 +110,10 @@ def without_own_path(facts: ProcessFacts, run_path: Path) -> ProcessFacts:
     return replace(facts, variables=variables)
 
 
-def read_environment(attempt_dir: AttemptDir) -> ProcessFacts | None:
-    """Return what an attempt ran with; None if it has no record of it.
+def read_environment(attempt_dir: AttemptDir) -> dict[str, dict[str, str]] | None:
+    """Return what an attempt ran with, by group and name; None if it has no record of it.
 
     Raises:
         UnreadableRecordError: the record cannot be read.
     """
-    values = read_json(attempt_dir.environment_file)
-    return None if values is None else ProcessFacts.from_json(values)
+    return typed_or_none(dict[str, dict[str, str]], read_json(attempt_dir.environment_file))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
-from slurmtrain.config.parallel_dims import on_given_nodes, parallel_dims_of
+from slurmtrain.config.parallel_dims import on_given_nodes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
 from slurmtrain.observe.profiling import ProfileSwitch
@@ -42,7 +42,7 @@ from slurmtrain.system.signals import StopCause
 if TYPE_CHECKING:
     from slurmtrain.runtime.distributed_context import DistributedContext
     from slurmtrain.runtime.watchdog.watchdog import Watchdog
-    from slurmtrain.training.agreement import StopAgreement
+    from slurmtrain.training.ranks import StopAgreement
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class Rank:
     def _work(self) -> int:
         """Train, or do what else the job is; record rank 0's outcome, and return the exit code of this rank."""
         from slurmtrain.hangs.beats import Position
-        from slurmtrain.training.agreement import StopAgreement
+        from slurmtrain.training.ranks import StopAgreement
 
         distributed, stop_watcher = self.distributed, self.stop_watcher
         take_save = stop_watcher.take_save if stop_watcher is not None else lambda: False
@@ -237,16 +237,11 @@ class Rank:
     def _train(self, agreement: StopAgreement) -> bool:
         """Train, record rank 0's outcome, and return whether all steps are done."""
         from slurmtrain.hangs.beats import Position
-        from slurmtrain.runtime.compile_cache import compile_cache_of
         from slurmtrain.runtime.gpu_memory import explain_out_of_memory
         from slurmtrain.runtime.jobs.train import build_trainer
 
         config, distributed, context, stop_watcher = self.config, self.distributed, self.context, self.stop_watcher
         environment, device = distributed.environment, distributed.device
-        compiled = compile_cache_of(config, parallel_dims_of(config), environment, device)
-        if compiled is not None:
-            compiled.load()
-            self.timeline.mark("compiled code")
         switch = stop_watcher.profile_switch if stop_watcher is not None else None
         with explain_out_of_memory(environment, device, lambda: 0):
             trainer = build_trainer(
@@ -277,8 +272,6 @@ class Rank:
             first = self.stop_flag.first
             cause = first.cause if first else StopCause.OTHER_RANK
             log.info("told to stop (%s): leaving after step %d", cause, outcome.step)
-        if compiled is not None:
-            compiled.publish()
         return outcome.finished
 
     def _record_last_word(self, finished: bool, **changes: Any) -> None:

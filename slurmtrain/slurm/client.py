@@ -56,7 +56,12 @@ class SlurmClient:
     Args:
         slurm_conf: path of a slurm.conf to use instead of the machine's own.
         run: the command runner.
+
+    Attributes:
+        named: SLURM's name of the cluster, once it is known.
     """
+
+    named: str | None = None
 
     def __init__(self, slurm_conf: str | None = None, run: Runner = run_command):
         self.slurm_conf = slurm_conf
@@ -222,7 +227,8 @@ class SlurmClient:
         here = (
             os.environ.get("SLURM_CLUSTER_NAME") if "SLURM_JOB_ID" in os.environ and self.slurm_conf is None else None
         )
-        return here or self.configuration().get("ClusterName") or None
+        self.named = self.named or here or self.configuration().get("ClusterName") or None
+        return self.named
 
     def existing_nodes(self, names: Iterable[str]) -> set[str] | None:
         """Return those of these nodes that the cluster has; None when it cannot be asked."""

@@ -6,7 +6,9 @@ Plain values, which `slurm.read_facts` makes of the output of SLURM's commands, 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from slurmtrain.slurm.parse_values import parse_duration
 from slurmtrain.slurm.versions import Version, parse_version
@@ -14,8 +16,7 @@ from slurmtrain.slurm.versions import Version, parse_version
 DEFAULT_QOS = "normal"  # which SLURM's database always has (slurmctld's job_mgr.c)
 
 
-@dataclass(frozen=True)
-class Qos:
+class Qos(msgspec.Struct, frozen=True):
     """A quality of service.
 
     Attributes:
@@ -33,8 +34,7 @@ class Qos:
     wall_min: int | None = None
 
 
-@dataclass(frozen=True)
-class Association:
+class Association(msgspec.Struct, frozen=True):
     """What accounting allows this user under one account.
 
     Attributes:
@@ -50,8 +50,7 @@ class Association:
     wall_min: int | None = None
 
 
-@dataclass(frozen=True)
-class Partition:
+class Partition(msgspec.Struct, frozen=True):
     """A partition, with None or () where there is no limit.
 
     Attributes:
@@ -106,8 +105,7 @@ def _is_taken(name: str, allowed: Collection[str] | None, denied: Collection[str
     return low not in {each.lower() for each in denied}
 
 
-@dataclass(frozen=True)
-class NodeGroup:
+class NodeGroup(msgspec.Struct, frozen=True):
     """Nodes of a partition that are alike.
 
     Attributes:
@@ -136,8 +134,7 @@ class NodeGroup:
         return sum(number for _, number in self.gpus)
 
 
-@dataclass(frozen=True)
-class ClusterFacts:
+class ClusterFacts(msgspec.Struct, frozen=True):
     """What SLURM has said about a cluster.
 
     Attributes:
@@ -151,7 +148,7 @@ class ClusterFacts:
         pyxis: whether srun on this machine takes --container-image; None: not known.
     """
 
-    config: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, str] = msgspec.field(default_factory=dict)
     partitions: tuple[Partition, ...] = ()
     groups: tuple[NodeGroup, ...] = ()
     qos: tuple[Qos, ...] | None = None
@@ -205,8 +202,7 @@ class ClusterFacts:
         return next((each for each in self.qos or () if each.name.lower() == name.lower()), None)
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(msgspec.Struct, frozen=True):
     """One limit that holds.
 
     Attributes:
@@ -273,8 +269,7 @@ def wall_limit(facts: ClusterFacts, partition: Partition, account: str | None, q
 NOT_AT_ALL = ("", "preempt/none", "(null)")  # of PreemptType
 
 
-@dataclass(frozen=True)
-class Preemption:
+class Preemption(msgspec.Struct, frozen=True):
     """How a job is preempted, and how long it lives on then, as far as SLURM says.
 
     Attributes:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.slurm.facts import Association, ClusterFacts, NodeGroup, Partition, Qos

@@ -23,7 +23,7 @@ from slurmtrain.config.compose import Composer
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, RunFailedError, SlurmtrainError, UnreadableRecordError
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.report import collect
 from slurmtrain.report.status.look import EndWatch, is_over, state, states
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 START, COMMUNICATION = "start", "communication"
 COMPILATION, EVALUATION, HOOK = "compilation", "evaluation", "a hook of train.hooks"
-SAVE, RESTORE, EXPORT = "save", "restore", "export"
+SAVE, RESTORE = "save", "restore"
 
 _doing = START
 _waiting: set[int] = set()

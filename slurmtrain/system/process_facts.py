@@ -17,13 +17,10 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-
-from slurmtrain.system.records import typed_or_none
 from slurmtrain.system.redaction import SECRET_NAME
 
 # Variables that change what is computed, how fast, or what is loaded: by their beginnings, and by name.
@@ -37,7 +34,6 @@ NAMES = frozenset(
 )
 OF_ONE_RANK = frozenset({"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"})
 LONGEST = 4000  # characters of a value that are kept
-MOST = 5000  # facts of a group that are kept: an environment has some hundred packages
 WHOLE_BYTES = 64 << 20  # files up to this size are digested whole
 SAMPLES, SAMPLE_BYTES = 32, 1 << 16
 _USER_IN_URL = re.compile(r"(?<=://)[^/?#\s]+@")  # up to the last @ before the path: a password may have one, too
@@ -49,10 +45,7 @@ _SECRET_WORD = re.compile(r"(^|_)(PASS|PWD|PW|KEY|AUTH|AUTHORIZATION|BEARER|COOK
 _NAME_OR_VERSION = re.compile(r"^(Name|Version):[ \t]*(.+?)\s*$", re.MULTILINE)
 _TORCH_FACTS = {"cuda": "cuda", "hip": "hip", "git_version": "torch_revision"}
 
-
-# As read back from a record, which anybody may have written.
-Text = Annotated[str, msgspec.Meta(max_length=LONGEST)]
-Facts = Annotated[Mapping[Text, Text], msgspec.Meta(max_length=MOST)]
+Facts = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -75,44 +68,9 @@ class ProcessFacts:
     container: Facts = field(default_factory=dict)
     variables: Facts = field(default_factory=dict)
 
-    def groups(self) -> dict[str, Mapping[str, str]]:
-        """Return all groups by name, in the order in which they are shown."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
     def to_json(self) -> dict[str, dict[str, str]]:
         """Return the facts as plain values; groups without any are left out."""
-        return {name: dict(sorted(group.items())) for name, group in self.groups().items() if group}
-
-    @classmethod
-    def from_json(cls, values: object) -> ProcessFacts:
-        """Read facts back from a record; there are none if it is no such record."""
-        return typed_or_none(cls, values) or cls()
-
-
-@dataclass(frozen=True)
-class FactDifference:
-    """A fact that two processes do not share; None where one has no such fact."""
-
-    group: str
-    name: str
-    a: str | None
-    b: str | None
-
-
-# Facts in which two processes that run with the same software differ all the same.
-OF_ONE_PROCESS = frozenset({("system", "host")})
-
-
-def fact_differences(a: ProcessFacts, b: ProcessFacts) -> list[FactDifference]:
-    """Return the facts that differ, by group and name; the name of the host is none of them."""
-    found = []
-    right = b.groups()
-    for group, left in a.groups().items():
-        for name in sorted(left.keys() | right[group].keys()):
-            one, other = left.get(name), right[group].get(name)
-            if one != other and (group, name) not in OF_ONE_PROCESS:
-                found.append(FactDifference(group, name, one, other))
-    return found
+        return {name: dict(sorted(group.items())) for name, group in vars(self).items() if group}
 
 
 def gather_facts(variables: Mapping[str, str] = os.environ, root: Path = Path("/")) -> ProcessFacts:

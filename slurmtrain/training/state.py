@@ -14,13 +14,12 @@ from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.checkpoint.tensors import not_finite
 from slurmtrain.data.loading import sample_digest
 from slurmtrain.data.loading.loader import BatchLoader
-from slurmtrain.observe import Throughput
 from slurmtrain.observe.phases import PhaseClock
+from slurmtrain.observe.throughput import Throughput
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
-from slurmtrain.training.agreement import AgreedDecision
 from slurmtrain.training.health import Health
-from slurmtrain.training.ranks import TrainingRanks
+from slurmtrain.training.ranks import AgreedDecision, TrainingRanks
 from slurmtrain.training.step_numbers import NumbersReader, StepNumbers
 
 if TYPE_CHECKING:
@@ -73,8 +72,6 @@ class StepResult(NamedTuple):
         tokens: number of targets of the step over all ranks that are not ignored; at least 1.
         learning_rate: rate of this step.
         decision: what all ranks have agreed to do after this step.
-        gradient_norms: norm of the gradient of each of `TrainingState.parameters` before it was clipped, as far as this
-            rank has it; None where there is none.
     """
 
     loss_sum: Tensor
@@ -82,7 +79,6 @@ class StepResult(NamedTuple):
     tokens: int
     learning_rate: float
     decision: AgreedDecision
-    gradient_norms: Sequence[Tensor | None] = ()
 
 
 @dataclass

@@ -53,7 +53,6 @@ def sources_of(folder: Path) -> dict[str, Any]:
     parts = {name: PreparedText(str(folder), SEQUENCE) for name in "ab"}
     return {
         "concat": PreparedText(str(folder), SEQUENCE).train,
-        "concat, masked": PreparedText(str(folder), SEQUENCE, document_mask=True).train,
         "best fit, masked": PreparedText(str(folder), SEQUENCE, packing="best_fit").train,
         "mixture of two": Mixture(parts, {"a": 0.7, "b": 0.3}).train,
     }

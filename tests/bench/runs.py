@@ -24,7 +24,7 @@ from tests.support.run_info import run_info
 STEPS, SAVES, TAIL_BYTES = 300, 20, 4096
 END = 1_700_000_000.0
 VALUES = {"loss": 2.123456789, "grad_norm": 0.512345, "lr": 3e-4, "tokens_per_s": 12345.6789, "step_time_s": 0.1}
-USAGES = ("usage", "usage --by run", "usage --by node", "usage --since 4w")
+USAGES = ("usage", "usage --by run", "usage --since 4w")
 
 
 def main(words: list[str]) -> None:

@@ -24,15 +24,15 @@ from slurmtrain.config.schema import Config
 from slurmtrain.data.loading.batches import IGNORED_TARGET, Batch
 from slurmtrain.data.sources.protocol import inspect_source
 from slurmtrain.errors import ConfigError
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.build_model import build, build_model, distribute_model, fill
 from slurmtrain.runtime.jobs.train import build_evaluator
 from slurmtrain.system import signals
 from slurmtrain.system.signals import StopCause
-from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import build_forward_backward
+from slurmtrain.training.ranks import StopAgreement
 from tests.distributed.test_training import alone, fit, go_on, hold, losses
 from tests.support.gloo import GlooRanks, wait_until
 from tests.support.local_runs import SMALL, Project

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from slurmtrain.config.schema import MlflowConfig
-from slurmtrain.observe import Ending, Held, LoggedRun, read_metrics
+from slurmtrain.observe import Ending, Held, LoggedRun
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.observe.mlflow_logger import MlflowLogger
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import process

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ import pytest
 import torch
 
 from slurmtrain.checkpoint import module_state
-from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.boxes import Box
-from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.safetensors_files import Wanted, read, tensors_of
-from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import box_of, local
 from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import HUGGING_FACE, with_sizes
@@ -29,7 +26,6 @@ from slurmtrain.models import Decoder, initialize
 from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.models.lora import add_adapters, draw_adapters, without_adapters
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime import exports
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.build_model import distribute_model
 from slurmtrain.weights.hf_export import export_hf, export_peft
@@ -127,9 +123,7 @@ def test_the_weights_are_those_of_the_folder_in_every_layout(ranks: int, folders
         assert {where: what for where, what in found.items() if what} == {}
 
 
-def test_a_run_begins_with_the_weights_exports_what_it_makes_of_them_and_goes_on_without_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_begins_with_the_weights_is_exported_and_goes_on_without_them(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder, run = tmp_path / "model", RunDir(tmp_path / "run")
     theirs.save("mistral", folder, vocab_size=259)
@@ -140,50 +134,22 @@ def test_a_run_begins_with_the_weights_exports_what_it_makes_of_them_and_goes_on
     (started,) = [event for event in run.events() if event["event"] == "fresh start"]
     assert (started["weights_from"], started["step"]) == (str(folder), 0) and "weights_of_step" not in started
 
-    trained = trainer(alone(), run.path, [*words, "train.steps=2", "checkpoint.export_every_steps=2"])
+    trained = trainer(alone(), run.path, [*words, "train.steps=2"])
     assert trained.fit().finished
-    (exported,) = [event for event in run.events() if event["event"] == "exported"]
-    assert (exported["step"], exported["folder"]) == (2, str(run.exports / "step_0000002"))
-    again = theirs.read(run.exports / "step_0000002")
+    out = tmp_path / "out"
+    export_hf(committed(run.checkpoints)[-1], out, dtype="bfloat16")
+    again = theirs.read(out)
     assert type(again).__name__ == "MistralForCausalLM"
     assert {name: value.tolist() for name, value in again.state_dict().items()} == {
         hugging_face_name(name): value.bfloat16().tolist()
         for name, value in trained.state.distributed_model.model.state_dict().items()
     }
-    assert sorted(path.name for path in run.exports.iterdir()) == ["export.log", "step_0000002"]
 
-    # From here on its own checkpoints count; and an export that fails is told, and fails nothing else.
+    # From here on its own checkpoints count.
     for file in folder.glob("*.safetensors"):
         file.unlink()
-    monkeypatch.setattr(exports, "command_of", lambda *_: ["bash", "-c", "echo the disk is full; exit 1"])
-    words += ["train.steps=4", "checkpoint.export_every_steps=4", "checkpoint.allow=[config]"]
+    words += ["train.steps=4", "checkpoint.allow=[config]"]
     assert fit(alone(), run.path, words, attempt=2).first_step == 2
-    (failed,) = [event for event in run.events() if event["event"] == "export failed"]
-    assert (failed["step"], failed["error"]) == (4, "the disk is full")
-    assert sorted(path.name for path in run.exports.iterdir()) == ["export.log", "step_0000002"]
-
-
-def test_a_checkpoint_stays_until_it_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, go_on = RunDir(tmp_path), tmp_path / "go on"
-    wait = f"until [ -e {shlex.quote(str(go_on))} ]; do sleep 0.05; done; mkdir"
-    monkeypatch.setattr(exports, "command_of", lambda path, out, dtype: ["bash", "-c", f"{wait} {out}"])
-    model = torch.nn.Linear(2, 2)
-    checkpointer = Checkpointer(run.checkpoints, run_id=run.id)
-    events: list[Any] = []
-    made = exports.Exports(
-        run, lambda step: step == 1, "bfloat16", lambda event, **values: events.append((event, values["step"]))
-    )
-    checkpointer.save(1, model=model).wait()
-    made.committed(1)
-    for step in (2, 3, 4):
-        checkpointer.save(step, model=model).wait()
-    checkpointer.close()  # which finishes cleaning up, too
-    assert [step_of(path) for path in committed(run.checkpoints)] == [1, 3, 4]
-    go_on.touch()
-    made.finish()
-    made.close()
-    assert events == [("exported", 1)] and (run.exports / "step_0000001").is_dir()
-    assert retention.held(run.checkpoints) == []
 
 
 ADAPTED = ["lora.r=4", "lora.dropout=0.1", "train.steps=6", "train.eval_every=0", "checkpoint.every_steps=0"]

@@ -19,7 +19,7 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.report.gpu_hours.goodput import Cause
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
@@ -29,8 +29,8 @@ from slurmtrain.runtime.jobs.train import build_trainer
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
-from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.hooks import TrainingHook
+from slurmtrain.training.ranks import StopAgreement
 from slurmtrain.training.state import StepResult, TrainingState
 from slurmtrain.training.trainer import Outcome, Trainer
 from tests.support.gloo import GlooRanks, wait_until

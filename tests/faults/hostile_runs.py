@@ -41,7 +41,7 @@ VERBS = (
     ["status", RUN],
     ["status", RUN, "--json"],
     ["usage"],
-    ["usage", "--json", "--by", "node", "--since", "4w"],
+    ["usage", "--json", "--since", "4w"],
     ["usage", RUN, "--by", "run"],
     ["runs", "prune", "--dry-run"],
     ["runs", "compare", RUN, OTHER],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.slurm.environment import Environment
@@ -71,20 +71,20 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path, overrides: list[str]) -> None
 
 
 def test_the_parts_of_a_step_add_up_and_memory_and_speed_are_known(tmp_path: Path) -> None:
-    words = [*ON_GPU, *LARGER, "train.steps=60", "train.log_every=20", "observe.per_layer_every=20"]
+    words = [*ON_GPU, *LARGER, "train.steps=60", "train.log_every=20"]
     trainer(alone(), tmp_path / "run", words).fit()
     last = [each for each in read_metrics(RunDir(tmp_path / "run").metrics_file) if "time_total_s" in each][-1]
     parts = sum(value for name, value in last.items() if name.startswith("time_") and name != "time_total_s")
     assert parts == pytest.approx(last["time_total_s"], rel=0.02)
     assert last["time_forward_backward_s"] > 0 and last["time_optimizer_s"] > 0
     assert 0 < last["memory_allocated_gb"] <= last["memory_reserved_gb"] < 4
-    assert 0 < last["mfu_attended"] < last["mfu"] < 1 and any(name.startswith("grad_norm/") for name in last)
+    assert 0 < last["mfu_attended"] < last["mfu"] < 1
 
 
 def test_a_profile_has_the_kernels_and_the_memory_of_the_gpu_and_changes_no_bit(tmp_path: Path) -> None:
     words = [*ON_GPU, "train.deterministic=true"]
-    profiled(alone(), tmp_path / "run", {2: "2"}, words)
-    profiled(alone(), tmp_path / "plain", {}, words)
+    profiled(alone(), tmp_path / "run", {2}, words)
+    profiled(alone(), tmp_path / "plain", set(), words)
     (folder,) = (tmp_path / "run" / "profiles").iterdir()
     assert sorted(each.name for each in folder.iterdir()) == [
         "rank-0.memory.pickle",

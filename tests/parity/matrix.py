@@ -18,7 +18,7 @@ from torch import Tensor
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.data.loading.batches import IGNORED_TARGET
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
@@ -26,7 +26,7 @@ from slurmtrain.runtime.jobs.train import build_trainer
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
-from slurmtrain.training.agreement import StopAgreement
+from slurmtrain.training.ranks import StopAgreement
 
 STEPS = 3  # the second is of updated weights, the third of moments that have a history
 # Relative. Loss and gradient are sums over the n = 8 x 64 tokens of a step, whose terms another layout adds in another order:

@@ -159,7 +159,7 @@ def test_submit_refuses_what_slurm_refuses_or_never_starts_and_nothing_else(
             undone = f"{before.replace('+', '-')}={value}" if "Flags" in before else f"{before}{sign}-1"
             sacctmgr(accounts, "modify", *words[:-1], undone)
     assert truth.startswith(case.truth), truth
-    assert (refused or any(each.fatal for each in found)) == (case.truth != "starts"), (truth, found)
+    assert (refused or any(fatal for _, fatal in found)) == (case.truth != "starts"), (truth, found)
 
 
 def facts_of(cluster: Cluster) -> ClusterFacts:
@@ -213,7 +213,7 @@ def test_a_limit_on_submitted_jobs_that_is_reached_is_one_to_wait_for(accounts: 
     sacctmgr(accounts, "modify", *qos(LOW, "MaxSubmitJobsPerUser=1").split())
     try:
         first = accounts.run(["sbatch", "--parsable", "-H", "-o", "/dev/null", "--wrap", "true"]).stdout.strip()
-        assert [each for each in check_request(facts_of(accounts), ClusterConfig(partition="low")) if each.fatal] == []
+        assert not any(fatal for _, fatal in check_request(facts_of(accounts), ClusterConfig(partition="low")))
         done = accounts.run(["sbatch", "-o", "/dev/null", "--wrap", "true"], check=False)
         assert isinstance(error_of(done.stderr, done.returncode), SubmitLimitError), done.stderr
     finally:

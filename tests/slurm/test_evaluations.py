@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs import attempts
 from tests.slurm.project import Project, Run
 

@@ -52,12 +52,13 @@ class Result(StrEnum):
     NOT_JUDGED = "not judged"  # what came of it is not known
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evidence:
     """All that is known of an interrupted run.
 
     Attributes:
-        cannot: why it was not tried; None if it was.
+        way: None: it is not interrupted.
+        cannot: why it could not be tried; None if it could.
         is_program: it is a program of one's own, whose attempts say nothing of its checkpoints.
         mode: requeue.mode.
         attempts: its attempts from the interrupted one on.
@@ -73,14 +74,14 @@ class Evidence:
         twin: the comparison of two undisturbed runs; None if there is only one.
     """
 
-    way: Way
+    way: Way | None
     cannot: str | None = None
     is_program: bool = False
     mode: RequeueMode = RequeueMode.REQUEUE
     attempts: Sequence[Attempt] = ()
     over: bool = False
     finished: bool = False
-    explanation: str = ""
+    explanation: str = "nothing is known of it"
     told: bool = False
     refused: str | None = None
     time_s: float | None = None
@@ -143,6 +144,7 @@ def _not_judged(sentence: str, *hints: str) -> Verdict:
 def _left(evidence: Evidence, plan: Plan) -> Verdict | None:
     """Judge how it left: it got the signal, and has saved. None: it did."""
     way, first = evidence.way, evidence.first
+    assert way is not None
     if evidence.cannot is not None:
         return Verdict(Result.NOT_TRIED, f"cannot be tried here, because {evidence.cannot}")
     if evidence.refused is not None:

@@ -23,7 +23,7 @@ from slurmtrain.choices import Backend, JobKind, SnapshotMode
 from slurmtrain.config.schema import Config
 from slurmtrain.config.validate import validate
 from slurmtrain.control import stop
-from slurmtrain.control.drill.judge import Comparison, Evidence, Result, Verdict, compare_runs, judge
+from slurmtrain.control.drill.judge import Evidence, Result, Verdict, compare_runs, judge
 from slurmtrain.control.drill.ways import (
     Plan,
     Way,
@@ -38,25 +38,22 @@ from slurmtrain.control.runs import start
 from slurmtrain.control.submitting import ask_cluster
 from slurmtrain.errors import ClusterError, ConfigError, NoAnswerError, SlurmtrainError
 from slurmtrain.launch.checks import check
-from slurmtrain.launch.code_source import CodeSource, find_source
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.queue_check import with_choices_of_the_shell
+from slurmtrain.launch.snapshot import CodeSource, find_source
 from slurmtrain.launch.submit_once import RefusedError, sbatch
-from slurmtrain.launch.submit_once import check as ask_slurm
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.report.progress import read_progress
 from slurmtrain.report.status.look import states
-from slurmtrain.report.status.state import RunState
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt, all_attempts, last_logged_step
 from slurmtrain.runs.create import make_folder, new_run_id
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.reasons import RunAction
-from slurmtrain.runs.reasons import Verdict as Next
 from slurmtrain.runs.run_dir import DRILLS, RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.job_states import GONE
-from slurmtrain.system.files import write_text
 
 log = logging.getLogger(__name__)
 
@@ -66,48 +63,31 @@ LEAVE_S = 20.0  # longest wait for cancelled jobs to be gone
 STOP_AFTER_S = 30.0  # the default of Plan.stop_after_s
 
 
-@dataclass
-class ScratchRun:
-    """A run of a drill, while it goes on.
+@dataclass(kw_only=True)
+class ScratchRun(Evidence):
+    """A run of a drill, and what is known of it so far.
 
     Attributes:
-        way: None: it is not interrupted.
         launcher: the process of a local run.
-        state: what `status` says of it, when it was asked last.
-        told: it was told to stop, or SLURM to preempt it.
-        refused: why SLURM refused that.
         done: its program was cancelled, since it had done all steps.
     """
 
-    way: Way | None
     config: Config
     run_dir: RunDir
-    launcher: subprocess.Popen[bytes] | None
-    state: RunState | None = None
-    told: bool = False
-    refused: str | None = None
+    launcher: subprocess.Popen[bytes] | None = None
     done: bool = False
 
-    @property
-    def name(self) -> str:
-        return self.way or "undisturbed"
+    def look(self, now: RunState) -> None:
+        """Take over what `status` says now, and the run's own records."""
+        self.attempts, self.explanation = all_attempts(self.run_dir), f"{now.status}: {now.explanation}"
+        self.finished = self.done or now.status == RunStatus.FINISHED
+        self.over = self.cannot is not None or self.refused is not None or not now.alive
 
-    @property
-    def is_program(self) -> bool:
-        return self.config.job.kind == JobKind.COMMAND
-
-    @property
-    def over(self) -> bool:
-        return self.refused is not None or (self.state is not None and not self.state.alive)
-
-    @property
-    def finished(self) -> bool:
-        tries = all_attempts(self.run_dir)
-        return self.done or (bool(tries) and tries[-1].verdict == Next.DONE)
-
-    @property
-    def explanation(self) -> str:
-        return f"{self.state.status}: {self.state.explanation}" if self.state is not None else "nothing is known of it"
+    def compare_with(self, undisturbed: ScratchRun) -> None:
+        """Compare what it has done with the undisturbed run, if both have finished."""
+        self.resumed_at, self.undisturbed = _resumed_at(self.run_dir, self.attempts), undisturbed.explanation
+        if self.finished and undisturbed.finished:
+            self.comparison = compare_runs(undisturbed.run_dir, self.run_dir, self.config.job)
 
     @property
     def shown_step(self) -> int:
@@ -121,7 +101,7 @@ class Drill:
     """The runs of a drill, and what it has shown and left behind when it is over.
 
     Attributes:
-        preemptor: options of sbatch for the job that preempts one of the runs.
+        preemptors: options of sbatch for jobs that may preempt one of the runs, the gentlest first.
         preempting: ids of such jobs.
         verdicts: those of its ways, in their order.
         keep: keep the folder of its runs; so it is with a drill that is broken off.
@@ -133,7 +113,7 @@ class Drill:
     folder: Path
     client: SlurmClient | None
     runs: list[ScratchRun] = field(default_factory=list)
-    preemptor: Sequence[str] = ()
+    preemptors: Sequence[Sequence[str]] = ()
     preempting: list[str] = field(default_factory=list)
     verdicts: list[tuple[Evidence, Verdict]] = field(default_factory=list)
     keep: bool = True
@@ -151,8 +131,8 @@ class Drill:
             if self.client is None or time.monotonic() - asked >= ASK_EVERY_S:
                 asked, now = time.monotonic(), states(run.run_dir for run in self.runs)
                 for run in self.runs:
-                    run.state = now[run.run_dir.id]
-            line = ", ".join(f"{run.name} {run.state.status if run.state else 'submitted'}" for run in self.runs)
+                    run.look(now[run.run_dir.id])
+            line = ", ".join(f"{run.way or 'undisturbed'} {run.explanation.partition(':')[0]}" for run in self.runs)
             if line != said:
                 log.info("%s", line)
             said = line
@@ -175,7 +155,7 @@ class Drill:
             return
         except SlurmtrainError as error:  # a local run is still setting up, or has just left
             if self.client is not None and to_tell:
-                run.refused = error.message
+                run.refused, run.over = error.message, True
 
     def _interrupt(self, run: ScratchRun, attempt: Attempt) -> None:
         if self.client is None:
@@ -189,9 +169,20 @@ class Drill:
         elif not attempt.nodes:
             raise ClusterError("it is not known on which node its job runs")
         else:
-            options = [*self.preemptor, f"--nodelist={attempt.nodes[0]}"]
-            script = preemptor_script(run.config.cluster.account, options)
-            self.preempting.append(sbatch(script, run.run_dir.path / "submitit", self.client.slurm_conf, []))
+            self._preempt(run, attempt.nodes[0])
+
+    def _preempt(self, run: ScratchRun, node: str) -> None:
+        """Submit a job that preempts a run, with the first options that SLURM accepts of this user."""
+        assert self.client is not None
+        refusals = []
+        for options in self.preemptors:
+            script = preemptor_script(run.config.cluster.account, [*options, f"--nodelist={node}"])
+            try:
+                self.preempting.append(sbatch(script, run.run_dir.path / "submitit", self.client.slurm_conf, []))
+                return
+            except RefusedError as error:
+                refusals.append(f"you may not use {options[-1]} ({error.message})")
+        run.cannot, run.over = "; ".join(refusals), True
 
     def end(self) -> None:
         """End what is left of the runs, and remove their folder. It stays if it is to be kept, or a job may write there."""
@@ -306,39 +297,43 @@ def drill(
     with drilling(plan, Path(config.job.runs_dir), client) as made:
         cannot = {way: why for way in plan.ways if (why := why_not_here(way, config)) is not None}
         if client is not None and Way.PREEMPTION in plan.ways:
-            try:
-                made.preemptor = find_preemptor(config, client, facts, made.folder)
-            except ClusterError as error:
-                cannot[Way.PREEMPTION] = error.message
+            its = config.cluster
+            found = preemptors(facts, partition=its.partition, account=its.account, qos=its.qos)
+            if isinstance(found, str):
+                cannot[Way.PREEMPTION] = found
+            else:
+                made.preemptors = found
 
         def begin(way: Way | None) -> ScratchRun:
             its = scratch_config(config, plan, way, made.folder)
             dims = validate(its)
             check(its, dims, cwd, look_at_files=source is None)
-            made.runs.append(ScratchRun(way, its, *start(its, dims, overrides, cwd, source)))
-            return made.runs[-1]
+            run_dir, launcher = start(its, dims, overrides, cwd, source)
+            run = ScratchRun(way, config=its, run_dir=run_dir, launcher=launcher)
+            run.is_program, run.mode = its.job.kind == JobKind.COMMAND, its.requeue.mode
+            run.time_s = time_given(way, its.cluster, facts) if way is not None else None
+            made.runs.append(run)
+            return run
 
         # A whole node is wanted for the preemption, so its job comes first.
         order = sorted((way for way in plan.ways if way not in cannot), key=lambda way: way is not Way.PREEMPTION)
-        by_way: dict[Way | None, ScratchRun] = {way: begin(way) for way in [*order, *([None] if order else [])]}
-
-        def judged(twin: Comparison | None = None) -> list[tuple[Evidence, Verdict]]:
-            its = [
-                Evidence(way, cannot=cannot[way])
-                if way in cannot
-                else evidence_of(by_way[way], by_way[None], facts, twin)
-                for way in plan.ways
-            ]
-            return [(each, judge(each, plan)) for each in its]
-
+        tried = {way: begin(way) for way in order}
+        undisturbed = begin(None) if tried else None
         made.follow()
-        made.verdicts = judged()
-        if any(verdict.result is Result.FAILED and its.comparison is not None for its, verdict in made.verdicts):
+        if undisturbed is not None:
+            for run in tried.values():
+                run.compare_with(undisturbed)
+        evidence = [tried.get(way) or Evidence(way, cannot=cannot[way]) for way in plan.ways]
+        made.verdicts = [(each, judge(each, plan)) for each in evidence]
+        differ = any(verdict.result is Result.FAILED and its.comparison is not None for its, verdict in made.verdicts)
+        if differ and undisturbed is not None:
             log.info("the bits differ; are those of two undisturbed runs the same?")
             twin = begin(None)
             made.follow()
-            if twin.finished:
-                made.verdicts = judged(compare_runs(by_way[None].run_dir, twin.run_dir, config.job))
+            twin.compare_with(undisturbed)
+            for run in tried.values():
+                run.twin = twin.comparison
+            made.verdicts = [(each, judge(each, plan)) for each in evidence]
         made.keep = any(each.result in (Result.FAILED, Result.NOT_JUDGED) for _, each in made.verdicts)
     return made
 
@@ -368,51 +363,6 @@ def has_done(run: ScratchRun, plan: Plan, tries: Sequence[Attempt]) -> bool:
     if run.way is None:
         return (last_logged_step(run.run_dir) or 0) >= plan.steps
     return len(tries) > 1 and run.shown_step >= max(plan.steps, (tries[0].last_step or tries[0].seen_step or 0) + 1)
-
-
-def find_preemptor(config: Config, client: SlurmClient, facts: ClusterFacts, folder: Path) -> Sequence[str]:
-    """Return options of sbatch for a job that may preempt one of this config, and that SLURM accepts of this user.
-
-    Raises:
-        ClusterError: there is none, with the reason.
-    """
-    cluster = config.cluster
-    found = preemptors(facts, partition=cluster.partition, account=cluster.account, qos=cluster.qos)
-    if isinstance(found, str):
-        raise ClusterError(found)
-    refusals, script = [], folder / "preemptor.sbatch"
-    for options in found:
-        write_text(script, preemptor_script(cluster.account, options))
-        try:
-            ask_slurm(script, client)
-        except RefusedError as error:
-            refusals.append(f"you may not use {options[-1]} ({error.message})")
-        else:
-            return options
-    raise ClusterError("; ".join(refusals))
-
-
-def evidence_of(run: ScratchRun, undisturbed: ScratchRun, facts: ClusterFacts, twin: Comparison | None) -> Evidence:
-    """Return what the records say of a run that was interrupted."""
-    assert run.way is not None
-    tries = all_attempts(run.run_dir)
-    both = run.finished and undisturbed.finished
-    return Evidence(
-        run.way,
-        is_program=run.is_program,
-        mode=run.config.requeue.mode,
-        attempts=tries,
-        over=run.over,
-        finished=run.finished,
-        explanation=run.explanation,
-        told=run.told,
-        refused=run.refused,
-        time_s=time_given(run.way, run.config.cluster, facts),
-        resumed_at=_resumed_at(run.run_dir, tries),
-        undisturbed=undisturbed.explanation,
-        comparison=compare_runs(undisturbed.run_dir, run.run_dir, run.config.job) if both else None,
-        twin=twin,
-    )
 
 
 def _resumed_at(run_dir: RunDir, tries: Sequence[Attempt]) -> int | None:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from slurmtrain.choices import Backend, EvalMode, JobKind, PreflightMode, RequeueMode
+from slurmtrain.config.fields import merge
 from slurmtrain.config.frozen import to_config, to_values
 from slurmtrain.config.schema import ClusterConfig, Config
-from slurmtrain.errors import EnvironmentMismatchError, UsageError, nearest
+from slurmtrain.errors import UsageError, nearest
 from slurmtrain.slurm.facts import (
     NOT_AT_ALL,
     ClusterFacts,
-    Partition,
     association_of,
     first_partition,
     preemption_of,
     qos_of,
 )
-from slurmtrain.slurm.nodelist import expand_nodelist
 
 INTERRUPTION = "slurmtrain.training.hooks.interruption.Interruption"
 # If a command line has only these words, the site is drilled.
@@ -98,9 +97,8 @@ def keys_of(overrides: Sequence[str]) -> set[str]:
 
 def tiny_config(config: Config, plan: Plan, given: Collection[str]) -> Config:
     """Return the config of a training on one rank of one node, but for the keys that the person has set (`given`)."""
-    values, cluster = to_values(config), config.cluster
+    cluster = config.cluster
     tasks = cluster.tasks_per_node if "cluster.tasks_per_node" in given else 1
-    memory_gb = cluster.mem_per_node_gb
     wanted: dict[str, Any] = {
         "nodes": 1,
         "spare_nodes": 0,
@@ -111,52 +109,52 @@ def tiny_config(config: Config, plan: Plan, given: Collection[str]) -> Config:
         "cpus_per_task": min(cluster.cpus_per_task, MOST_CPUS),
         "gpus_per_node": tasks if cluster.gpus_per_node else 0,
         # What SLURM gives by itself, rather than 0, which is all of a node's.
-        "mem_per_node_gb": min(memory_gb, RANK_GB * tasks) if memory_gb else None,
+        "mem_per_node_gb": min(cluster.mem_per_node_gb, RANK_GB * tasks) if cluster.mem_per_node_gb else None,
     }
-    kept = {key.removeprefix("cluster.") for key in given} | ({"spare_nodes"} if "cluster.nodes" in given else set())
-    values["cluster"] |= {name: value for name, value in wanted.items() if name not in kept}
-    found = to_config(values)
-    found.train.global_batch_size = 8 * found.world_size
-    return found
+    wanted = {name: value for name, value in wanted.items() if f"cluster.{name}" not in given}
+    found = replace(config, cluster=replace(cluster, **wanted))
+    return replace(found, train=replace(found.train, global_batch_size=8 * found.world_size))
 
 
 def scratch_config(config: Config, plan: Plan, way: Way | None, folder: Path) -> Config:
     """Return the config of one run of a drill, in its own folder, with nothing that reaches out of it.
 
-    It has no loggers, hooks, mirror or export, and no evaluation jobs, and waits for no jobs of the same name.
+    It has no loggers, hooks or mirror, and no evaluation jobs, and waits for no jobs of the same name.
 
     Args:
         way: None: of the undisturbed run.
     """
-    values = to_values(config)
-    requeue, cluster, train, checkpoint = (values[group] for group in ("requeue", "cluster", "train", "checkpoint"))
-    requeue["blame_threshold"] = 0  # its crashes are no fault of the nodes
-    if way is Way.IN_PLACE and requeue["in_place"] is None:
-        requeue["in_place"] = True
-    elif way is not None and way is not Way.IN_PLACE:
-        requeue["in_place"] = False
-    if requeue["mode"] == RequeueMode.CHAIN:
-        requeue["chain_length"] = CHAIN_LENGTH
-    limit_min = math.ceil(plan.within_min + 2 * (cluster["signal_lead_s"] + plan.leaving_s) / 60)
-    cluster["time_limit_min"] = min(cluster["time_limit_min"], limit_min)
-    if way is Way.PREEMPTION:  # so that nobody else's job is preempted with ours
-        cluster["exclusive"] = True
-    if config.job.kind == JobKind.TRAIN:
-        train |= {"steps": plan.steps, "log_every": 1, "tensorboard": False}
-        if way is not None:  # one that is told to stop stops after another step
-            after, kill = (plan.stop_at, True) if way.kills else (plan.stop_at - 1, False)
-            hook = {"_target_": INTERRUPTION, "after_step": after, "kill": kill, "leaving_s": plan.leaving_s}
-            train["hooks"].append(hook)
-        if way is not None and way.kills:  # it needs a checkpoint before that
-            checkpoint["every_steps"] = max(1, plan.stop_at // 2)
+    cluster, requeue, lead_s = config.cluster, config.requeue, config.cluster.signal_lead_s
+    limit_min = math.ceil(plan.within_min + 2 * (lead_s + plan.leaving_s) / 60)
+    in_place = requeue.in_place
+    if way is not None:
+        in_place = way is Way.IN_PLACE and in_place is not False
+    changes: dict[str, Any] = {
+        "job": {"name": f"drill-{way or 'undisturbed'}", "runs_dir": str(folder), "singleton": False},
+        "requeue": {"in_place": in_place, "blame_threshold": 0},  # its crashes are no fault of the nodes
+        "cluster": {
+            "time_limit_min": min(cluster.time_limit_min, limit_min),
+            "exclusive": cluster.exclusive or way is Way.PREEMPTION,  # so that nobody else's job is preempted with ours
+        },
+        "optim": {"warmup_steps": min(config.optim.warmup_steps, plan.steps)},
+        "checkpoint": {"mirror": None},
+        "eval": {"mode": EvalMode.INLINE},
+        "sweep": {"pack": 1},
+    }
+    if requeue.mode == RequeueMode.CHAIN:
+        changes["requeue"]["chain_length"] = CHAIN_LENGTH
     if config.preflight.mode == PreflightMode.FULL:
-        values["preflight"]["mode"] = PreflightMode.QUICK
-    values["job"] |= {"name": f"drill-{way or 'undisturbed'}", "runs_dir": str(folder), "singleton": False}
-    values["optim"]["warmup_steps"] = min(config.optim.warmup_steps, plan.steps)
-    checkpoint |= {"mirror": None, "export_every_steps": 0}
-    values["eval"]["mode"] = EvalMode.INLINE
-    values |= {"observe": {"phases": False, "straggler_every": 0}, "hooks": {}}
-    values["sweep"]["pack"] = 1
+        changes["preflight"] = {"mode": PreflightMode.QUICK}
+    if config.job.kind == JobKind.TRAIN:
+        changes["train"] = {"steps": plan.steps, "log_every": 1, "tensorboard": False}
+        if way is not None:  # one that is told to stop stops after another step
+            after = plan.stop_at - (not way.kills)
+            hook = {"_target_": INTERRUPTION, "after_step": after, "kill": way.kills, "leaving_s": plan.leaving_s}
+            changes["train"]["hooks"] = [*config.train.hooks, hook]
+        if way is not None and way.kills:  # it needs a checkpoint before that
+            changes["checkpoint"]["every_steps"] = max(1, plan.stop_at // 2)
+    values = to_values(config) | {"observe": {"phases": False, "straggler_every": 0}, "hooks": {}}
+    merge(values, changes)
     return to_config(values)
 
 
@@ -179,7 +177,7 @@ def preemptors(
 ) -> list[tuple[str, ...]] | str:
     """Return options of sbatch for jobs that may preempt ours, the gentlest first; or why nothing preempts it.
 
-    Whether this person may use them is for SLURM to say.
+    Whether this person may use them, and has the node of our job there, is for SLURM to say.
 
     Args:
         partition, account, qos: of our job; None: the default ones. Of several partitions the first counts.
@@ -196,8 +194,8 @@ def preemptors(
         return f"preempted jobs of {found.of} do not end (PreemptMode={found.mode})"
     if by == "preempt/partition_prio":
         above = [each for each in facts.partitions if each.state == "UP" and each.priority_tier > own.priority_tier]
-        names = [each.name for each in sorted(above, key=lambda each: each.priority_tier) if _share_nodes(own, each)]
-        return [(f"--partition={name}",) for name in names] or f"no partition on its nodes may preempt {found.of}"
+        names = [each.name for each in sorted(above, key=lambda each: each.priority_tier)]
+        return [(f"--partition={name}",) for name in names] or f"no partition may preempt {found.of}"
     its = qos_of(facts, association_of(facts, account, own.name), qos)
     if its is None:
         return f"SLURM's accounting does not show QOS {qos}" if qos else "cluster.qos is not set, and decides about it"
@@ -215,14 +213,6 @@ def time_given(way: Way, cluster: ClusterConfig, facts: ClusterFacts) -> float |
         return float(cluster.signal_lead_s)
     its = preemption_of(facts, cluster.partition, account=cluster.account, qos=cluster.qos)
     return its.to_leave_s if way is Way.PREEMPTION else its.kill_wait_s
-
-
-def _share_nodes(one: Partition, other: Partition) -> bool:
-    try:
-        nodes = [set(expand_nodelist(each.node_names)) for each in (one, other) if each.node_names not in ("", "ALL")]
-    except EnvironmentMismatchError:  # written in a way that is not known: they may share nodes
-        return True
-    return len(nodes) < 2 or bool(nodes[0] & nodes[1])
 
 
 def preemptor_script(account: str | None, options: Sequence[str]) -> str:

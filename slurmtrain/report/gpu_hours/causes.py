@@ -117,7 +117,6 @@ def of_history(history: History, *, alive: bool | None, now: float) -> Goodput:
         segments=kept,
         gpu_count=before.gpus if before is not None else 0.0,
         interruptions=interruptions,
-        nodes={each.record.number: tuple(each.record.nodes) for each in history.tries},
         running=is_waiting or runs,
     )
 

@@ -65,7 +65,6 @@ class Goodput:
             "requeued", ...) or "rolled back": what stood still until it had ended, and all until the run was where it had been.
         lost_s: wall-clock seconds of the same, the queue included.
         interruptions: number of attempts that ended before the run had finished, by why.
-        nodes: the nodes of each attempt, by its number.
         running: it has not ended, and its last segment ends now.
     """
 
@@ -76,7 +75,6 @@ class Goodput:
     lost_gpu_seconds: Mapping[str, float] = field(default_factory=dict)
     lost_s: Mapping[str, float] = field(default_factory=dict)
     interruptions: Mapping[str, int] = field(default_factory=dict)
-    nodes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     running: bool = False
 
     @property

@@ -37,7 +37,6 @@ PHASES = tuple(
 TITLES = {"loss": "Loss", "memory_allocated_gb": "Peak memory"}
 NOT_DRAWN = ("data_wait_s", "time_total_s", "communication_share", "valid_tokens")  # others say it
 KNOWN = {"loss", *SPEED, *SPEED_OF_GPUS, *TRAINING, *SHARED.values(), *PHASES, *NOT_DRAWN}
-OF_LAYERS = ("grad_norm/", "param_norm/")  # TensorBoard draws them
 OF_EVALUATIONS = ("valid_", "eval_", "test_", "eval/", "valid/", "perplexity", "bits_per_byte", "accuracy")
 MOST_EVALUATIONS, MOST_OTHERS = 12, 24  # charts of metrics that nobody here knows
 MOST_ROWS, MOST_SETTINGS = 60, 2000  # of the timeline, and of the table
@@ -80,7 +79,7 @@ def _curves(facts: RunFacts, series: Mapping[str, Series]) -> list[Section]:
             found.append(charts.line_chart(key, title or units.capital(words), curves, span, unit=units.unit_of(first)))
         return [chart for chart in found if chart is not None]
 
-    unknown = [name for name in series if name not in KNOWN and not name.startswith(OF_LAYERS)]
+    unknown = [name for name in series if name not in KNOWN]
     evaluations = [name for name in unknown if name.startswith(OF_EVALUATIONS)][:MOST_EVALUATIONS]
     others = [name for name in unknown if name not in evaluations]
     loss = drawn(["loss", *evaluations])

@@ -14,7 +14,8 @@ from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources.protocol import inspect_source
 from slurmtrain.errors import ConfigError
-from slurmtrain.observe import TensorBoardLog, read_metrics
+from slurmtrain.observe.metrics import read_metrics
+from slurmtrain.observe.reporter import TensorBoardLog
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
 from slurmtrain.runtime.distributed_context import DistributedContext
@@ -23,8 +24,8 @@ from slurmtrain.runtime.jobs.train import build_evaluator
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.records import append_line
-from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import build_forward_backward
+from slurmtrain.training.ranks import StopAgreement
 from slurmtrain.training.seeds import seed_everything
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
 from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
-from slurmtrain.runtime.exports import Exports
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.patience import BestEffort
 from slurmtrain.training.hooks.base import TrainingHook
@@ -31,7 +30,6 @@ class RunRecord(TrainingHook):
         context: the run and its attempt.
         timeline: how long the start took.
         jobs: evaluates checkpoints; None: no other job does.
-        exports: exports checkpoints beside training; None: nothing does.
         utilisation: what the model's training takes, and the most that a device can do, for the run's events.
     """
 
@@ -40,11 +38,10 @@ class RunRecord(TrainingHook):
         context: AttemptContext,
         timeline: Timeline,
         jobs: EvaluationJobs | None = None,
-        exports: Exports | None = None,
         *,
         utilisation: Mapping[str, Any] | None = None,
     ):
-        self._context, self._timeline, self._jobs, self._exports = context, timeline, jobs, exports
+        self._context, self._timeline, self._jobs = context, timeline, jobs
         self._done_before = 0  # steps done at some time before, by this attempt or an earlier one
         self._has_stepped = False
         self._stepped = time.monotonic()  # when the last step was done
@@ -111,8 +108,6 @@ class RunRecord(TrainingHook):
         )
         if self._jobs is not None:
             self._jobs.committed(ending.step)
-        if self._exports is not None:
-            self._exports.committed(ending.step)
 
     def _event(self, event: Event, **values: Any) -> None:
         run_dir, number = self._context.run_dir, self._context.number

@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.restore.compatibility import FINGERPRINT
+from slurmtrain.checkpoint.restore.restorer import FINGERPRINT
 from slurmtrain.checkpoint.save.schedule import mean_time_between_failures
 from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
@@ -33,7 +31,6 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.observe.logger_thread import loggers_of
 from slurmtrain.observe.phases import CudaTimer, HostTimer, PhaseClock
 from slurmtrain.observe.profiling import ProfileSwitch
-from slurmtrain.observe.textfile import text_file_of
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.planner.gpus import FP32, TF32, Peak, peak_of
@@ -42,25 +39,20 @@ from slurmtrain.runs.reasons import Reason
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
-from slurmtrain.runtime.exports import Exports, finish_waits_s
 from slurmtrain.runtime.jobs.build_model import build, distribute_model, pretrained
 from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.redaction import redacted
-from slurmtrain.training.agreement import StopAgreement, StopPlanner
-from slurmtrain.training.eval_metrics import MetricSums
-from slurmtrain.training.evaluation import Evaluator
+from slurmtrain.training.evaluation import Evaluator, MetricSums
 from slurmtrain.training.forward_backward import ForwardBackward, build_forward_backward
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.hooks.checkpointing import Checkpointing
 from slurmtrain.training.hooks.evaluation import Evaluation
-from slurmtrain.training.hooks.exporting import Exporting, ExportsAtTheEnd
-from slurmtrain.training.hooks.loggers import ExternalLoggers, NodeTextFile
 from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
 from slurmtrain.training.hooks.profiling import StepProfiles
-from slurmtrain.training.hooks.reporting import RunReporter, StepReports
+from slurmtrain.training.hooks.reporting import ExternalLoggers, RunReporter, StepReports
 from slurmtrain.training.hooks.stragglers import StragglerWatch
-from slurmtrain.training.ranks import TrainingRanks
+from slurmtrain.training.ranks import StopAgreement, StopPlanner, TrainingRanks
 from slurmtrain.training.seeds import seed_everything
 from slurmtrain.training.trainer import Trainer
 
@@ -97,20 +89,12 @@ def build_trainer(
     )
     evaluator = build_evaluator(config, distributed_model, forward_backward, source, distributed, stop_agreement)
     observe, run_dir, environment = config.observe, context.run_dir, distributed.environment
-    by_jobs, export_every = config.eval.mode == EvalMode.JOB, config.checkpoint.export_every_steps
+    by_jobs = config.eval.mode == EvalMode.JOB
     peak = _peak(config, distributed.device)
-    record = jobs = exports = None
+    record = jobs = None
     if rank == 0:
         jobs = EvaluationJobs(run_dir) if by_jobs else None
-        if export_every:
-            event = partial(run_dir.event, attempt=context.number)
-            waits_s = finish_waits_s(config.cluster.collective_timeout_s)
-
-            def is_due(step: int) -> bool:
-                return step % export_every == 0 or step == config.train.steps
-
-            exports = Exports(run_dir, is_due, config.checkpoint.export_dtype, event, waits_s)
-        record = RunRecord(context, timeline, jobs, exports, utilisation=_utilisation(flops, peak))
+        record = RunRecord(context, timeline, jobs, utilisation=_utilisation(flops, peak))
     checkpointer = _build_checkpointer(config, distributed, context, source, record)
     timeline.mark("model and data")
     timeline.begin("looking for a checkpoint")
@@ -124,18 +108,13 @@ def build_trainer(
         used += [record, RunReporter(run_dir.metrics_file, curves, heading)]
         if loggers_of(observe):
             used.append(ExternalLoggers(run_dir, config, context.number))
-    if observe.textfile_dir is not None and environment.local_rank == 0:
-        name, labels = text_file_of(run_dir, environment.rank, environment.node)
-        used.append(NodeTextFile(Path(observe.textfile_dir), name, labels, context.number))
-    used.append(StepReports(config.train, observe, peak))
+    used.append(StepReports(config.train, peak))
     if observe.straggler_every and phases.measures and distributed.control_group is not None:
         used.append(StragglerWatch(observe.straggler_every, environment.node))
     used.append(NonfiniteGuard(config.train))
     baseline = None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy)
     used.append(Evaluation(evaluator, config.train, config.checkpoint, by_jobs=by_jobs, jobs=jobs, baseline=baseline))
     used += [*_configured_hooks(config), *hooks]
-    if export_every:
-        used.append(Exporting(export_every, exports))
     # The last, so that it saves in the same step what any hook before it asks for, and what they have changed.
     mtbf_s = _mtbf_s(config, context)
     used.append(
@@ -143,8 +122,6 @@ def build_trainer(
             checkpointer, config.checkpoint, mtbf_s=mtbf_s, planner=stop_watcher, pretrained=pretrained(config)
         )
     )
-    if export_every:
-        used.append(ExportsAtTheEnd(exports))
     return Trainer(
         config.train,
         config.optim,
@@ -231,7 +208,7 @@ def _phase_clock(config: Config, distributed_model: DistributedModel) -> PhaseCl
     on_gpu, dims = distributed_model.device.type == "cuda", distributed_model.dims
     phases = PhaseClock(CudaTimer() if on_gpu else HostTimer())
     if distributed_model.mesh is not None:
-        from slurmtrain.parallel.waits import mark_waits  # as FSDP itself, only where it is used
+        from slurmtrain.parallel.sharded import mark_waits  # as FSDP itself, only where it is used
 
         known = mark_waits(distributed_model.stages, phases.waiting, on_gpu=on_gpu)
         # What is exchanged within a layer or between stages is a part of the computation there.

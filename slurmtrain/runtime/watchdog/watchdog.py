@@ -20,10 +20,10 @@ from typing import NoReturn, TextIO
 
 import msgspec
 
-from slurmtrain.checkpoint.store.transfers import blocks_moved
+from slurmtrain.checkpoint.format.blocks import blocks_moved
 from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.hangs import evidence, judge, page
-from slurmtrain.hangs.beats import DEBUGGER, FOR_EVER_S, ActiveClock, Beat, Position, Progress
+from slurmtrain.hangs.beats import ActiveClock, Beat, Position, Progress
 from slurmtrain.hangs.judge import Report
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.failures import Failure, record_failure
@@ -140,13 +140,11 @@ class Watchdog:
             phase=self._phase(),
             waits=bool(self._timed_out) or activity.waits(self._watched),
             idle_s=round(progress.idle_s, 1),
-            limit_s=min(FOR_EVER_S, round(progress.limit_s, 1)),
+            limit_s=round(progress.limit_s, 1),
             unhurried=progress.unhurried,
         )
 
     def _phase(self) -> str:
-        if evidence.in_debugger(evidence.stack_of(self._watched)):
-            return DEBUGGER
         # A loop of the user's own tells nothing but that it calls `should_stop`.
         return "step" if activity.told() == activity.START and self._position().stepping else activity.told()
 
@@ -182,20 +180,18 @@ class Watchdog:
         after = left if left > LOOK_EVERY_S else 60.0  # it runs, so there is no need
         if not self._progress.unhurried:
             after = min(after, 0.8 * self._limits.silent_s)  # before others call it silent
-        seconds = None if left == math.inf else max(2 * LOOK_EVERY_S, after)
+        seconds = max(2 * LOOK_EVERY_S, after)
         evidence.set_timer(seconds, self._stacks)
-        self._timer_due = math.inf if seconds is None else now + seconds
+        self._timer_due = now + seconds
 
     def _hangs(self) -> bool:
-        """Return whether some rank hangs, as far as this rank can tell, and no debugger has stopped it."""
+        """Return whether some rank hangs, as far as this rank can tell."""
         heard, every_s = dict(self._exchange.heard), self._exchange.every_s
         silence = self._silence.look(heard, self._clock.seconds)
         if self._environment.rank == 0 and self._exchange.silent_s > judge.silent_after(every_s):
             heard, silence = {}, {}  # its own store is away
         limit_s = float(self._limits.silent_s)
-        if not judge.hangs(self._beat, heard, silence, limit_s=limit_s, every_s=every_s):
-            return False
-        return "t" not in self._states_near().values()
+        return judge.hangs(self._beat, heard, silence, limit_s=limit_s, every_s=every_s)
 
     def _states_near(self) -> dict[int, str]:
         """Return the states of the other ranks of this node, as far as they were heard."""
@@ -243,7 +239,7 @@ class Watchdog:
 
     def _leave_after(self, failed: int) -> None:
         """Leave when another rank has failed and this one waits for it, instead of when a collective times out."""
-        saves = activity.told() in (activity.SAVE, activity.RESTORE, activity.EXPORT)
+        saves = activity.told() in (activity.SAVE, activity.RESTORE)
         if self._closed.wait(SAVING_GRACE_S if saves else FAILED_GRACE_S):
             return
         sentence = f"left since rank {failed} has failed, at {activity.told()}: {self._where()}"

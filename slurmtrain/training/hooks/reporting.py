@@ -7,12 +7,15 @@ from pathlib import Path
 
 import torch
 
-from slurmtrain.config.schema import ObserveConfig, TrainConfig
-from slurmtrain.observe import Reporter
+from slurmtrain.config.schema import Config, TrainConfig
+from slurmtrain.observe.logger import Ending
+from slurmtrain.observe.logger_thread import LoggerThreads
 from slurmtrain.observe.phases import Phase, PhaseTimes, Window
+from slurmtrain.observe.reporter import Reporter
 from slurmtrain.planner.gpus import Peak
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.norms import Norms, whole
+from slurmtrain.training.norms import ParameterNorm
 from slurmtrain.training.state import StepResult, TrainingState
 
 DIGITS = 7  # of a number that was measured
@@ -20,44 +23,36 @@ WAITING_TOO_LONG = 0.1  # share of a step's time spent waiting for data
 
 
 class StepReports(TrainingHook):
-    """Reports every train.log_every-th step and the last one, and those whose layers are reported. On all ranks.
+    """Reports every train.log_every-th step and the last one. On all ranks.
 
     All numbers are explained in docs/numbers.md.
 
     Args:
-        observe: what is reported besides.
         peak: the most that a rank's device can do.
     """
 
-    def __init__(self, train: TrainConfig, observe: ObserveConfig | None = None, peak: Peak | None = None):
-        self._train, self._observe = train, observe or ObserveConfig()
+    def __init__(self, train: TrainConfig, peak: Peak | None = None):
+        self._train = train
         self._peak = peak or Peak(None, "nobody has said what the device can do")
         self._said_waiting = False
-        self._norms: Norms | None = None
+        self._parameter_norm: ParameterNorm | None = None
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
-        every = self._observe.per_layer_every
-        of_layers = every > 0 and state.step % every == 0
-        if state.step % self._train.log_every != 0 and state.step != state.total_steps and not of_layers:
+        if state.step % self._train.log_every != 0 and state.step != state.total_steps:
             return
         window = state.phases.cut()
         with state.phases.waiting():
             total = state.ranks.sum(result.loss_sum)  # after which the device has done all of the step
         throughput = state.throughput
-        self._norms = self._norms or Norms(state)
-        parameters = self._norms.of_parameters()
+        self._parameter_norm = self._parameter_norm or ParameterNorm(state)
         values: dict[str, float | str | None] = {
             "loss": total.item() / result.tokens,
             "grad_norm": float(result.grad_norm),
-            "param_norm": whole(parameters),
+            "param_norm": self._parameter_norm.measure(),
             "lr": result.learning_rate,
             **{name: _short(value) for name, value in self._measured(state, window).items()},
             "data_hash": state.counters.data_hash,
         }
-        if of_layers:
-            gradients = self._norms.of_gradients(result.gradient_norms)
-            values |= {f"grad_norm/{layer}": norm for layer, norm in gradients.items()}
-            values |= {f"param_norm/{layer}": norm for layer, norm in parameters.items()}
         state.hooks.log(state.step, values)
         share = throughput.data_wait_s / throughput.step_time_s
         if share > WAITING_TOO_LONG and throughput.full and not self._said_waiting:
@@ -168,3 +163,24 @@ class RunReporter(TrainingHook):
     def close(self, state: TrainingState) -> None:
         if self._reporter is not None:
             self._reporter.close()
+
+
+class ExternalLoggers(TrainingHook):
+    """Keeps the threads of the loggers, on rank 0. They read metrics.jsonl: its writer comes before this hook."""
+
+    def __init__(self, run_dir: RunDir, config: Config, attempt: int):
+        self._run_dir, self._config, self._attempt = run_dir, config, attempt
+        self._loggers: LoggerThreads | None = None
+
+    def before_first_step(self, state: TrainingState) -> None:
+        # The workers of the loader are there: a fork while a thread imports W&B leaves the locks of its imports held.
+        self._loggers = LoggerThreads(self._run_dir, self._config, self._attempt, state.hooks.message)
+
+    def rolled_back(self, state: TrainingState, from_step: int) -> None:
+        if self._loggers is not None:
+            self._loggers.rewind()
+
+    def close(self, state: TrainingState) -> None:
+        if self._loggers is not None:
+            ending = Ending.STOPPED if state.stopping else Ending.FAILED
+            self._loggers.close(Ending.FINISHED if state.finished else ending)

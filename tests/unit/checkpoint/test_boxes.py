@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.headers import Contents, FileContents, HeaderReader
+from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.restore.reader import spans_of
 from tests.support.checkpoint_files import part_of, write_files
 

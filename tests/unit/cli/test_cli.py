@@ -287,7 +287,7 @@ def test_tab_offers_every_option_that_the_help_shows_and_argparse_takes(
 
 def test_tab_offers_the_values_of_an_option(cli: Cli) -> None:
     for line, offered in (
-        ("slurmtrain usage --by ", ["run", "user", "node"]),
+        ("slurmtrain usage --by ", ["run", "user"]),
         ("slurmtrain checkpoints last export out --dtype b", ["bfloat16"]),
         ("slurmtrain +cluster=a100x4 submit --after ", ["last"]),
         ("slurmtrain probe --out ", []),

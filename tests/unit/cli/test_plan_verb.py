@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slurmtrain.config.compose import compose
-from slurmtrain.config.frozen import freeze
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.run_dir import RunDir
 from tests.support.commands import refusal
 from tests.support.runs import printed, shown
 
@@ -116,7 +111,6 @@ def test_a_slow_network_is_named_as_the_reason_against_more_nodes() -> None:
     [
         (["--tokens", "many"], 2, "--tokens: 'many' is not a number of tokens"),
         (["--tokens", "1e30"], 2, "--tokens: '1e30' is not a number of tokens such as 15T, 300B or 1.5e12, below 1e18"),
-        (["--from", "nothing"], 2, "there are no runs under"),
         (["job=command", "job.command=true"], 78, "plan works with the built-in trainer"),
         (["model._target_=my.Model"], 78, "plan supports only the built-in decoder"),
         (["cluster.network_gb_per_s=0"], 78, "cluster.network_gb_per_s=0.0 must be above 0"),
@@ -131,55 +125,6 @@ def test_what_cannot_be_planned_is_refused_in_one_sentence(
     assert sentence in found
     assert "Traceback" not in found
     assert len(found.splitlines()) <= 2
-
-
-# The rates of an earlier run.
-
-
-def a_run(project: Path, records: list[dict[str, Any]], words: list[str] | None = None) -> RunDir:
-    run_dir = RunDir(project / "runs" / "train" / "20261123-000000-abcde")
-    run_dir.path.mkdir(parents=True)
-    run_dir.config_file.write_text(freeze(compose(words or ["experiment=smoke"])))
-    info = {"id": run_dir.id, "name": "train", "created": 1.0, "job_ids": [], "overrides": []}
-    run_dir.info_file.write_text(json.dumps(info))
-    run_dir.metrics_file.write_text("".join(json.dumps(each) + "\n" for each in records))
-    return run_dir
-
-
-def logged(step: int, **parts: float) -> dict[str, Any]:
-    return {"step": step, "loss": 1.0, "step_time_s": 9.0, **{f"time_{name}_s": each for name, each in parts.items()}}
-
-
-def test_the_rates_of_a_run_take_the_place_of_data_sheets(project: Path) -> None:
-    slow = logged(1, data=9.0, forward_backward=90.0, optimizer=9.0, other=1.0)
-    steps = [logged(step, data=0.1, forward_backward=1.5, optimizer=0.3, other=0.1) for step in range(2, 12)]
-    run_dir = a_run(project, [slow, *steps])
-    run_dir.event(Event.CHECKPOINT, step=5, seconds=4.0, stall_s=0.5, size=395_136)
-    found = answer(["+experiment=smoke", "--from", "last"])
-    assert found["step"]["expected_s"] == pytest.approx(2.0)
-    assert found["saving"]["write_s"] == pytest.approx(4.0, rel=0.01)
-    assert found["saving"]["stall_s"] == pytest.approx(0.5, rel=0.01)
-    assert f"rates of run {run_dir.id}" in found["notes"][0]
-    assert "it has not measured communication, which count as computation" in found["notes"][1]
-    twice = answer(["+experiment=smoke", "train.global_batch_size=16", "--from", "last"])
-    assert twice["step"]["seconds"]["computation"] == pytest.approx(3.0)
-
-
-@pytest.mark.parametrize("records", [[], [{"step": 3, "loss": 1.0}], [{"step": 3, "step_time_s": "9"}]])
-def test_a_run_that_has_measured_nothing_is_no_help(records: list[dict[str, Any]], project: Path) -> None:
-    a_run(project, records)
-    assert "has logged no steps" in refused(["+experiment=smoke", "--from", "last"], 2)
-
-
-def test_a_run_of_another_program_or_a_broken_one_is_refused_in_a_sentence(project: Path) -> None:
-    run_dir = a_run(project, [logged(1, forward_backward=1.0)], ["job=command", "job.command=true"])
-    assert "plan works with the built-in trainer" in refused(["+experiment=smoke", "--from", "last"], 78)
-    run_dir.config_file.write_text("cluster: {nodes: [\x1b[31m\n")
-    assert "Traceback" not in refused(["+experiment=smoke", "--from", "last"], 2)
-    run_dir.metrics_file.unlink()
-    run_dir.metrics_file.symlink_to("/etc/passwd")
-    run_dir.config_file.write_text(freeze(compose(["experiment=smoke"])))
-    assert "links in a run are not followed" in refused(["+experiment=smoke", "--from", "last"], 2)
 
 
 def test_of_a_range_of_nodes_the_memory_on_the_fewest_is_told_too() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.observe import MetricsLog
+from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.report import prune
 from slurmtrain.report.compare import divergences
 from slurmtrain.runs.events import Event
@@ -343,7 +343,6 @@ def test_only_runs_of_the_age_and_the_states_that_were_named_are_removed(make: M
         (("--state", "unknown"), "'unknown' is not a value of --state"),
         (("--older-than", "-1"), "--older-than: '-1' is not a number of at least 0"),
         (("--older-than", "nan"), "--older-than: 'nan' is not a number of at least 0"),
-        (("--keep-checkpoints",), "this would remove every run that has ended"),
     ],
 )
 def test_what_would_be_dangerous_is_refused(words: tuple[str, ...], sentence: str, make: Make) -> None:
@@ -397,17 +396,16 @@ def test_what_happens_between_the_decision_and_the_removal_saves_a_run(what: str
     assert prune.remove(again, now=time.time())
 
 
-@pytest.mark.parametrize("keep", [False, True])
 def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_like_a_run(
-    keep: bool, make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make()
-    checkpoint = add_checkpoint(run)
+    add_checkpoint(run)
 
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    words = ["runs", "prune", "--state", "finished", *(["--keep-checkpoints"] if keep else [])]
+    words = ["runs", "prune", "--state", "finished"]
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", killed)
         refusal(*words, code=130)
@@ -415,33 +413,8 @@ def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_like_a_run(
     left = [path for path in run.path.parent.iterdir() if path != run.path]
     assert [path.name.startswith(prune.REMOVED) for path in left] == [True]
     assert not (left[0] / "run.json").exists()
-    assert (checkpoint / COMPLETE).exists() == keep
     assert "left by a removal that was cut short" in printed(*words)
-    assert not left[0].exists() and (checkpoint / COMPLETE).exists() == keep
-
-
-def test_checkpoints_may_stay_with_the_config_that_they_are_of(make: Make) -> None:
-    run, without = make(), make()
-    checkpoint = add_checkpoint(run)
-    kept = disk_usage(run.checkpoints) + disk_usage(run.config_file)
-    rest = disk_usage(run.path) - kept
-    said = printed("runs", "prune", "--state", "finished", "--keep-checkpoints")
-    assert f"removed {run.id} (finished, all but its checkpoints, {rest / 1e6:.1f} MB)" in said
-    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.yaml"]
-    assert disk_usage(checkpoint) > 3_000_000 and all_runs(Path("runs")) == []
-    assert not without.path.exists()  # it has none to keep
-    assert checkpoint.name.partition("_")[2].lstrip("0") in printed("checkpoints", str(run.checkpoints))
-
-
-def test_what_a_program_of_ones_own_has_saved_somewhere_in_its_run_stays_with_keep_checkpoints(make: Make) -> None:
-    run = make("finished", "job=command", "job.command=true")
-    (run.path / "code/outputs").mkdir(parents=True)
-    (run.path / "code/outputs/ck.json").touch()
-    said = printed("runs", "prune", "--state", "finished", "--keep-checkpoints")
-    assert f"{run.id}" in said and "its program may have saved anywhere in it" in said
-    assert (run.path / "code/outputs/ck.json").exists()
-    printed("runs", "prune", "--state", "finished")
-    assert not run.path.exists()
+    assert not left[0].exists()
 
 
 def test_what_cannot_be_removed_is_said_and_the_others_go(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_every_field_is_in_the_frozen_config_in_the_order_of_the_schema() -> Non
     rates = [f"cluster.{name}=1" for name in names]
     # The rates are left out unless they are used.
     others = """cluster.port_range=23000-23040 cluster.node_paths=[/scratch]
-        cluster.stage.code=true cluster.compile_cache=/scratch/compiled watchdog.min_s=300
+        cluster.stage.code=true watchdog.min_s=300
         search.pruner=median preflight=off observe.textfile_dir=/x lora.r=8"""
     values = yaml.safe_load(freeze(compose([*rates, *others.split()])))
     assert list(values) == [field.name for field in dataclasses.fields(Config)]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from slurmtrain.checkpoint.difference import TensorDifference
@@ -40,6 +41,7 @@ from slurmtrain.control.drill.ways import (
     why_not_here,
 )
 from slurmtrain.errors import UsageError
+from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.read_facts import (
@@ -198,8 +200,9 @@ def facts_of(
     )
 
 
-def test_who_preempts_a_partition_are_those_above_it_on_its_nodes_the_lowest_first() -> None:
-    assert preemptors(facts_of(BY_PARTITION), partition=None) == [("--partition=high",), ("--partition=urgent",)]
+def test_who_may_preempt_a_partition_are_those_above_it_the_lowest_first() -> None:
+    found = preemptors(facts_of(BY_PARTITION), partition=None)
+    assert found == [("--partition=high",), ("--partition=urgent",), ("--partition=elsewhere",)]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +212,7 @@ def test_who_preempts_a_partition_are_those_above_it_on_its_nodes_the_lowest_fir
         ({}, PARTITIONS, None, "preempts nothing here"),
         (BY_PARTITION, PARTITIONS, "high", "PreemptMode=OFF"),
         (BY_PARTITION, PARTITIONS.replace("PreemptMode=REQUEUE", "PreemptMode=GANG,SUSPEND"), "low", "do not end"),
-        (BY_PARTITION, PARTITIONS.splitlines()[0], "low", "no partition on its nodes"),
+        (BY_PARTITION, PARTITIONS.splitlines()[0], "low", "no partition may preempt"),
         (BY_PARTITION, PARTITIONS, "nowhere", "does not show partition nowhere"),
         (BY_PARTITION, PARTITIONS.replace("Default=YES", "Default=NO"), None, "no default partition"),
         (BY_PARTITION, "", "low", "did not say who preempts whom"),
@@ -259,7 +262,9 @@ def test_the_time_that_slurm_gives_to_leave_is_that_of_the_way(
 ) -> None:
     accounts = {"AccountingStorageType": "accounting_storage/slurmdbd"}
     facts = facts_of({"KillWait": "30 sec", **accounts, **configuration} if configuration else {}, qos=CHEAP)
-    facts = dataclasses.replace(facts, qos=tuple(dataclasses.replace(each, grace_s=60.0) for each in facts.qos or ()))
+    facts = msgspec.structs.replace(
+        facts, qos=tuple(msgspec.structs.replace(each, grace_s=60.0) for each in facts.qos or ())
+    )
     cluster = compose(["cluster=a100x4", "cluster.signal_lead_s=300", *words]).cluster
     assert time_given(Way(way), cluster, facts) == seconds
 
@@ -351,10 +356,18 @@ def test_a_program_is_interrupted_at_its_step_or_by_the_clock_if_it_shows_none(
     project: Path, logged: int | None, words: list[str], plan: Plan, attempt: Attempt, now: float, due: bool
 ) -> None:
     overrides = ["cluster=local", "job=command", "job.command='python a.py'", *words]
-    run = ScratchRun(Way.EARLY_SIGNAL, compose(overrides), submitted_run(project, *overrides), None)
+    run_dir = submitted_run(project, *overrides)
+    run = ScratchRun(Way.EARLY_SIGNAL, is_program=True, config=compose(overrides), run_dir=run_dir)
     if logged is not None:
         run.run_dir.metrics_file.write_text(f'{{"step": {logged}, "loss": 1.0}}\n')
     assert is_due(run, plan, attempt, now) is due
+
+
+def test_a_run_has_finished_when_its_rank_says_so_though_its_supervisor_has_not_recorded_it(project: Path) -> None:
+    run_dir = submitted_run(project, "cluster=local")
+    run = ScratchRun(Way.CRASH, config=compose(["cluster=local"]), run_dir=run_dir)
+    run.look(RunState(RunStatus.FINISHED, "finished", [], None))
+    assert run.over and run.finished
 
 
 def test_ways_are_named_as_a_person_types_them() -> None:

@@ -30,16 +30,16 @@ from slurmtrain.cli import main
 from slurmtrain.config.schema import Config, PrepareConfig
 from slurmtrain.data.format.manifest import Manifest, read_manifest
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
+from slurmtrain.data.prepare import reading
 from slurmtrain.data.prepare.conversation import BadRecord
 from slurmtrain.data.prepare.finish import finish
-from slurmtrain.data.prepare.reading import Reading
 from slurmtrain.data.prepare.sources import find_sources
 from slurmtrain.data.prepare.unit import prepare_unit
 from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on, make_plan
 from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
-from slurmtrain.observe.prepare_progress import Preparing
+from slurmtrain.observe.progress import Preparing
 from slurmtrain.runtime.jobs.prepare import workers_of
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
@@ -93,13 +93,13 @@ def plan_of(inputs: Path | Sequence[Path], output: Path, **settings: Any) -> Pre
 def do_units(plan: PreparePlan, part: int = 0, parts: int = 1) -> None:
     tokenizer, _ = load_tokenizer(plan.settings.tokenizer)
     for unit in plan.share(part, parts):
-        prepare_unit(plan, unit, tokenizer, lambda progress: None)
+        prepare_unit(plan, unit, tokenizer)
 
 
 def records_of(path: Path) -> list[tuple[int, Any]]:
     """The records of a file, read as one piece, each with its number."""
     (source,) = find_sources([str(path)], "auto", path.parent / "out")
-    return list(Reading(InputPiece(source, 0, source.size), "text").records())
+    return list(reading.records_of(InputPiece(source, 0, source.size), "text"))
 
 
 # What comes out.
@@ -142,11 +142,11 @@ def test_a_file_cut_anywhere_gives_the_records_and_line_numbers_of_the_whole(
     path = tmp_path_factory.mktemp("cut") / "a.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n" * ends_with_newline)
     [source] = find_sources([str(path)], "auto", path.parent / "out")
-    whole = list(Reading(InputPiece(source, 0, source.size), "text").records())
+    whole = list(reading.records_of(InputPiece(source, 0, source.size), "text"))
     cuts = [0, *sorted(edge for edge in edges if 0 < edge < source.size), source.size]
     found, before = [], 0
     for start, end in pairwise(cuts):
-        piece = list(Reading(InputPiece(source, start, end), "text").records())
+        piece = list(reading.records_of(InputPiece(source, start, end), "text"))
         found += [(before + number, record) for number, record in piece]
         before += len(piece)
     assert found == whole
@@ -318,7 +318,7 @@ def test_a_process_that_is_killed_is_told(raw: Path, settings: dict[str, Any], t
         os.kill(pool_of(process.pid)[0], signal.SIGKILL)
         said, _ = process.communicate(timeout=180)
     assert process.returncode == 1
-    assert "error: a process was killed by SIGKILL while it prepared" in said and "Traceback" not in said
+    assert "error: a process was killed, or has crashed, while it prepared" in said and "Traceback" not in said
 
 
 def test_a_full_disk_is_told_and_with_more_room_the_same_command_goes_on(

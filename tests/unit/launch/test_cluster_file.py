@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import ClusterConfig
@@ -58,7 +59,7 @@ def test_the_file_of_every_recorded_partition_makes_a_config_whose_job_the_clust
         config = compose([f"cluster={file.name}"])
         validate(config)
         assert yaml.safe_load(file.text()) == file.values
-        assert [each for each in check_request(facts, config.cluster) if each.fatal] == []
+        assert not any(fatal for _, fatal in check_request(facts, config.cluster))
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from slurmtrain.choices import WandbMode
-from slurmtrain.observe import Ending, Held, LoggedRun, Logger, MetricsLog, logger_thread
+from slurmtrain.observe import Ending, Held, LoggedRun, Logger, logger_thread
 from slurmtrain.observe.logger_thread import LoggerThread, numbers_of, read_records
+from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.observe.mlflow_logger import shown
-from slurmtrain.observe.textfile import TextFile, render
+from slurmtrain.observe.textfile import TextFileLogger, render
 from slurmtrain.observe.wandb_logger import why_offline
 from slurmtrain.runtime.jobs.program_start import of_rank
 from slurmtrain.runtime.leaving import close_client_loggers
-from tests.support.gloo import wait_until
 
 
 @dataclass
@@ -233,13 +233,16 @@ def test_the_text_file_is_whole_readable_by_all_and_removed_at_the_end(tmp_path:
     for path in (old, new):
         path.touch()
     os.utime(old, (0, 0))
-    file = TextFile(tmp_path, "run/1", {"run": "r"}, every_s=0.01)
-    file.update({"step": 1})
-    assert wait_until(lambda: file.path.exists() and "slurmtrain_step" in file.path.read_text(), "written")
-    file.update({"step": 2, "loss": 0.5})
-    assert wait_until(lambda: 'slurmtrain_step{run="r"} 2.0' in file.path.read_text(), "written again")
-    assert file.path.stat().st_mode & 0o777 == 0o644
-    file.close()
+    logger, path = TextFileLogger(str(tmp_path)), tmp_path / "slurmtrain_r.prom"
+    logger.open(LoggedRun("r", "lm", "jane", tmp_path, 2, {"train": {"steps": 9}}))
+    for step in (1, 2):
+        logger.log(step, {"loss": 0.5})
+        logger.flush()
+        values = {line.partition("{")[0]: line.rpartition(" ")[2] for line in path.read_text().splitlines()}
+        assert values["slurmtrain_step"] == f"{step}.0" and values["slurmtrain_steps"] == "9.0"
+        assert values["slurmtrain_loss"] == "0.5" and values["slurmtrain_attempt"] == "2.0"
+    assert path.stat().st_mode & 0o777 == 0o644
+    logger.close(Ending.FINISHED)
     assert [path.name for path in tmp_path.iterdir()] == [new.name]  # that of a run of before is gone, too
 
 

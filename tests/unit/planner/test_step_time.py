@@ -8,15 +8,15 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.folders import PACKAGE
 from slurmtrain.config.validate import validate
 from slurmtrain.planner.hardware import UNCOMPILED, hardware_of
-from slurmtrain.planner.step_time import SLOWED, Measured, StepTime, calibrated, operations_of, step_time
+from slurmtrain.planner.step_time import SLOWED, StepTime, step_time
 
 LLAMA = ["cluster=h100x8", "parallel=fsdp"]
 NONE, SELECTIVE, FULL = (f"parallel.activation_checkpointing={kind}" for kind in ("none", "selective", "full"))
 
 
-def planned(words: list[str], measured: Measured | None = None) -> StepTime:
+def planned(words: list[str]) -> StepTime:
     config = compose(words)
-    found = step_time(config, validate(config), hardware_of(config), measured)
+    found = step_time(config, validate(config), hardware_of(config))
     assert found is not None
     return found
 
@@ -124,38 +124,3 @@ def test_communication_that_takes_longer_than_computation_shows() -> None:
 def test_without_a_peak_there_is_no_time() -> None:
     config = compose(["experiment=smoke"])
     assert step_time(config, validate(config), hardware_of(config)) is None
-
-
-# Rates that a run has measured.
-
-
-def test_the_plan_of_a_measured_run_is_what_was_measured() -> None:
-    """Whatever its parts are, they are explained: the same config then takes the time that it took."""
-    config = compose([*LLAMA, "cluster.nodes=4", "model=llama3_8b", "parallel=hsdp", "train.global_batch_size=64"])
-    dims, hardware = validate(config), hardware_of(config)
-    parts = {"data": 0.05, "forward_backward": 2.0, "communication": 0.3, "optimizer": 0.02, "other": 0.01}
-    measured = calibrated(config, dims, hardware, sum(parts.values()), parts)
-    assert measured.flops == pytest.approx(operations_of(config, dims) / 2.0)
-    found = step_time(config, dims, hardware, measured)
-    assert found is not None
-    assert found.expected_s == pytest.approx(sum(parts.values()))
-    assert found.communication_s == pytest.approx(0.3)
-    assert found.seconds["data and optimiser"] == pytest.approx(0.08)
-
-
-def test_communication_that_was_not_measured_apart_is_not_taken_for_computation() -> None:
-    words = [*LLAMA, "model=llama3_8b", "parallel=fsdp_tp", "parallel.tp=8", "train.global_batch_size=16"]
-    config = compose(words)
-    dims, hardware = validate(config), hardware_of(config)
-    measured = calibrated(config, dims, hardware, 20.0, {"forward_backward": 20.0})
-    found = step_time(config, dims, hardware, measured)
-    assert found is not None
-    assert found.seconds["tp"] > 0.5
-    assert found.expected_s == pytest.approx(20.0, rel=0.01)
-
-
-def test_a_run_without_phases_is_taken_as_a_whole() -> None:
-    config = compose(["experiment=smoke"])
-    measured = calibrated(config, validate(config), hardware_of(config), 0.5, {"data": 0.1})
-    assert measured.flops == pytest.approx(operations_of(config, validate(config)) / 0.4)
-    assert measured.per_sample_s == pytest.approx(0.1 / 8)

@@ -221,8 +221,7 @@ def test_launching_a_run_on_this_machine_is_start_up_of_the_attempt_that_it_lead
     found = goodput(monkeypatch)
     assert rounded(found["seconds"]) == {"startup": 9 + 7, "productive": 50 + 34, "stopped": 100}
     assert rounded(found["lost_s"]) == {"cancelled": 7}
-    (row,) = shown("usage", "--by", "node")["rows"]  # none of it is missing by node
-    assert row["who"] == "laptop" and row["held_s"] == pytest.approx(found["held_s"]) == 100
+    assert found["held_s"] == pytest.approx(100)
 
 
 def test_an_attempt_that_ended_before_it_could_say_its_gpus_had_those_of_the_others(

@@ -9,13 +9,13 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.software import read_environment, record_environment, write_environment
-from slurmtrain.system.process_facts import ProcessFacts, gather_facts
+from slurmtrain.runs.software import read_environment, record_environment
+from slurmtrain.system.process_facts import gather_facts
 from tests.support.runs import add_attempt, printed, refused, submitted_run
 
 
 def ran_with(run: RunDir, **groups: dict[str, str]) -> None:
-    write_environment(run.attempt(add_attempt(run, ended=2.0, verdict="done").number), ProcessFacts(**groups))
+    run.attempt(add_attempt(run, ended=2.0, verdict="done").number).environment_file.write_text(json.dumps(groups))
 
 
 def test_an_attempt_records_what_its_process_runs_with(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,8 +24,8 @@ def test_an_attempt_records_what_its_process_runs_with(project: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", f"{run.code}:/elsewhere")
     record_environment(run.attempt(number)).join(60)
     found = read_environment(run.attempt(number))
-    assert found is not None and found.packages == gather_facts().packages
-    assert found.variables["PYTHONPATH"] == "$SLURMTRAIN_RUN_DIR/code:/elsewhere"  # the same for every run
+    assert found is not None and found["packages"] == gather_facts().packages
+    assert found["variables"]["PYTHONPATH"] == "$SLURMTRAIN_RUN_DIR/code:/elsewhere"  # the same for every run
 
 
 def test_submit_records_the_login_node_and_the_image_of_the_container(project: Path, tmp_path: Path) -> None:
@@ -53,11 +53,11 @@ def test_runs_compare_shows_what_two_runs_ran_with_as_far_as_it_differs(
     shown = printed("runs", "compare", a.id, b.id)
     assert "\x1b" not in shown and "packages: 29 more (--json has all)" in shown
     rows = {line.split("  ")[0].strip(): line.split() for line in shown.splitlines()}
-    assert rows["gpu driver"][2:] == ["535", "550"] and rows["variables NCCL_ALGO"][2:] == ["-", "Ring"]
+    assert rows["gpu.driver"][1:] == ["535", "550"] and rows["variables.NCCL_ALGO"][1:] == ["-", "Ring"]
     assert main(["runs", "compare", a.id, b.id, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["environment"]
-    assert len(found["differences"]) == 43 and found["missing"] == []
-    assert {"group": "gpu", "name": "driver", "a": "535", "b": "550"} in found["differences"]
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["environment"]) == 43 and found["unrecorded"] == []
+    assert {"key": "gpu.driver", "a": "535", "b": "550"} in found["environment"]
 
 
 def test_a_record_that_is_none_is_one_sentence(project: Path) -> None:

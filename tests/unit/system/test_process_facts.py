@@ -10,9 +10,6 @@ import pytest
 
 from slurmtrain.system import process_facts
 from slurmtrain.system.process_facts import (
-    FactDifference,
-    ProcessFacts,
-    fact_differences,
     fingerprint_of,
     gather_facts,
     variables_that_matter,
@@ -77,16 +74,6 @@ def test_variables_that_matter_are_kept_and_secrets_are_not() -> None:
         "HF_ENDPOINT": "https://hub.example/x",
         "HF_HUB_PROXY": "https://hub.example/x?rev=1&access_token=***#top",
     }
-
-
-def test_differences_are_named_by_group_and_the_host_is_none() -> None:
-    a = ProcessFacts(system={"host": "n1", "python": "3.11"}, packages={"torch": "2.11.0", "numpy": "2"})
-    b = ProcessFacts(system={"host": "n2", "python": "3.12"}, packages={"torch": "2.13.0", "numpy": "2", "triton": "3"})
-    assert fact_differences(a, b) == [
-        FactDifference("system", "python", "3.11", "3.12"),
-        FactDifference("packages", "torch", "2.11.0", "2.13.0"),
-        FactDifference("packages", "triton", None, "3"),
-    ]
 
 
 def test_a_large_file_is_told_from_another_without_reading_all_of_it(
