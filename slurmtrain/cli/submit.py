@@ -12,15 +12,15 @@ from slurmtrain.cli.json_output import emit
 from slurmtrain.config.compose import Composer
 from slurmtrain.config.folders import search_folders
 from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.checks import check, warn_of_memory
 from slurmtrain.report.page.units import plural
 from slurmtrain.system.paths import current_folder, runs_root
 
 if TYPE_CHECKING:
-    from slurmtrain.launch.snapshot import CodeSource
+    from slurmtrain.launch.code_source import CodeSource
     from slurmtrain.runs.run_dir import RunDir
 
 log = logging.getLogger(__name__)

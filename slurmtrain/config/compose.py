@@ -113,9 +113,8 @@ class Composer(ConfigRepository):
         self.parse = functools.lru_cache(maxsize=4096)(functools.partial(parse, config_loader=self))
         self._groups = config_groups(folders)
         self._merged: dict[tuple[str, ...], dict[str, Any]] = {}  # by the choices of groups
-        self._resolved: dict[
-            str, dict[str, Any]
-        ] = {}  # the groups with interpolations of the last config, by their text
+        # The groups with interpolations of the last config, by their text.
+        self._resolved: dict[str, dict[str, Any]] = {}
 
     def compose(self, overrides: Sequence[str]) -> Config:
         """Return the checked config that overrides describe.

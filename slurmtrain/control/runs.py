@@ -21,8 +21,8 @@ from slurmtrain.choices import Backend
 from slurmtrain.config.launched_program import with_program
 from slurmtrain.config.overrides import normalise
 from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.control import stop
 from slurmtrain.control.submitting import submit_run
 from slurmtrain.errors import (
@@ -34,8 +34,8 @@ from slurmtrain.errors import (
     UsageError,
 )
 from slurmtrain.launch.checks import check, warn_of_memory
+from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import preparing
 from slurmtrain.report.checkpoints import StoredCheckpoint, complete_checkpoints
 from slurmtrain.report.collect import metrics_of

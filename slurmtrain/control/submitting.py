@@ -16,11 +16,11 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.checks import warn_of_memory
+from slurmtrain.launch.code_source import CodeSource, find_source
 from slurmtrain.launch.job import check_slurm_is_here, interrupted, submit
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.queue_check import check_request, hint_of_facts, raise_fatal, with_choices_of_the_shell
 from slurmtrain.launch.script import dry_run
-from slurmtrain.launch.snapshot import CodeSource, find_source
 from slurmtrain.launch.submit import preparing, slurm_conf_of
 from slurmtrain.launch.submit_once import check as ask_slurm
 from slurmtrain.runs.run_dir import RunDir
@@ -59,14 +59,14 @@ def submit_run(
     """
     warn_of_memory(config, dims)
     if config.cluster.backend == Backend.KUBERNETES:
-        from slurmtrain.launch import kubernetes
+        from slurmtrain.launch import targets
 
         with preparing(config, overrides, cwd, source) as run_dir:
-            return run_dir, kubernetes.submit(run_dir)
+            return run_dir, targets.submit(run_dir)
     config = with_absolute_paths(config, cwd)
     with ThreadPoolExecutor(2) as beside:  # while SLURM answers, the ranks' interpreter does, too
         code = beside.submit(lambda: source or find_source(config.job, cwd, config.cluster))
-        beside.map(importlib.import_module, ("submitit.slurm.slurm", "jinja2"))
+        beside.map(importlib.import_module, ("submitit.slurm.slurm", "jinja2"))  # so that they are there when needed
         client = client_of(config)
     with preparing(config, overrides, cwd, code.result()) as run_dir:
         try:

@@ -22,13 +22,13 @@ from slurmtrain.checkpoint.store import retention
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.evaluation import CHANGEABLE, evaluation_config
 from slurmtrain.config.frozen import freeze, load_frozen
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import SlurmtrainError, UsageError
 from slurmtrain.launch.changes import parse_override
+from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.launch.job import in_queue, submit
 from slurmtrain.launch.script import render_script
-from slurmtrain.launch.snapshot import CodeSource
 from slurmtrain.launch.submit import job_paths, run_info
 from slurmtrain.report.status.look import states
 from slurmtrain.runs import requests

@@ -17,9 +17,8 @@ from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.launch.script import OF_THE_SHELL
 from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition, association_of, qos_of, wall_limit
 
-Finding = tuple[
-    ConfigError, bool
-]  # what cannot work, and whether it is fatal: SLURM would refuse the job, or never start it
+# What cannot work, or may not, and whether it is fatal: SLURM would refuse the job, or never start it.
+Finding = tuple[ConfigError, bool]
 
 
 def raise_fatal(findings: Sequence[Finding]) -> list[str]:

@@ -23,8 +23,8 @@ from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.config.secrets import path_of
 from slurmtrain.errors import EnvironmentMismatchError
+from slurmtrain.launch.code_source import CodeSource, find_source, pythonpath_folders
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.snapshot import CodeSource, find_source, pythonpath_folders
 from slurmtrain.runs.create import folder_of
 from slurmtrain.slurm.command_environment import OF_LAUNCHERS, OF_QUERIES, OF_RANKS
 from slurmtrain.slurm.nodelist import expand_nodelist

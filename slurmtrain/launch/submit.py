@@ -17,9 +17,10 @@ from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.frozen import config_hash, freeze
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, ConfigError
+from slurmtrain.launch.code_source import CodeSource, find_source
 from slurmtrain.launch.named_paths import check_in_snapshot, with_absolute_paths
 from slurmtrain.launch.script import JobPaths, render_script
-from slurmtrain.launch.snapshot import CodeSource, find_source, take_snapshot
+from slurmtrain.launch.snapshot import take_snapshot
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir, made_at
 from slurmtrain.runs.software import CodeRecord

@@ -11,5 +11,5 @@
   one is submitted, the next one of a chain continues, or the run has ended.
 - Run the hook for that (`hooks`).
 
-`packed` does this for each of several runs that share a job. `alone` watches over a rank that has no others.
+Several runs that share a job are supervised at the same time.
 """

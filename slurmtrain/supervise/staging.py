@@ -19,7 +19,7 @@ from pathlib import Path
 from slurmtrain.choices import JobKind
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, SlurmtrainError
-from slurmtrain.launch.snapshot import pythonpath_folders
+from slurmtrain.launch.code_source import pythonpath_folders
 from slurmtrain.launch.srun import rank_python
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
+from slurmtrain.launch.code_source import find_source
 from slurmtrain.launch.named_paths import check_in_snapshot
-from slurmtrain.launch.snapshot import find_source, take_snapshot
+from slurmtrain.launch.snapshot import take_snapshot
 from slurmtrain.launch.submit import run_info
 from slurmtrain.runs import create, lookup
 from slurmtrain.runs.create import make_folder, new_run_id

@@ -227,7 +227,7 @@ def test_probe_writes_a_file_with_account_and_qos_with_which_submit_works(accoun
     assert answer["refused"] is None
     assert answer["values"]["account"] == ACCOUNT
     text = (project.path / answer["file"]).read_text()
-    assert f"You may use {HIGH}, {LOW}, normal; it is {LOW} unless you name one" in text, text
+    assert f"You may use {HIGH}, {LOW} and normal; it is {LOW} unless you name one" in text, text
 
 
 def test_a_run_is_preempted_by_a_job_of_a_higher_qos_and_comes_back_with_the_same_bits(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from slurmtrain.config.schema import Config
-from slurmtrain.launch.snapshot import pythonpath_folders
+from slurmtrain.launch.code_source import pythonpath_folders
 from slurmtrain.runs.decide import AttemptOutcome
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.slurm.client import SlurmClient

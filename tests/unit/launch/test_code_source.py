@@ -14,7 +14,7 @@ import pytest
 from slurmtrain.choices import ContainerKind
 from slurmtrain.config.schema import ClusterConfig, ContainerConfig
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
-from slurmtrain.launch.snapshot import ask, interpreter_of, roots_below
+from slurmtrain.launch.code_source import ask, interpreter_of, roots_below
 from slurmtrain.slurm.command_environment import belongs_to_a_job
 
 HATCHLING = """
