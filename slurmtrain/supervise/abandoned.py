@@ -14,7 +14,7 @@ from slurmtrain.runs.decide import decide_abandoned_outcome
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import JOB_VARIABLE, own_job_id, own_restart_count, own_step_id
-from slurmtrain.slurm.job_states import LIVE
+from slurmtrain.slurm.job_facts import LIVE
 from slurmtrain.supervise.gather_evidence import evidence_of, policy
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def may_live(attempt: Attempt, attempt_dir: AttemptDir, client: SlurmClient | No
         return False
     job_id, restart_count = attempt.job_id, attempt.restart_count
     if not attempt.started:
-        job_id, restart_count = attempts.claimed_by(attempt_dir)
+        job_id, restart_count, _ = attempts.read_claim(attempt_dir)
     if job_id is None:
         return bool(attempt.started) and attempt.rank_0_lives is not False
     own = job_id == own_job_id()

@@ -13,13 +13,13 @@ import logging
 
 from slurmtrain.config.schema import Config
 from slurmtrain.runs import attempts, jobs, requests
-from slurmtrain.runs.attempts import Attempt, came_to_an_end, claimed_by
+from slurmtrain.runs.attempts import Attempt, came_to_an_end, read_claim
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import Reason, Verdict
-from slurmtrain.runs.run_dir import RunDir, links
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_restart_count
-from slurmtrain.slurm.job_states import JobState
+from slurmtrain.slurm.job_facts import JobState
 from slurmtrain.supervise.abandoned import close_abandoned
 from slurmtrain.supervise.hooks import run_hook_of
 from slurmtrain.supervise.requeue import ended_meanwhile
@@ -46,7 +46,7 @@ def _ended(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) ->
     again = run_dir.evaluated_run is not None and not run_dir.result_file.exists()
     if last is not None and last.verdict == Verdict.DONE and not again:
         return Verdict.DONE
-    latest = links(info) or info["job_ids"][-1:]
+    latest = info.get("chain") or info["job_ids"][-1:]
     if (job_id in info["job_ids"] and job_id not in latest) or requests.ended_after(run_dir, last) is not None:
         return Verdict.END
     if last is None:
@@ -73,9 +73,9 @@ def _ended(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) ->
 def _is_ours(run_dir: RunDir, last: Attempt, job_id: str) -> bool:
     """Return whether an attempt is of this job, or of its chain; if not, a person may have resumed the run since."""
     info = run_dir.info()
-    if links(info):
+    if info.get("chain"):
         return last.number > int(info.get("chain_after") or 0)
-    job = last.job_id or claimed_by(run_dir.attempt(last.number))[0]
+    job = last.job_id or read_claim(run_dir.attempt(last.number)).job_id
     return own_restart_count() > 0 and job in (job_id, None)
 
 
@@ -83,7 +83,7 @@ def _continues(run_dir: RunDir, last: Attempt, job_id: str) -> bool:
     """Return whether a job was submitted to continue after this attempt of another one: by that job or in its chain."""
     if last.job_id == job_id:
         return False
-    if links(run_dir.info()):
+    if run_dir.info().get("chain"):
         return last.verdict == Verdict.NEXT and _is_ours(run_dir, last, job_id)
     submitted = [each for each in run_dir.events() if each["event"] == Event.SUBMITTED and each.get("job_id") == job_id]
     return bool(submitted) and submitted[-1].get("after_attempt") == last.number

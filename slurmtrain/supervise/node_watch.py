@@ -7,7 +7,7 @@ import signal
 
 from slurmtrain.errors import ClusterError
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.job_states import JobState
+from slurmtrain.slurm.job_facts import JobState
 from slurmtrain.slurm.nodelist import expand_nodelist
 
 LOOK_EVERY_S = 60.0

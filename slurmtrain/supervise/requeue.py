@@ -24,8 +24,7 @@ from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, GoesOn, Reason, RunAction,
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_restart_count
-from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.job_states import ENDED
+from slurmtrain.slurm.job_facts import ENDED, JobFacts
 
 log = logging.getLogger(__name__)
 

@@ -126,7 +126,7 @@ class LocalRuns:
         if left is not None:
             del self._running[left]
             if left.info_file.exists():
-                log.info("%s: %s", _name(left), states([left])[left.id].explanation)
+                log.info("%s: %s", _name(left), states([left])[left].explanation)
         return left
 
 
