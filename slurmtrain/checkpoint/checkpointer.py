@@ -4,7 +4,7 @@
 (`save.plan`) -> a copy in host memory (`save.staging`) -> training goes on, while a thread does the rest (`save.job`):
 write and digest (`format.blocks`), commit (`store.commit`), read back, and remove checkpoints that are no longer kept
 (`store.retention`). To restore (`restore.restorer`): the headers say what is where (`format.headers`), differences are
-refused (`restore.compatibility`), and everything is verified before it is loaded (`restore.reader`).
+refused, and everything is verified before it is loaded (`restore.reader`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import module_state, optimizer_state, state
+from slurmtrain.checkpoint import module_state, state
 from slurmtrain.checkpoint.errors import (
     CheckpointError,
     DiscardedError,
@@ -40,16 +40,22 @@ from slurmtrain.checkpoint.errors import (
 from slurmtrain.checkpoint.format.directory import committed, newest_committed_step, own_name, step_of
 from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
 from slurmtrain.checkpoint.node_copies import NodeCopies, NodesDestination
-from slurmtrain.checkpoint.ranks import RankGroup, RankGroups
-from slurmtrain.checkpoint.restore import compatibility
-from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest
+from slurmtrain.checkpoint.ranks import (
+    CheckpointIdentity,
+    RankGroup,
+    check_has_all_ranks,
+    claim_directory,
+    config_as_json,
+    register_user,
+    unregister_user,
+)
+from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest, check_allowed
 from slurmtrain.checkpoint.save.job import Destination, PendingSave, SaveJob, SaveResult
 from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
 from slurmtrain.checkpoint.save.staging import Image, Staging
-from slurmtrain.checkpoint.store import commit, retention, shared_directory
+from slurmtrain.checkpoint.store import commit, retention
 from slurmtrain.checkpoint.store.commit import Incarnation, check_fence
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
-from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.checkpoint.tensors import not_finite
 from slurmtrain.choices import ReplicaDrift, Verify
 from slurmtrain.errors import nearest
@@ -130,29 +136,30 @@ class Checkpointer:
         ):
             if value not in known:
                 raise CheckpointError(f"{name}={value!r} is not known", hint=nearest(str(value), known))
-        shared_directory.check_has_all_ranks(group)
+        check_has_all_ranks(group)
         self.directory = Path(directory)
         self._keep, self._read_back = keep, verify != Verify.OFF
         self._asynchronous, self._max_failures = asynchronous, max_failures
         self._refuse_drift, self._on_ending = on_replica_drift == ReplicaDrift.REFUSE, on_ending
-        json_config = shared_directory.config_as_json(config or {})
+        json_config = config_as_json(config or {})
 
         ranks = self._ranks = RankGroup(group)
-        hosts = shared_directory.agree_on_directory(ranks, self.directory, node or (own_node_name() if local else None))
-        groups = self._groups = RankGroups.make(ranks, hosts)
-        claimed = shared_directory.claim_together(ranks, self.directory, incarnation)
-        ranks.all_do(lambda: shared_directory.register_user(self, self.directory, incarnation))
+        host = node or (own_node_name() if local else None)
+        claimed, hosts = claim_directory(ranks, self.directory, incarnation, host)
+        # The thread that writes has messages of its own, which must not meet those of the thread that trains.
+        self._writing, self._on_host = ranks.own_group(), ranks.of_host(hosts)
+        ranks.all_do(lambda: register_user(self, self.directory, incarnation))
         identity = self._identity = CheckpointIdentity(self.directory, claimed, run_id, json_config)
         self._uploader: MirrorUploader | None = None
         if mirror:
             from slurmtrain.checkpoint.store.mirror import MirrorUploader
 
             self._uploader = MirrorUploader(mirror, ranks, identity, keep)
-        shared_directory.check_is_shared(ranks, self.directory, claimed)
         self._node_copies = NodeCopies(ranks, identity, Path(local), hosts) if local else None
         self._staging = Staging()
         self._restorer = Restorer(
-            groups,
+            ranks,
+            self._on_host,
             identity,
             self._staging.borrow,
             self._uploader,
@@ -261,15 +268,15 @@ class Checkpointer:
         plan = self._make_plan(tensors, objects, training=True)
         assert not isinstance(tensors, CheckpointError)
         optimizers = {key for key, value in objects.items() if isinstance(value, Optimizer)}
-        trained = module_state.trained_parameters(objects).keys() | optimizer_state.of_optimizers(optimizers, tensors)
+        trained = module_state.trained_parameters(objects).keys() | state.of_optimizers(optimizers, tensors)
         image: Image | CheckpointError
         try:
             image = self._staging.stage(
                 plan,
                 tensors,
                 own,
-                guarded=optimizer_state.changed_by_optimizers(objects, tensors) if self._asynchronous else (),
-                optimizers=optimizer_state.waiting_optimizers(objects).values(),
+                guarded=state.changed_by_optimizers(objects, tensors) if self._asynchronous else (),
+                optimizers=state.waiting_optimizers(objects).values(),
                 number=self._saves_begun,
             )
         except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
@@ -277,7 +284,7 @@ class Checkpointer:
         self._saves_begun += 1
         self._discard.clear()
         job = SaveJob(
-            ranks=self._groups.writing,
+            ranks=self._writing,
             identity=self._identity,
             step=step,
             plan=plan,
@@ -329,7 +336,7 @@ class Checkpointer:
             if self._node_copies is not None:  # before the buffer is allocated, while what is left can be seen
                 staging_bytes = None if training else self._staging.missing_bytes(plan.data_end)
                 self._node_copies.expect(plan.data_end, staging_bytes)
-            self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._groups.on_host.size))
+            self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_host.size))
             self._plan = plan
         return plan
 
@@ -484,25 +491,24 @@ class Checkpointer:
             else:
                 self.wait()
         finally:
-            shared_directory.unregister_user(self.directory, self._identity.incarnation)
+            unregister_user(self.directory, self._identity.incarnation)
             if self._uploader is not None:
                 if grace_s is None:
                     self._wait_for_writer()
                 self._uploader.close(self._ranks, left())
             if self._wait_for_writer(left()):
                 self._staging.release()
-                self._groups.writing.end()
+                self._writing.end()
         _unclosed.discard(self)
 
     # The writing thread.
 
     def _carry_out(self, job: SaveJob, pending: PendingSave) -> None:
         """Write and commit; then do what only the next save waits for."""
-        writing = self._groups.writing
         if pending.on_nodes_only:
             pending.decide(self._copy_to_nodes(job, pending))
             return
-        ending = self._write(job, Destination(writing, self._identity), pending)
+        ending = self._write(job, Destination(self._writing, self._identity), pending)
         with _surviving():
             self._report(job, ending)  # before anybody who waits for the commit may end the process
         pending.decide(ending)
@@ -510,7 +516,7 @@ class Checkpointer:
             copied = self._node_copies is not None and not isinstance(
                 ending, (LostPeersError, SupersededError, DiscardedError)
             )
-            if copied and not writing.maximum(int(self._hurried.is_set())):
+            if copied and not self._writing.maximum(int(self._hurried.is_set())):
                 self._copy_to_nodes(job, pending)
             if isinstance(ending, SaveResult):
                 self._finish(job, ending)
@@ -530,7 +536,7 @@ class Checkpointer:
     def _copy_to_nodes(self, job: SaveJob, pending: PendingSave) -> SaveResult | CheckpointError:
         """Make a copy on the nodes. The first of several errors in a row is reported: training goes on without."""
         assert self._node_copies is not None
-        destination = NodesDestination(self._groups.writing, self._node_copies)
+        destination = NodesDestination(self._writing, self._node_copies)
         ending = self._write(replace(job), destination, pending)
         if isinstance(ending, CheckpointError) and not isinstance(ending, DiscardedError):
             if not self._copies_fail and self._ranks.rank == 0:
@@ -552,7 +558,7 @@ class Checkpointer:
 
     def _finish(self, job: SaveJob, saved: SaveResult) -> None:
         """Read back what was committed; if it is sound, copy it to the mirror and remove what is no longer kept."""
-        ranks, path, in_a_hurry = self._groups.writing, saved.path, self._hurried.is_set
+        ranks, path, in_a_hurry = self._writing, saved.path, self._hurried.is_set
         unchecked_step = self.unchecked_step  # read first, since it is set last: so the two steps fit
         soundness = Soundness(self.sound_step, unchecked_step)
 
@@ -608,7 +614,7 @@ class Checkpointer:
             CheckpointMismatchError: there are checkpoints, but none fits or none is sound.
             CheckpointError: `path` is no checkpoint or is damaged; or tensors are handed in that could not be loaded.
         """
-        compatibility.check_allowed(allow)
+        check_allowed(allow)
         self._ranks.all_do(lambda: state.refuse_loose_tensors({**objects, **(per_rank or {})}))
         self._wait_idle()
         non_finite = self._ranks.all_do(lambda: not_finite(module_state.trained_parameters(objects)))
@@ -646,7 +652,7 @@ class Checkpointer:
             own_tensors, _ = state.flatten(own_objects)
             tensors.update({own_name(self._ranks.rank, name): tensor for name, tensor in own_tensors.items()})
             self._check_restorable(objects, own_objects, tensors)
-            return {**tensors, **optimizer_state.expected_optimizer_state(objects)}
+            return {**tensors, **state.expected_optimizer_state(objects)}
 
         # If all state exists already, as after a restore, this is the first save's plan.
         plan = self._make_plan(self._ranks.all_do(expect), objects, training=False)

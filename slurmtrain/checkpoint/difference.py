@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.boxes import Box, TensorFacts
 from slurmtrain.checkpoint.format.directory import MANIFEST, OWN, file_name, own_names
 from slurmtrain.checkpoint.format.headers import Contents, read_contents, read_own_state
-from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.format.manifest import Box, TensorFacts, read_manifest
 from slurmtrain.checkpoint.store import retention
 
 PIECE_BYTES = 64 * 2**20  # bytes of a tensor that are compared in one go

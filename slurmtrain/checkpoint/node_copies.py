@@ -32,11 +32,10 @@ from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
 from slurmtrain.checkpoint.node_folder import MARK, NodeFolder, digest_of, run_folder
-from slurmtrain.checkpoint.ranks import RankGroup
+from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.save.job import Destination
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import check_fence, previous_claim
-from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.system.files import read_json
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Communication between ranks while they save and restore.
+"""Communication between ranks while they save and restore, and the one directory of checkpoints that they agree on.
 
 A failure on one rank is raised on all, so that no rank waits for others. Messages are JSON: reading one executes nothing,
 whoever has sent it.
@@ -6,16 +6,18 @@ whoever has sent it.
 
 from __future__ import annotations
 
-import base64
 import errno
 import json
 import os
 import re
+import socket
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -32,12 +34,13 @@ from slurmtrain.checkpoint.errors import (
     SupersededError,
     UnreadableError,
 )
+from slurmtrain.checkpoint.format.manifest import Manifest
+from slurmtrain.checkpoint.store.commit import Incarnation, claim, claim_file, wait_until_visible
 from slurmtrain.errors import storage_hint
 from slurmtrain.system.activity import waiting
 
 T = TypeVar("T")
 
-BYTES = "\0bytes"  # the only key of what stands for bytes: no name of an object begins so
 # The only errors that a message can name. Never a class by its path: importing what somebody names would execute it.
 FAILURES: dict[str, type[CheckpointError]] = {
     kind.__name__: kind
@@ -52,18 +55,12 @@ FINE: Answer = [None, None]  # said by an empty message
 
 
 def encode(value: Any) -> bytes:
-    """Return the message of a value: None, bool, int, float, str, bytes, and lists and dicts (by str) of them.
+    """Return the message of a value: None, bool, int, float, str, and lists and dicts (by str) of them.
 
     Raises:
         TypeError: it has something else.
     """
-    return b"" if value == FINE else json.dumps(value, default=_bytes, separators=(",", ":")).encode()
-
-
-def _bytes(value: object) -> dict[str, str]:
-    if isinstance(value, bytes):
-        return {BYTES: base64.b64encode(value).decode()}
-    raise TypeError(f"{type(value).__name__} is nothing that ranks tell each other: turn it into plain values first")
+    return b"" if value == FINE else json.dumps(value, separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Any:
@@ -74,16 +71,12 @@ def decode(data: bytes) -> Any:
     """
     text = data.rstrip(b"\0")
     try:
-        return json.loads(text, object_hook=_decoded) if text else FINE
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        return json.loads(text) if text else FINE
+    except (ValueError, RecursionError):
         raise CheckpointError(
             f"a rank has sent {text[:8]!r}, which is not the beginning of a message between ranks; it was ignored",
             hint="do all ranks run the same version of slurmtrain? If so, another program sent it",
         ) from None
-
-
-def _decoded(values: dict[str, Any]) -> Any:
-    return base64.b64decode(values[BYTES], validate=True) if values.keys() == {BYTES} else values
 
 
 class RankGroup:
@@ -108,6 +101,12 @@ class RankGroup:
             timeout_s: seconds for which its ranks wait for each other; None: as long as those of this group.
         """
         return RankGroup(self._new_group(timeout_s=timeout_s)) if self.group is not None else RankGroup(None)
+
+    def of_host(self, hosts: Sequence[str]) -> RankGroup:
+        """Return the ranks of this host, of which each has its name in `hosts`. All ranks call it together."""
+        if len(set(hosts)) == 1:
+            return self
+        return self.subgroup([rank for rank, host in enumerate(hosts) if host == hosts[self.rank]])
 
     def subgroup(self, members: list[int]) -> RankGroup:
         """Return a group of `members`, which only they have to call, and which is not to be ended.
@@ -259,34 +258,6 @@ class RankGroup:
         return received
 
 
-@dataclass(frozen=True)
-class RankGroups:
-    """The groups on which the ranks of one Checkpointer communicate.
-
-    Attributes:
-        training: all ranks, for the thread that trains.
-        writing: all ranks, for the thread that writes: its messages must not meet those of the thread that trains.
-        on_host: the ranks of this host, for the thread that trains; `training` if there is one host.
-    """
-
-    training: RankGroup
-    writing: RankGroup
-    on_host: RankGroup
-
-    @classmethod
-    def make(cls, training: RankGroup, hosts: Sequence[str]) -> RankGroups:
-        """Make the groups. All ranks call it together.
-
-        Args:
-            hosts: host name of every rank.
-        """
-        writing = training.own_group()
-        if len(set(hosts)) == 1:
-            return cls(training, writing, training)
-        own_host = hosts[training.rank]
-        return cls(training, writing, training.subgroup([rank for rank, host in enumerate(hosts) if host == own_host]))
-
-
 def _decode(data: Tensor) -> Answer:
     answer = decode(data.numpy().tobytes())
     failure: Any = answer[1] if isinstance(answer, list) and len(answer) == 2 else 0
@@ -317,3 +288,117 @@ def _lost_peers() -> Iterator[None]:
         text = re.sub(r"^\[[^]]*\] ?", "", str(error).strip())  # gloo begins with a path of its build
         first = (text or type(error).__name__).splitlines()[0]
         raise LostPeersError(f"the ranks lost each other while they saved or restored: {first}") from None
+
+
+# The directory of checkpoints. All ranks call these functions together. See `commit` for what an incarnation is, and what
+# claiming the directory for it means.
+
+
+@dataclass(frozen=True)
+class CheckpointIdentity:
+    """The identity that every checkpoint of this incarnation is bound to.
+
+    Attributes:
+        config: JSON values.
+    """
+
+    directory: Path
+    incarnation: Incarnation
+    run_id: str
+    config: Mapping[str, Any]
+
+    def check_run(self, where: Path | str, manifest: Manifest, *, hint: str) -> None:
+        """Raise CheckpointMismatchError if the checkpoint at `where` belongs to another run."""
+        if self.run_id and manifest.run_id != self.run_id:
+            raise CheckpointMismatchError(
+                f"{where} belongs to run {manifest.run_id or '(none)'}, this is run {self.run_id}", hint=hint
+            )
+
+
+def config_as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config in the form that a checkpoint will give it back: tuples as lists, keys as text."""
+    try:
+        values: dict[str, Any] = json.loads(json.dumps(config))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"config= cannot be written into a checkpoint: {error}", hint="give plain values"
+        ) from None
+    return values
+
+
+def check_has_all_ranks(group: dist.ProcessGroup | None) -> None:
+    """Check that the process group has all ranks of the job.
+
+    Without it, each rank would save as if alone, into one directory.
+    """
+    variables = os.environ
+    stated = variables.get("WORLD_SIZE")
+    if stated is None and "SLURM_PROCID" in variables and "SLURM_STEP_NUM_TASKS" in variables:
+        stated = variables["SLURM_STEP_NUM_TASKS"]
+    have = dist.get_world_size(group) if group is not None else 1
+    if stated is not None and stated.isdigit() and int(stated) > have:
+        raise CheckpointError(
+            f"this job has {stated} ranks, but the process group has {have}",
+            hint="initialise torch.distributed in every rank before you create the Checkpointer (slurmtrain.init() does)",
+        )
+
+
+def claim_directory(
+    ranks: RankGroup, directory: Path, incarnation: Incarnation | None, host: str | None = None
+) -> tuple[Incarnation, list[str]]:
+    """Check that all ranks were given the same directory and see it, and claim it on rank 0; see `commit.claim`.
+
+    Args:
+        host: name of this rank's host; None: the one that the host gives itself.
+
+    Returns:
+        The incarnation, and the host of every rank.
+    """
+    answers = ranks.gather(lambda: [str(directory.absolute()), host or socket.gethostname()])
+    first = answers[0][0]
+    for rank, (other, _) in enumerate(answers):
+        if other != first:
+            raise CheckpointError(
+                f"rank {rank} was told to save in {other}, rank 0 in {first}",
+                hint="choose the directory on rank 0 and broadcast it (a time stamp differs between ranks)",
+            )
+    label = f"pid {os.getpid()} on {socket.gethostname()}"
+    claimed = Incarnation(*ranks.on_rank_0(lambda: astuple(claim(directory, incarnation, label=label))))
+
+    def check_is_shared() -> None:
+        path = claim_file(directory, claimed)
+        wait_until_visible(path)
+        if not path.exists():
+            raise CheckpointError(
+                f"rank {ranks.rank} on {socket.gethostname()} does not see what rank 0 wrote in {directory}",
+                hint="checkpoints need a directory that all nodes share",
+            )
+
+    ranks.all_do(check_is_shared)
+    return claimed, [host for _, host in answers]
+
+
+# Users of a directory in this process, by directory and incarnation: two of one incarnation would delete each other's files.
+_in_use: weakref.WeakValueDictionary[tuple[str, int], object] = weakref.WeakValueDictionary()
+
+
+def register_user(user: object, directory: Path, incarnation: Incarnation | None) -> None:
+    """Record that `user` saves into the directory as `incarnation`; one without (None) takes a new one for itself.
+
+    Raises:
+        CheckpointError: another object of this process does so.
+    """
+    if incarnation is None:
+        return
+    key = (str(directory.absolute()), incarnation.order)
+    if key in _in_use:
+        raise CheckpointError(
+            f"{directory} already has a Checkpointer in this process",
+            hint="save everything through one: save(step, model=..., other=...); or close() the first",
+        )
+    _in_use[key] = user
+
+
+def unregister_user(directory: Path, incarnation: Incarnation) -> None:
+    """End what `register_user` has begun."""
+    _in_use.pop((str(directory.absolute()), incarnation.order), None)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.headers import BoxLocation, read_header
+from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.restore.reader import Files, Span, spans_of
 from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES
 

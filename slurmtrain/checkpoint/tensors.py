@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.boxes import Box
+from slurmtrain.checkpoint.format.manifest import Box
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -29,7 +29,7 @@ def supervise(options: argparse.Namespace) -> int:
     if options.watch is not None:
         from slurmtrain.choices import RequeueMode
         from slurmtrain.config.frozen import load_frozen
-        from slurmtrain.supervise.node_watch import watch_over
+        from slurmtrain.supervise.in_place import watch_over
 
         requeue = load_frozen(run_dirs[0].config_file, with_secrets=False).requeue
         watch_over(options.job, options.watch, requeues=requeue.mode == RequeueMode.REQUEUE)
@@ -44,10 +44,10 @@ def supervise(options: argparse.Namespace) -> int:
 
     if IN_RAY_JOB in os.environ:
         return supervise_ray_job(run_dirs[0])
-    if len(run_dirs) > 1:
-        from slurmtrain.supervise.packed import supervise_together
+    from slurmtrain.supervise import loop
 
-        return supervise_together(run_dirs, submitted, options.set_up_failed)
+    if len(run_dirs) > 1:
+        return loop.supervise_together(run_dirs, submitted, options.set_up_failed)
     from slurmtrain.runs.ownership import require_own
     from slurmtrain.slurm.environment import JOB_VARIABLE
 
@@ -62,10 +62,9 @@ def supervise(options: argparse.Namespace) -> int:
             "this is neither a job of SLURM nor a pod: SLURM_JOB_ID, JOB_COMPLETION_INDEX and PET_NODE_RANK are not set",
             hint="`submit` and `resume` start runs; pods need a manifest as `render --target` writes it",
         )
-    from slurmtrain.supervise.loop import supervise as supervise_one
     from slurmtrain.supervise.platforms.slurm import SlurmJob
 
-    return supervise_one(run_dirs[0], SlurmJob(run_dirs[0], submitted), options.set_up_failed)
+    return loop.supervise(run_dirs[0], SlurmJob(run_dirs[0], submitted), options.set_up_failed)
 
 
 def train(options: argparse.Namespace) -> int:
@@ -146,8 +145,7 @@ def prepare(options: argparse.Namespace) -> int:
 
 
 def _verify(folder: Path) -> int:
-    from slurmtrain.data.format.manifest import read_manifest
-    from slurmtrain.data.prepare.verify import verify
+    from slurmtrain.data.format.manifest import read_manifest, verify
 
     problems, manifest = 0, read_manifest(folder)
     for problem in verify(folder, manifest):

@@ -6,17 +6,24 @@ have written when `commit` is called; who reads sees complete ones only.
 
 from __future__ import annotations
 
+import base64
 import errno
+import io
 import os
 import shutil
 import zipfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from slurmtrain.checkpoint.format import directory
+from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.program_checkpoints import cut
 from slurmtrain.runtime.api import session
+from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.files import fsync_directory, read_json, write_json
 
 FILES = "files.json"  # the sizes of a folder's files
@@ -161,3 +168,16 @@ def _files(path: Path) -> list[Path]:
     return [
         Path(root, name) for root, folders, names in os.walk(path, topdown=False) for name in [*names, *folders]
     ] + [path]
+
+
+def gather_states(distributed: DistributedContext, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the state of every rank, in the order of ranks. All ranks call it together.
+
+    Args:
+        own: this rank's: tensors, numbers, texts, and lists, tuples and dicts of them. What comes from other ranks is read
+            without running code.
+    """
+    written = io.BytesIO()
+    torch.save(own, written)
+    everyones = RankGroup(distributed.control_group).gather(lambda: base64.b64encode(written.getvalue()).decode())
+    return [torch.load(io.BytesIO(base64.b64decode(state)), weights_only=True) for state in everyones]

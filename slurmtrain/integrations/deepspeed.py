@@ -27,13 +27,13 @@ from slurmtrain.integrations.commit import (
     damage_of,
     damage_of_zip,
     flush,
+    gather_states,
     keep_newest,
     note_files,
     remove,
     set_aside,
     temporary_name,
 )
-from slurmtrain.integrations.gather import gather_states
 from slurmtrain.integrations.reporting import ProgressReport
 from slurmtrain.runs.program_checkpoints import cut
 from slurmtrain.runtime.api import exit_for_requeue, session, should_stop

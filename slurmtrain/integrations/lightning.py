@@ -28,8 +28,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from slurmtrain.checkpoint.state import RandomState
 from slurmtrain.errors import EXIT_REQUEUE, ConfigError
-from slurmtrain.integrations.commit import commit, damage_of_zip, flush, keep_newest, remove, set_aside, temporary_name
-from slurmtrain.integrations.gather import gather_states
+from slurmtrain.integrations.commit import (
+    commit,
+    damage_of_zip,
+    flush,
+    gather_states,
+    keep_newest,
+    remove,
+    set_aside,
+    temporary_name,
+)
 from slurmtrain.integrations.reporting import ProgressReport
 from slurmtrain.parallel.ddp import warm_up_ddp_buckets
 from slurmtrain.runtime.api import init, session, should_stop

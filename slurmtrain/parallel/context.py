@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.attention import CausalAttention, Mask, attention, document_mask
-from slurmtrain.parallel.autograd import differentiable
+from slurmtrain.parallel.vocabulary import differentiable
 
 
 def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: str) -> None:

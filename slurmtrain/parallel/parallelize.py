@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from slurmtrain.choices import GradientCompression
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
-from slurmtrain.parallel.activation_checkpointing import prepare_units
 from slurmtrain.parallel.ddp import apply_ddp
+from slurmtrain.parallel.units import prepare_units
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def parallelize(
             isinstance(model, nn.parallel.DistributedDataParallel)
             and parallel.gradient_compression != GradientCompression.NONE
         ):
-            from slurmtrain.parallel.compression import compress
+            from slurmtrain.parallel.ddp import compress
 
             assert group is not None
             compress(model, parallel.gradient_compression, group)

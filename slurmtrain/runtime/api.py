@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from slurmtrain.observe.profiling import Profiling
     from slurmtrain.runtime.distributed_context import DistributedContext
     from slurmtrain.runtime.watchdog.watchdog import Watchdog
-    from slurmtrain.training.agreement import StopAgreement
+    from slurmtrain.training.ranks import StopAgreement
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
     from slurmtrain.hangs.beats import Position
     from slurmtrain.runtime.distributed_context import environment_of_process_group, init_distributed
     from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
-    from slurmtrain.training.agreement import StopAgreement
+    from slurmtrain.training.ranks import StopAgreement
 
     load_dynamo_on_demand()
     let_all_workers_ignore_stop_signals()
@@ -173,6 +173,8 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
 
     try:
         session.distributed = init_distributed(cluster, device, environment, rendezvous_dir, stop_flag, on_met=watch)
+        # Anew: torch puts a hook around ours that keeps what ours says until it returns, and ours never does.
+        sys.excepthook = _record_and_show
         session.agreement = StopAgreement(stop_flag, session.distributed.control_group)
         if session.context is not None:
             from slurmtrain.runtime.preflight.check import run_preflight

@@ -23,6 +23,10 @@ from slurmtrain.training.step_numbers import StepNumbers
 NORMAL = 1.4826  # standard deviation of a normal distribution / its median absolute deviation
 # A loss that hardly varies (a constant, one that was learnt by heart) has no spikes of a thousandth of itself.
 LEAST_DEVIATION = 1e-3
+HINT = (
+    "the same steps would do the same again, so nothing is tried again: a smaller optim.lr, more optim.warmup_steps or "
+    "optim.grad_clip=1 may help, or other data; `resume RUN optim.lr=...` goes on from the newest checkpoint, if there is one"
+)
 
 
 class Action(Enum):

@@ -9,33 +9,32 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.config.schema import OptimConfig, TrainConfig
+from slurmtrain.data.loading.batches import RowCounts
 from slurmtrain.data.loading.loader import BatchLoader, Step
-from slurmtrain.data.loading.row_counts import RowCounts
+from slurmtrain.errors import DivergedError
 from slurmtrain.observe.phases import Phase, PhaseClock
 from slurmtrain.parallel.ddp import clip_whole_gradients, warm_up_ddp_buckets, without_trace
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.planner.schedule import learning_rate
-from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import ForwardBackward
+from slurmtrain.training.health import HINT
 from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
 from slurmtrain.training.optim import build_optimizer, set_learning_rate
-from slurmtrain.training.ranks import TrainingRanks
-from slurmtrain.training.rollback import roll_back
+from slurmtrain.training.ranks import StopAgreement, TrainingRanks
 from slurmtrain.training.state import Counters, StepResult, TrainingState, all_finite
 from slurmtrain.training.step_numbers import NumbersReader
-from slurmtrain.training.undo import RunningBuffers
 
 log = logging.getLogger(__name__)
 
@@ -343,3 +342,92 @@ def _logged_only() -> Iterator[None]:
         yield
     except Exception as error:
         log.warning("after an error, training could not end cleanly: %s: %s", type(error).__name__, error)
+
+
+class RunningBuffers:
+    """The buffers that forward passes change, which are brought back when a step's update is skipped.
+
+    Running statistics (BatchNorm) have taken in the step's activations before its loss is known, and would stay NaN for
+    good. Those that stay as they are, such as tables of positions, cost nothing.
+
+    Which they are is seen in the first step of an attempt, among all that are saved in checkpoints. Their versions do not
+    tell: a batch norm changes its statistics without counting theirs up.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        modules = list(modules)
+        unsaved = {
+            id(module._buffers[name])
+            for root in modules
+            for module in root.modules()
+            for name in module._non_persistent_buffers_set
+        }
+        self._buffers = list(
+            {id(buffer): buffer for root in modules for buffer in root.buffers() if id(buffer) not in unsaved}.values()
+        )
+        self._seen = False  # which of them change
+        self._before: list[Tensor] = []
+
+    def begin_step(self) -> None:
+        """Keep what is there before the step."""
+        self._before = [buffer.clone() for buffer in self._buffers]
+
+    def end_step(self, skips: Tensor | None) -> None:
+        """Bring back what was there where `skips`, a bool scalar on the device, is true, without waiting for it.
+
+        None: it is known already that the step is not skipped.
+        """
+        pairs = list(zip(self._buffers, self._before, strict=True))
+        if not self._seen:
+            pairs = [(buffer, before) for buffer, before in pairs if not torch.equal(buffer, before)]
+            self._buffers, self._seen = [buffer for buffer, _ in pairs], True
+        if skips is not None:
+            for buffer, before in pairs:
+                buffer.copy_(torch.where(skips, before, buffer))
+        self._before = []
+
+
+def roll_back(state: TrainingState, train: TrainConfig, why: str) -> None:
+    """Go back, within the process, to the newest checkpoint of a sound step, or to what the run has begun from.
+
+    All ranks call it together. Everything but the position in the data comes back. All samples since that checkpoint are
+    left out, not only those of the steps that went wrong. To train on the others once more would give the parameters that
+    there are now, to the last bit: the updates of the steps that went wrong were never made. And a loss that jumps is that
+    of the parameters that the steps before have given. The number of the step is that of the checkpoint, so that the
+    schedule and the number of updates are those of the config; the digest of the samples says which were seen.
+
+    Args:
+        why: what went wrong, one sentence.
+
+    Raises:
+        DivergedError: going back is not possible, or has not helped.
+    """
+    step, health = state.step, state.counters.health
+    if health.sound_step is None or not state.hooks.roll_back(state, health.sound_step):
+        raise DivergedError(f"{why}; there is no checkpoint from before it to go back to", hint=HINT)
+    # Only now, so that a resume with another config begins where it was sound.
+    if health.rollbacks >= train.max_rollbacks:
+        many = f"going back {'once' if health.rollbacks == 1 else f'{health.rollbacks} times in a row'} has not helped"
+        raise DivergedError(
+            f"{why}; {many if health.rollbacks else 'it does not go back'} (train.max_rollbacks={train.max_rollbacks}); the "
+            f"newest checkpoint is that of step {state.step}, from before it",
+            hint=HINT,
+        )
+    state.counters.health.went_back(health, from_step=step, to_step=state.step)
+    _check_samples_left(state, train, why)
+    state.begin_at_checkpoint()
+    state.hooks.rolled_back(state, step)
+    state.hooks.message(
+        f"{why}; so training went back from step {step} to step {state.step}, and leaves out the samples since"
+    )
+    state.throughput.start()
+
+
+def _check_samples_left(state: TrainingState, train: TrainConfig, why: str) -> None:
+    needed = state.loader.samples_consumed + (train.steps - state.step) * train.global_batch_size
+    if not train.repeat and needed > state.loader.order.once:
+        raise DivergedError(
+            f"{why}; after going back to step {state.step} the samples left would not do for {train.steps} steps "
+            "(train.repeat=false)",
+            hint=HINT,
+        )

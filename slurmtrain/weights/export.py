@@ -23,9 +23,8 @@ from torch import Tensor
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
-from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.headers import Contents, read_contents
-from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
+from slurmtrain.checkpoint.format.manifest import Box, Manifest, read_manifest
 from slurmtrain.checkpoint.host_memory import available_memory
 from slurmtrain.checkpoint.restore.reader import read_whole
 from slurmtrain.checkpoint.safetensors_files import INDEX, SINGLE

@@ -304,7 +304,7 @@ def _ends_of_answers(config: Mapping[str, Any]) -> list[int]:
         manifest = prepared.read_manifest(folder)
         if manifest.chat is None:
             return []
-        stream = TokenStream(folder, manifest, "train", verify="opened")
+        stream = TokenStream(folder, manifest, "train")
         tokens = np.empty(min(stream.tokens, LOOKED_AT), stream.dtype)
         counts = np.empty(len(tokens), np.uint8)
         stream.read_into(tokens, 0)

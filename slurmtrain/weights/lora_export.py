@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.boxes import Box
+from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
 from slurmtrain.checkpoint.tensors import dtype_of
 from slurmtrain.config import known_models

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from slurmtrain.checkpoint import module_state
-from slurmtrain.checkpoint.format.boxes import Box
+from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
 from slurmtrain.checkpoint.tensors import box_of, dtype_name, local
 from slurmtrain.config import known_models

@@ -24,8 +24,8 @@ from slurmtrain.models import Decoder
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system import signals
-from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import build_forward_backward
+from slurmtrain.training.ranks import StopAgreement
 from tests.support.gloo import GlooRanks
 from tests.support.pickles import Evil
 
@@ -96,8 +96,8 @@ def talk(distributed: DistributedContext, canary: Path) -> list[Any]:
                 patch.setattr(ranks, "encode", lambda value: pickle.dumps(Evil(canary)))
             hear(question)
 
-    long = bytes([rank]) * (100_000 * rank)
-    hear(lambda: told.gather(lambda: [rank, bytes([rank]), {"a": None}]))
+    long = "a" * (100_000 * rank)
+    hear(lambda: told.gather(lambda: [rank, "\0", {"a": None}]))
     hear(lambda: told.on_rank_0(lambda: ["from", rank]))
     hear(lambda: told.broadcast(rank, source=1))
     hear(lambda: told.gather_on_rank_0(lambda: long, lambda all_: [len(each) for each in all_]))
@@ -119,7 +119,7 @@ def test_plain_values_and_failures_are_heard_by_all_and_a_pickle_is_refused_and_
     assert one == other
     *fine, gathered, collected, last = one
     assert fine == [
-        [[0, b"\0", {"a": None}], [1, b"\1", {"a": None}]],
+        [[0, "\0", {"a": None}], [1, "\0", {"a": None}]],
         ["from", 0],
         1,
         [0, 100_000],

@@ -246,12 +246,6 @@ def test_norms_are_those_of_one_process_on_every_layout(
 WATCHED = "train.log_every=50 train.eval_every=0 observe.straggler_every=5 checkpoint.every_steps=0".split()
 
 
-def slow_in(phase: str) -> list[str]:
-    """Steps of 20 ms for data and 40 ms for the passes; on the slow rank half as much more for one of them."""
-    data, passes = ("0.03", "0.04") if phase == "data" else ("0.02", "0.06")
-    return [DATA, MODEL, "+data.seconds=0.02", f"+data.slow={data}", "+model.seconds=0.04", f"+model.slow={passes}"]
-
-
 @pytest.mark.parametrize(
     ("phase", "layout"),
     [("data", REPLICAS), ("forward_backward", REPLICAS), ("forward_backward", SHARDED)],
@@ -260,7 +254,10 @@ def slow_in(phase: str) -> list[str]:
 def test_a_rank_that_is_slowed_by_half_is_named_with_its_part(
     gloo_ranks: GlooRanks, tmp_path: Path, phase: str, layout: list[str]
 ) -> None:
-    gloo_ranks(2, fit_by_own_clock, tmp_path / "run", [*slow_in(phase), *WATCHED, *layout, "train.steps=40"])
+    # Steps of 20 ms for data and 40 ms for the passes; on the slow rank half as much more for one of them.
+    data, passes = ("0.03", "0.04") if phase == "data" else ("0.02", "0.06")
+    slow = ["+data.seconds=0.02", f"+data.slow={data}", "+model.seconds=0.04", f"+model.slow={passes}"]
+    gloo_ranks(2, fit_by_own_clock, tmp_path / "run", [DATA, MODEL, *slow, *WATCHED, *layout, "train.steps=40"])
     (told,) = events(tmp_path / "run", "straggler")
     assert (told["ranks"], told["phase"], told["sporadic"]) == ([1], phase, False)
     assert (told["step"], told["ratio"]) == (26, 1.5)  # five windows of five steps, looked at one step later

@@ -13,8 +13,8 @@ import torch
 
 from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.safetensors_files import Wanted, read, tensors_of
 from slurmtrain.checkpoint.tensors import box_of, local
 from slurmtrain.config.compose import compose

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
-from slurmtrain.checkpoint.format.boxes import Box, TensorFacts
-from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
+from slurmtrain.checkpoint.format.manifest import FORMAT, Box, Manifest, TensorFacts
 from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.tensors import dtype_name
 

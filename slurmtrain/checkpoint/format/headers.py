@@ -23,9 +23,8 @@ import numpy.typing as npt
 
 from slurmtrain.checkpoint.errors import CheckpointError, UnreadableError
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.boxes import Box, TensorFacts
 from slurmtrain.checkpoint.format.directory import OWN_STATE
-from slurmtrain.checkpoint.format.manifest import Manifest
+from slurmtrain.checkpoint.format.manifest import Box, Manifest, TensorFacts
 
 Ints = npt.NDArray[np.int64]
 

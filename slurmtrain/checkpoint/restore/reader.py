@@ -25,9 +25,8 @@ from torch import Tensor
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
-from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.headers import BoxLocation, Contents, parse_own_state
-from slurmtrain.checkpoint.format.manifest import Manifest
+from slurmtrain.checkpoint.format.manifest import Box, Manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensors import box_of, bytes_of, dtype_of, local
 

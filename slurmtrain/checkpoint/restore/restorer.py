@@ -2,21 +2,24 @@
 
 A checkpoint that is damaged is set aside, and the next older one is chosen. Where the directory has none, the newest
 copy is fetched from the mirror. The copy on the nodes comes first, unless the directory has a newer one
-(`node_copies`). Differences between checkpoint and training are refused (`compatibility`); contents are verified
-before the first tensor is touched (`reader`).
+(`node_copies`). Differences between checkpoint and training are refused with a diff, unless they are allowed: torch itself
+loads what fits and leaves the rest at its initial values, or converts it, without a message. Contents are verified before
+the first tensor is touched (`reader`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import module_state, state
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
@@ -32,13 +35,19 @@ from slurmtrain.checkpoint.format.directory import (
     step_of,
 )
 from slurmtrain.checkpoint.format.headers import Contents, FileContents, HeaderReader, damage_of
-from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest, read_manifest_bytes
-from slurmtrain.checkpoint.ranks import RankGroups
-from slurmtrain.checkpoint.restore import compatibility
+from slurmtrain.checkpoint.format.manifest import (
+    Manifest,
+    TensorFacts,
+    parse_manifest,
+    read_manifest,
+    read_manifest_bytes,
+)
+from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.restore.reader import read_tensors
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
-from slurmtrain.choices import Verify
+from slurmtrain.checkpoint.tensors import dtype_name
+from slurmtrain.choices import DECODERS, Allow, Verify
+from slurmtrain.errors import UsageError, nearest
 from slurmtrain.system.patience import refresh
 
 if TYPE_CHECKING:
@@ -111,13 +120,15 @@ class Restorer:
     """Restores checkpoints of one directory. All ranks call `restore` together.
 
     Args:
+        ranks, on_host: all ranks, and those of this host.
         borrow_buffer: returns host memory of a size, to read into.
         changed, verify: see `Checkpointer`.
     """
 
     def __init__(
         self,
-        groups: RankGroups,
+        ranks: RankGroup,
+        on_host: RankGroup,
         identity: CheckpointIdentity,
         borrow_buffer: Callable[[int], memoryview],
         mirror_uploader: MirrorUploader | None,
@@ -127,7 +138,7 @@ class Restorer:
         verify: str,
     ):
         self._node_copies = node_copies
-        self._ranks, self._ranks_on_host = groups.training, groups.on_host
+        self._ranks, self._ranks_on_host = ranks, on_host
         self._identity, self._borrow_buffer, self._mirror_uploader = identity, borrow_buffer, mirror_uploader
         self._changed, self._verify = changed, verify
 
@@ -174,7 +185,7 @@ class Restorer:
                 return None
             path, damage = Path(choice[0]), choice[1]
             if not damage:
-                manifest = parse_manifest(path, *choice[2:])
+                manifest = parse_manifest(path, choice[2].encode(), choice[3])
                 with retention.reading(path):
                     damage = self._load(path, manifest, request)
             if not damage:
@@ -191,8 +202,8 @@ class Restorer:
         """Choose, on rank 0, the checkpoint to read, and look at everything but the contents of its files.
 
         Returns:
-            Its path; what is wrong with its manifest or the sizes of its files, one sentence each; the bytes of its
-                manifest.json, and their digest by COMPLETE. None: there is none.
+            Its path; what is wrong with its manifest or the sizes of its files, one sentence each; the text of its
+                manifest.json, and its digest by COMPLETE. None: there is none.
         """
         if asked_for is not None:
             path = asked_for
@@ -221,7 +232,7 @@ class Restorer:
             raise
         except CheckpointError as error:
             damage = [damage_of(path, error)]
-        return [str(path), damage, *texts]
+        return [str(path), damage, texts[0].decode(errors="replace"), texts[1]]
 
     def _set_aside(self, path: Path, copy: str | None, damage: list[str]) -> None:
         """Set a damaged checkpoint aside, on rank 0, and the copy in the mirror that it was fetched from."""
@@ -276,7 +287,7 @@ class Restorer:
             own_file = None  # a rank that did not exist, or another training
         wanted = self._ranks.all_do(lambda: set(module_state.module_tensors(request.objects)))
         on_any_rank = wanted
-        if self._ranks.maximum(int(bool(compatibility.of_modules(request.objects, contents.facts) - wanted))):
+        if self._ranks.maximum(int(bool(of_modules(request.objects, contents.facts) - wanted))):
             on_any_rank = set().union(*self._ranks.gather(lambda: sorted(wanted)))
         targets, own_targets = self._ranks.all_do(
             lambda: self._find_targets(path, manifest, request, wanted, on_any_rank, own=own_file is not None)
@@ -347,18 +358,18 @@ class Restorer:
                 {key: each[key] for key in objects if key in each} for each in (saved_config, config)
             )
         asked_for = request.path is not None
-        compatibility.check_config(path, saved_config, config, allow, changed=self._changed, asked_for=asked_for)
+        check_config(path, saved_config, config, allow, changed=self._changed, asked_for=asked_for)
         facts = manifest.tensors
-        alone = compatibility.check_names(path, objects, wanted, on_any_rank, facts, manifest.state, allow)
+        alone = check_names(path, objects, wanted, on_any_rank, facts, manifest.state, allow)
         useful = {name: fact for name, fact in facts.items() if name not in alone}
-        targets = compatibility.check_tensors(path, objects, state.templates(objects, useful), facts, allow)
+        targets = check_tensors(path, objects, state.templates(objects, useful), facts, allow)
         if not own:
             return targets, {}
         own_facts = {name: facts[called] for name, called in own_names(facts, self._ranks.rank).items()}
         names = module_state.module_tensors(own_objects)
-        compatibility.check_names(path, own_objects, names, names, own_facts, None, allow)
+        check_names(path, own_objects, names, names, own_facts, None, allow)
         own_templates = state.templates(own_objects, own_facts)
-        return targets, compatibility.check_tensors(path, own_objects, own_templates, own_facts, allow)
+        return targets, check_tensors(path, own_objects, own_templates, own_facts, allow)
 
 
 def _restored(
@@ -376,3 +387,158 @@ def _restored(
         as_start=request.as_start,
         origin=origin,
     )
+
+
+KINDS = tuple(Allow)
+FINGERPRINT = "data_fingerprint"  # in the config that a checkpoint is bound to: of the data's content
+SHOWN = 5
+
+
+def check_allowed(allow: Collection[str]) -> None:
+    """Raise UsageError if `allow` has a kind of difference that is not known."""
+    for kind in allow:
+        if kind not in KINDS:
+            raise UsageError(f"{kind!r} is not a kind of difference that can be allowed", hint=nearest(kind, KINDS))
+
+
+def check_config(
+    path: Path,
+    saved: Mapping[str, Any],
+    own: Mapping[str, Any],
+    allow: Collection[str],
+    *,
+    changed: Collection[str] = (),
+    asked_for: bool = False,
+) -> None:
+    """Compare the config values that a checkpoint is bound to with those of this run.
+
+    Args:
+        changed: keys that a person has changed on purpose since it was saved; they, and all keys below them, may
+            differ.
+        asked_for: the checkpoint is of another run and was named by the person.
+
+    Raises:
+        CheckpointMismatchError: they differ.
+    """
+    if not saved or not own:
+        return
+    if (own.get("model") or {}).get(
+        "_target_"
+    ) in DECODERS and "lora" not in own:  # adapters mean nothing beside other weights
+        changed = {*changed, "model.path"}  # where its first weights came from, not what it computes
+    before, now = dict(_leaves(saved)), dict(_leaves(own))
+    differing = [
+        key for key in sorted({*before, *now}) if before.get(key) != now.get(key) or (key in before) != (key in now)
+    ]
+    lines = {key: f"{key}: {before.get(key, '(not there)')} -> {now.get(key, '(not there)')}" for key in differing}
+    content = lines.pop(FINGERPRINT, None)
+    if "config" not in allow:
+        unasked = [line for key, line in lines.items() if not _is_under(key, changed)]
+        _refuse(path, "config", "was saved with another config", unasked)
+    if content and FINGERPRINT in before and asked_for and "data" not in allow:
+        others = [line for key, line in lines.items() if key.startswith("data.")]
+        raise CheckpointMismatchError(
+            f"{path} has seen other data: {'; '.join([*others, content])}: its step, its schedule and its place "
+            "among the samples would be carried onto this data",
+            hint="to restart with its weights: checkpoint.restore_only=model; to continue at its step on other data anyway: "
+            "checkpoint.allow=[config,data]",
+        )
+    # Other data by config is allowed or refused as such; this check is about other content in the same place.
+    if content and FINGERPRINT in before and not any(key.startswith("data.") for key in lines) and "data" not in allow:
+        raise CheckpointMismatchError(
+            f"{path} was saved with other data in the same place: {content}",
+            hint="was the data set prepared or edited again? To continue with the current data: checkpoint.allow=[data]",
+        )
+
+
+def of_modules(objects: Mapping[str, Any], saved: Iterable[str]) -> set[str]:
+    """Return the names of the checkpoint that belong to modules among `objects`, without extra state, which may come and go."""
+    prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
+    return {name for name in saved if prefixes and name.startswith(prefixes) and not module_state.is_extra(name)}
+
+
+def check_names(
+    path: Path,
+    objects: Mapping[str, Any],
+    wanted: Collection[str],
+    everywhere: Collection[str],
+    saved: Collection[str],
+    plain: Collection[str] | None,
+    allow: Collection[str],
+) -> set[str]:
+    """Check that checkpoint and objects have the same names, and return the names that only the checkpoint has.
+
+    Args:
+        wanted: names of the tensors of this rank's modules.
+        everywhere: names of the tensors of all ranks' modules: a pipeline stage has only a part of them.
+        plain: names of objects with state that is no tensor; None: not known yet.
+
+    Raises:
+        CheckpointMismatchError: one has names that the other lacks.
+    """
+    alone = of_modules(objects, saved) - set(everywhere)
+    lines = [
+        f"- {key} is not in the checkpoint"
+        for key, value in objects.items()
+        if plain is not None and not isinstance(value, torch.nn.Module) and key not in plain
+    ]
+    lines += [f"- {name} is not in the checkpoint" for name in sorted(set(wanted) - set(saved))]
+    lines += [f"+ {name} is in the checkpoint alone" for name in sorted(alone)]
+    if "keys" not in allow:
+        _refuse(path, "keys", "does not fit", lines)
+    return alone
+
+
+def check_tensors(
+    path: Path,
+    objects: Mapping[str, Any],
+    targets: Mapping[str, Tensor],
+    saved: Mapping[str, TensorFacts],
+    allow: Collection[str],
+) -> dict[str, Tensor]:
+    """Check shapes and dtypes, and return the targets that can be filled.
+
+    Raises:
+        CheckpointMismatchError: a shape or a dtype differs.
+    """
+    shapes, dtypes = [], []
+    fit = {}
+    for name, tensor in targets.items():
+        if name not in saved:  # allowed by `check_names`
+            continue
+        fact = saved[name]
+        if tuple(tensor.shape) != fact.shape:
+            shapes.append((name, f"{name} is {list(fact.shape)} there and {list(tensor.shape)} here"))
+            continue
+        if dtype_name(tensor.dtype) != fact.dtype:
+            dtypes.append(f"{name} is {fact.dtype} there and {dtype_name(tensor.dtype)} here")
+        fit[name] = tensor
+    if "shapes" not in allow:
+        _refuse(path, "shapes", "does not fit", [line for _, line in shapes])
+    if "dtypes" not in allow:
+        _refuse(path, "dtypes", "does not fit", dtypes)
+    # The optimiser's state of a parameter that starts with new values is of no use.
+    optimizers = [key for key, value in objects.items() if isinstance(value, Optimizer)]
+    stale = tuple(f"{key}.state.{name}." for key in optimizers for name, _ in shapes)
+    return {name: tensor for name, tensor in fit.items() if not stale or not name.startswith(stale)}
+
+
+def _refuse(path: Path, kind: str, what: str, lines: list[str]) -> None:
+    if lines:
+        shown = "; ".join(lines[:SHOWN]) + (f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
+        raise CheckpointMismatchError(
+            f"{path} {what}: {shown}",
+            hint=f"was the model or the config changed since? To continue all the same: checkpoint.allow=[{kind}]",
+        )
+
+
+def _is_under(key: str, others: Collection[str]) -> bool:
+    return any(key == other or key.startswith(f"{other}.") for other in others)
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

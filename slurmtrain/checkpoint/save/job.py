@@ -10,7 +10,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,19 +19,17 @@ from typing import Any
 
 import torch
 
-from slurmtrain.checkpoint import optimizer_state
 from slurmtrain.checkpoint.errors import CheckpointError, DiscardedError, NonFiniteError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import file_name, set_aside
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
-from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save.fingerprints import PLAIN, TENSORS, Differing, digests_of, find_differing, group_key
-from slurmtrain.checkpoint.save.plan import SavePlan, TensorPiece
+from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
+from slurmtrain.checkpoint.save.plan import PLAIN, TENSORS, SavePlan, TensorPiece, group_key, short_digest
 from slurmtrain.checkpoint.save.staging import Image
+from slurmtrain.checkpoint.state import merge_plain
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import check_fence, wait_until_visible
-from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
 from slurmtrain.checkpoint.tensors import bytes_are_finite
 from slurmtrain.system.activity import SAVE, doing
 from slurmtrain.system.files import fsync_directory
@@ -258,43 +256,48 @@ class SaveJob:
     # Do ranks that should hold the same do so? Otherwise a mixture would be saved that no rank has ever had.
 
     def _check_replicas(self) -> None:
-        """Compare what ranks hold alike; what may differ is noted in `drift`, once."""
+        """Compare what ranks hold alike; what may differ is noted in `drift`, once.
+
+        Ranks do not send each other all of their fingerprints, which would be hundreds of megabytes for rank 0 of
+        thousands. Each sends one digest for each group of ranks with which it holds the same. Only of groups that differ
+        are the fingerprints asked for, to name the tensors.
+        """
 
         def digests() -> dict[str, Any]:
             if isinstance(self.image, CheckpointError):
                 raise self.image
             plain = {key: zlib.crc32(json.dumps(value).encode()) for key, value in self.plain.items()}
             self.image.fingerprints[group_key(PLAIN, self.plan.number)] = plain
-            return {"step": self.step, "digests": digests_of(self.image.fingerprints)}
+            found = {key: short_digest(sorted(values.items())) for key, values in self.image.fingerprints.items()}
+            return {"step": self.step, "digests": found}
 
-        def compare(answers: list[dict[str, Any]]) -> list[Any]:
+        def compare(answers: list[dict[str, Any]]) -> list[str]:
+            states: dict[str, set[str]] = {}
             for rank, answer in enumerate(answers):
                 if answer["step"] != self.step:
                     raise CheckpointError(
                         f"rank {rank} saves step {answer['step']}, but rank 0 saves step {self.step}",
                         hint="save after the same step on every rank: let one rank decide and broadcast it",
                     )
-            found = find_differing([answer["digests"] for answer in answers])
-            return [
-                [each.key, each.states]
-                for each in found
-                if self.report_drift or (self.refuse_drift and each.key.startswith(TENSORS))
-            ]
+                for key, digest in answer["digests"].items():
+                    states.setdefault(key, set()).add(digest)
+            of_tensors = {key: key.startswith(TENSORS) for key, found in states.items() if len(found) > 1}
+            wanted = [key for key in of_tensors if self.report_drift or (self.refuse_drift and of_tensors[key])]
+            return sorted(wanted, key=lambda key: (not of_tensors[key], key))
 
-        differing = [Differing(*values) for values in self.ranks.gather_on_rank_0(digests, compare)]
+        differing: list[str] = self.ranks.gather_on_rank_0(digests, compare)
         if not differing:
             return
         asked = differing[:GROUPS_NAMED]
 
         def fingerprints() -> list[dict[str, int]]:
             known = self.image.fingerprints if isinstance(self.image, Image) else {}
-            return [known[each.key] if self.ranks.rank in each.asked else {} for each in asked]
+            return [known.get(key, {}) for key in asked]
 
         def judge(answers: list[list[dict[str, int]]]) -> None:
-            named = [each.names([answers[rank][number] for rank in each.asked]) for number, each in enumerate(asked)]
-            wrong = [
-                name for each, names in zip(asked, named, strict=True) if each.key.startswith(TENSORS) for name in names
-            ]
+            named = [differences(key, [answer[number] for answer in answers]) for number, key in enumerate(asked)]
+            every = [name for names in named for name in names]
+            wrong = [name for key, names in zip(asked, named, strict=True) if key.startswith(TENSORS) for name in names]
             if wrong and self.refuse_drift:
                 least = "at least " if len(differing) > len(asked) else ""
                 more = f" (and {least}{len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
@@ -304,7 +307,6 @@ class SaveJob:
                     "averaged over all of them, or does a node compute wrongly? GPUs of different models differ in the last "
                     "bits: checkpoint.on_replica_drift=warn saves the lowest rank's",
                 )
-            every = [name for names in named for name in names]
             more = f" (and {len(every) - 1} more)" if len(every) > 1 else ""
             self.drift = (
                 f"{every[0]}{more}: that of the lowest rank is saved; what each is to get back belongs into per_rank="
@@ -371,7 +373,7 @@ class SaveJob:
             files={part["name"]: FileRecord(*part["record"]) for part in parts},
             headers={part["name"]: part["header"] for part in parts},
             tensors=self.plan.facts,
-            state=optimizer_state.merge_plain(plain, self.optimizers),
+            state=merge_plain(plain, self.optimizers),
             config=self.identity.config,
             metrics=self.metrics,
             created=time.time(),
@@ -382,3 +384,27 @@ class SaveJob:
     def _check_discarded(self) -> None:
         if self.discard.is_set():
             raise DiscardedError("the save was given up for a newer one, or to leave in time")
+
+
+def differences(key: str, everyone: Sequence[Mapping[str, int]]) -> list[str]:
+    """Return what differs between the ranks of a group, in words.
+
+    Args:
+        key: that of the group.
+        everyone: of every rank its fingerprints in the group by name; none if it is not of the group.
+    """
+    found = []
+    for name in dict.fromkeys(name for values in everyone for name in values):
+        alike: dict[int | None, list[int]] = {}  # ranks by what they hold
+        for rank, values in enumerate(everyone):
+            if values:
+                alike.setdefault(values.get(name), []).append(rank)
+        if len(alike) > 1:
+            state = "the state of " if key.startswith(PLAIN) else ""
+            found.append(f"{state}{name} differs between {' and '.join(map(_ranks, alike.values()))}")
+    return found
+
+
+def _ranks(group: Sequence[int]) -> str:
+    shown = ", ".join(map(str, group[:8])) + (", ..." if len(group) > 8 else "")
+    return f"rank{'s' if len(group) > 1 else ''} {shown}"

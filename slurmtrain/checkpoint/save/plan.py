@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.boxes import DTYPE_BYTES, Box, TensorFacts, piece_name, share
 from slurmtrain.checkpoint.format.directory import OWN, OWN_STATE, own_name
+from slurmtrain.checkpoint.format.manifest import DTYPE_BYTES, Box, TensorFacts, piece_name, share
 from slurmtrain.checkpoint.ranks import RankGroup
-from slurmtrain.checkpoint.save.fingerprints import BUFFERS, TENSORS, group_key
 from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, box_of, dtype_name, is_dtensor
 
 PAGE_BYTES = 4096
+
+# What groups of ranks hold alike: a difference of tensors is an error, those of buffers and of plain state are reported.
+TENSORS, BUFFERS, PLAIN = "tensors", "buffers", "plain"
 
 Layout = tuple[Any, ...]  # for a DTensor: (ranks of the mesh, nested as its axes are; "S" or "R" for every axis)
 
@@ -306,3 +308,13 @@ def _make(
     total_bytes = sum(fact.nbytes for fact in facts.values())
     group_leaders = frozenset(members[0] for _, members in texts)
     return SavePlan(signature, facts, number, pieces, total_bytes, group_leaders, compared)
+
+
+def group_key(kind: str, members: Any) -> str:
+    """Return a key for what the ranks `members` (or whatever identifies them) hold alike, one of the kinds above."""
+    return f"{kind} {short_digest(members)}"
+
+
+def short_digest(value: Any) -> str:
+    """Return a digest of JSON, to tell values of ranks apart; files on a disk are digested by `blocks`."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

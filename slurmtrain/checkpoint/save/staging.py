@@ -23,11 +23,17 @@ from torch.utils.hooks import RemovableHandle
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.host_memory import allocate_pages, available_memory, give_back
-from slurmtrain.checkpoint.save.fingerprints import Fingerprints, compared_part, fingerprint
 from slurmtrain.checkpoint.save.plan import SavePlan, TensorPiece
 from slurmtrain.checkpoint.tensors import local
 
 RESERVE_BYTES = 1 << 20  # the rank's own plain state may grow
+WORD_BYTES = 8
+# Of a tensor in host memory that is larger, each save compares another one of so many parts for each rank that holds it:
+# reading all of it would take longer than the copy of what this rank writes. A GPU reads a hundred times as fast as it
+# copies to the host, and compares all.
+LARGE_BYTES, PARTS_PER_RANK = 1 << 20, 4
+
+Fingerprints = dict[str, dict[str, int]]  # by the key of a group (see `plan.group_key`), by name
 
 
 class Image:
@@ -157,7 +163,7 @@ class Staging:
 
         Args:
             guarded: names of the tensors that only the step of one of `optimizers` changes.
-            number: that of the save; see `fingerprints.compared_part`.
+            number: that of the save; see `compared_part`.
         """
         size = plan.data_end + len(own)
         if self._buffer.numel() < size:
@@ -267,3 +273,39 @@ class Staging:
                 target.copy_(source, non_blocking=True)
                 source.record_stream(self._stream)
         return found, self._stream.record_event()
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's 8-byte words modulo 2**64 (int64 [], on its device).
+
+    Made to tell two computations apart: do replicas still agree, and was a tensor changed while it was copied? Words of
+    integers are weighted by position, because two tensors often hold the same ones in another order: a permutation of
+    the samples.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % WORD_BYTES:
+        data = data.clone()
+    whole = data.numel() // WORD_BYTES * WORD_BYTES
+    words = data[:whole].view(torch.int64)
+    if not tensor.is_floating_point():
+        words = words * (2 * torch.arange(words.numel(), device=words.device) + 1)
+    total = words.sum()
+    if whole < data.numel():
+        last = torch.zeros(WORD_BYTES, dtype=torch.uint8, device=data.device)
+        last[: data.numel() - whole] = data[whole:]
+        total = total + 3 * last.view(torch.int64)[0]
+    return total
+
+
+def compared_part(tensor: Tensor, number: int, holders: int) -> Tensor:
+    """Return the part of a tensor that is compared at the save of this number.
+
+    Args:
+        holders: number of ranks that hold the tensor.
+    """
+    if tensor.is_cuda or tensor.nbytes < LARGE_BYTES:
+        return tensor
+    rows = tensor.shape[0]
+    parts = min(rows, PARTS_PER_RANK * holders)
+    part = number % parts
+    return tensor[rows * part // parts : rows * (part + 1) // parts]

@@ -38,18 +38,17 @@ from fsspec.registry import known_implementations
 
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
 from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import note_block
 from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, checkpoint_name, file_name, step_of
 from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes
 from slurmtrain.checkpoint.store import commit, retention
 from slurmtrain.checkpoint.store.commit import wait_until_visible
 from slurmtrain.checkpoint.store.retention import UNKNOWN_SOUNDNESS, Keep, Kept, Soundness, surplus
-from slurmtrain.checkpoint.store.transfers import note_block
 from slurmtrain.system.files import fsync_directory
 from slurmtrain.system.modes import file_mode
 
 if TYPE_CHECKING:
-    from slurmtrain.checkpoint.ranks import RankGroup
-    from slurmtrain.checkpoint.store.shared_directory import CheckpointIdentity
+    from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 
 log = logging.getLogger(__name__)
 

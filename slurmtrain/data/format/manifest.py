@@ -22,7 +22,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -212,6 +214,32 @@ def read_manifest(folder: Path) -> Manifest:
         return _parsed(value)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}", hint=AGAIN) from None
+
+
+def verify(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Compare every byte of a prepared data set with its digest; yield a sentence for each file that is missing or differs."""
+
+    def problem(path: Path, size: int | None, sha256: str | None) -> str | None:
+        try:
+            found = path.stat().st_size
+            if size is not None and found != size:
+                return f"{path} has {found} bytes, expected {size}"
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}"
+        return None if digest == sha256 else f"{path} differs from its digest: it is damaged"
+
+    files: list[tuple[Path, int | None, str | None]] = [
+        (shard_file(folder, split, shard.name, kind), size, shard.sha256[kind])
+        for split, content in manifest.splits.items()
+        for shard in content.shards
+        for kind, size in shard.file_sizes(manifest.dtype).items()
+    ]
+    if manifest.tokenizer.file is not None:
+        files.insert(0, (folder / manifest.tokenizer.file, None, manifest.tokenizer.sha256))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing leaves other threads alone
+        yield from filter(None, pool.map(problem, *zip(*files, strict=True)))
 
 
 def shard_file(folder: Path, split: str, shard: str, kind: str) -> Path:

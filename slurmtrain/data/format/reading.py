@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import hashlib
 import logging
 import os
 from collections.abc import Callable
@@ -29,7 +28,6 @@ log = logging.getLogger(__name__)
 
 OPEN_FILES = 64
 _FINAL = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP)
-_DIGEST_BYTES = 4 << 20  # read at a time
 
 
 class DataFile:
@@ -71,23 +69,6 @@ class DataFile:
         found = self._attempts(lambda: os.stat(self.path).st_size)
         if found != self.size:
             raise self._wrong_size(found)
-
-    def check_digest(self, sha256: str, first: int = 0) -> None:
-        """Read all bytes from `first` on and check their digest.
-
-        Raises:
-            ConfigError: the content is another one; also the errors that `read_into` raises.
-        """
-        digest = hashlib.sha256()
-        for begin in range(first, self.size, _DIGEST_BYTES):
-            block = np.empty(min(_DIGEST_BYTES, self.size - begin), dtype=np.uint8)
-            self.read_into(block, begin)
-            digest.update(block.data)
-        if digest.hexdigest() != sha256:
-            raise ConfigError(
-                f"{self.path} has the sha256 {digest.hexdigest()}, but {sha256} was written",
-                hint="the file is damaged: copy or prepare the data set again",
-            )
 
     def open(self) -> int:
         """Return a new descriptor of the file.

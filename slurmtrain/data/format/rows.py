@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import io
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,11 +40,9 @@ class Rows(Protocol):
 
     Attributes:
         pairs: number of pairs of an input and its target in all samples together.
-        across_documents: whether a piece may reach from one document into the next.
     """
 
     pairs: int
-    across_documents: bool
 
     def __len__(self) -> int: ...
 
@@ -65,7 +61,7 @@ class Windows:
     """
 
     def __init__(self, tokens: int, seq_len: int):
-        self.pairs, self.across_documents, self._seq_len = max(tokens - 1, 0), True, seq_len
+        self.pairs, self._seq_len = max(tokens - 1, 0), seq_len
 
     def __len__(self) -> int:
         return -(-self.pairs // self._seq_len)
@@ -79,19 +75,13 @@ class Windows:
 
 @dataclass(frozen=True)
 class _Header:
-    """The first line of an index.
-
-    Attributes:
-        made_from: digest of data and packing.
-        sha256: digest of everything after the header.
-    """
+    """The first line of an index; `made_from` is the digest of data and packing."""
 
     format: int
     made_from: str
     rows: int
     pieces: int
     pairs: int
-    sha256: str
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode().ljust(_HEADER_BYTES - 1) + b"\n"
@@ -101,22 +91,11 @@ class _Header:
         return _HEADER_BYTES + self.pieces * PIECE.itemsize + (self.rows + 1) * 8
 
 
-class _InMemoryFile:
-    """A stand-in for `DataFile` that holds the index in memory, where no folder can be written."""
-
-    def __init__(self, content: memoryview):
-        self.path, self._content = "the index in memory", content
-
-    def read_into(self, array: NDArray[Any], offset: int) -> None:
-        array.view(np.uint8)[:] = self._content[offset : offset + array.nbytes]
-
-
 class RowIndex:
     """The rows of a packing, read from its index."""
 
-    def __init__(self, file: DataFile | _InMemoryFile, header: _Header):
-        self._file, self._header = file, header
-        self.pairs, self.across_documents = header.pairs, False
+    def __init__(self, file: DataFile, header: _Header):
+        self._file, self._header, self.pairs = file, header, header.pairs
 
     def __len__(self) -> int:
         return self._header.rows
@@ -153,9 +132,7 @@ def damaged(index: str) -> ConfigError:
     return ConfigError(f"{index} is damaged", hint="remove it: it is made anew")
 
 
-def row_index(
-    stream: TokenStream, name: str, made_from: str, folders: Sequence[Path], pack: Pack, *, verify: str
-) -> RowIndex:
+def row_index(stream: TokenStream, name: str, made_from: str, folders: Sequence[Path], pack: Pack) -> RowIndex:
     """Return the index of a packing: the one that is kept, or one made now and kept in the first folder that can be written.
 
     Of several processes that need it at the same time, one makes it and the others wait.
@@ -164,29 +141,29 @@ def row_index(
         stream: the tokens of the split.
         name: name of the packing, a part of the file name.
         made_from: digest of everything that the index depends on.
-        folders: where the index may be kept, the best one first; if none can be written, it stays in memory.
+        folders: where the index may be kept, the best one first.
         pack: packs one group of documents.
-        verify: "full" compares a kept index with its digest.
 
     Raises:
-        ConfigError, DataError: the data cannot be read, or `pack` refuses it.
+        ConfigError, DataError: the data cannot be read, no folder can be written, or `pack` refuses it.
     """
     paths = [folder / f"{stream.name}-{name}-{made_from[:16]}.idx" for folder in folders]
     for path in paths:
-        if kept := _open_index(path, made_from, verify):
+        if kept := _open_index(path, made_from):
             return kept
     for path in paths:
         try:
             with _exclusive_lock(path.parent):
-                return _open_index(path, made_from, verify) or _create_index(path, stream, made_from, pack)
+                return _open_index(path, made_from) or _create_index(path, stream, made_from, pack)
         except OSError as error:
             log.warning("%s cannot keep the packing of %s: %s", path.parent, stream.name, error.strerror)
-    memory = io.BytesIO()
-    header = _write(memory, stream, made_from, pack)
-    return RowIndex(_InMemoryFile(memory.getbuffer()), header)
+    raise ConfigError(
+        f"no folder can keep the packing of {stream.name}: {', '.join(str(path.parent) for path in paths)}",
+        hint="let one of them be written, or set XDG_CACHE_HOME to a folder that can be",
+    )
 
 
-def _open_index(path: Path, made_from: str, verify: str) -> RowIndex | None:
+def _open_index(path: Path, made_from: str) -> RowIndex | None:
     try:
         with open(path, "rb") as file:
             first_line = file.read(_HEADER_BYTES)
@@ -197,13 +174,10 @@ def _open_index(path: Path, made_from: str, verify: str) -> RowIndex | None:
         header = _Header(**json.loads(first_line))
         if (header.format, header.made_from, header.file_size) != (FORMAT, made_from, size):
             raise ValueError
-        index = DataFile(path, size)
-        if verify == "full":
-            index.check_digest(header.sha256, first=_HEADER_BYTES)
-    except (ValueError, TypeError, ConfigError):
+    except (ValueError, TypeError):
         log.warning("%s is damaged and is made anew", path)
         return None
-    return RowIndex(index, header)
+    return RowIndex(DataFile(path, size), header)
 
 
 def _create_index(path: Path, stream: TokenStream, made_from: str, pack: Pack) -> RowIndex:
@@ -222,18 +196,16 @@ def _create_index(path: Path, stream: TokenStream, made_from: str, pack: Pack) -
 def _write(file: BinaryIO, stream: TokenStream, made_from: str, pack: Pack) -> _Header:
     log.info("packing the %s documents of %s", f"{stream.split.documents:,}", stream.name)
     file.write(bytes(_HEADER_BYTES))
-    digest, pieces, pairs = hashlib.sha256(), 0, 0
+    pieces = pairs = 0
     counts = [np.zeros(1, dtype=np.int64)]
     for first_token, ends in _groups(stream):
         packed, count = pack(ends, first_token)
         pieces, pairs = pieces + len(packed), pairs + int(packed["pairs"].sum(dtype=np.int64))
         counts.append(count)
-        digest.update(packed.data)
         file.write(packed.data)
     bounds = np.cumsum(np.concatenate(counts)).astype("<u8")
-    digest.update(bounds.data)
     file.write(bounds.data)
-    header = _Header(FORMAT, made_from, len(bounds) - 1, pieces, pairs, digest.hexdigest())
+    header = _Header(FORMAT, made_from, len(bounds) - 1, pieces, pairs)
     file.seek(0)
     file.write(header.to_bytes())
     return header

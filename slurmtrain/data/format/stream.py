@@ -1,13 +1,11 @@
 """The tokens of a split of prepared data, end to end over all its shards, and where its documents end.
 
-The data is never held in memory: a position is found by a binary search over the shards, a document by one over blocks
-of its shard's `ends`, and both are read in place.
+The data is never held in memory: a position is found by a binary search over the shards, and read in place.
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,9 +18,6 @@ from slurmtrain.data.format.manifest import LOSS_MASK, Manifest, shard_file
 from slurmtrain.data.format.reading import DataFile
 from slurmtrain.errors import ConfigError
 
-VERIFY = ("opened", "sizes", "full")
-_BLOCK = 512  # ends that are read at a time when a document is searched: a page
-
 
 class TokenStream:
     """The tokens of a split, read-only, and safe to use from forked workers and from threads.
@@ -31,8 +26,6 @@ class TokenStream:
         folder: folder of the prepared data set.
         manifest: manifest of the prepared data set.
         split: name of the split.
-        verify: "opened" compares a file's size with the manifest when it is first read; "sizes" compares those of all
-            files now; "full" compares their digests, too, which reads all of them.
 
     Attributes:
         split: the split's entry in the manifest.
@@ -46,7 +39,7 @@ class TokenStream:
         DataError: a file cannot be read at the moment.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, split: str, verify: str = "sizes"):
+    def __init__(self, folder: Path, manifest: Manifest, split: str):
         self.split, self.name = manifest.splits[split], split
         self.dtype, self.vocab_size = np.dtype(manifest.dtype).newbyteorder("<"), manifest.tokenizer.vocab_size
         self._firsts = list(itertools.accumulate((shard.tokens for shard in self.split.shards), initial=0))
@@ -57,15 +50,11 @@ class TokenStream:
             }
             for shard in self.split.shards
         ]
-        for shard, files in zip(self.split.shards, self._files, strict=True):
-            for kind, file in files.items():
-                if verify != "opened":
-                    file.check_size()
-                if verify == "full":
-                    file.check_digest(shard.sha256[kind])
+        for files in self._files:
+            for file in files.values():
+                file.check_size()
         self._tokens = [files["tokens"] for files in self._files]
         self.has_loss_mask = manifest.chat is not None
-        self._first_end_of_block = functools.lru_cache(maxsize=1 << 16)(self._read_first_end_of_block)
 
     @property
     def tokens(self) -> int:
@@ -134,7 +123,7 @@ class TokenStream:
                 raise ConfigError(
                     f"{self._files[shard]['tokens'].path} has the token {row[index]} at offset {offset:,}, but the "
                     f"tokenizer's ids are below {self.vocab_size}",
-                    hint="the file is damaged (data.verify=full looks at all of them): prepare the data set again",
+                    hint="the file is damaged (`prepare verify FOLDER` looks at all of them): prepare the data set again",
                 )
 
     def shard_ends(self) -> Iterator[tuple[int, NDArray[np.uint64]]]:
@@ -145,32 +134,7 @@ class TokenStream:
             DataError: the ends cannot be read at the moment.
         """
         for number, first in enumerate(self._firsts[:-1]):
-            yield first, self._ends(number, 0, self.split.shards[number].documents)
-
-    def borders(
-        self, starts: NDArray[np.int64], pairs: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Find where a document begins after another one has ended, within stretches of the stream.
-
-        Args:
-            starts: position of the first token of each stretch, int64 [P].
-            pairs: number of tokens after it that also belong to the stretch, int64 [P].
-
-        Returns:
-            The number of the stretch and the offset in it, 1 ... pairs, of each such place; both int64, in no order. A
-                document without tokens counts, too.
-
-        Raises:
-            ConfigError, DataError: as for `shard_ends`.
-        """
-        numbers, offsets = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-        for number, (start, count) in enumerate(zip(starts.tolist(), pairs.tolist(), strict=True)):
-            for shard, first, some in self._stretches(start, count):
-                ends = self._ends_between(shard, first, first + some)
-                low, high = ends.searchsorted(np.array([first, first + some], dtype="<u8"), side="right")
-                offsets.append(ends[low:high].astype(np.int64) + (self._firsts[shard] - start))
-                numbers.append(np.full(high - low, number))
-        return np.concatenate(numbers), np.concatenate(offsets)
+            yield first, self._ends(number)
 
     def _stretches(self, position: int, count: int) -> Iterator[tuple[int, int, int]]:
         """Yield (shard, first token in it, tokens) of a stretch, shard by shard; each part has at least one token."""
@@ -182,44 +146,20 @@ class TokenStream:
                 yield shard, begin, here
             position, count, shard = position + here, count - here, shard + 1
 
-    def _ends_between(self, shard: int, begin: int, end: int) -> NDArray[np.uint64]:
-        """Return all ends e of a shard with begin < e <= end, and perhaps some around them."""
-        documents = self.split.shards[shard].documents
-        found = [np.empty(0, dtype="<u8")]
-        for block in range(self._block_before(shard, begin), -(-documents // _BLOCK)):
-            found.append(self._ends(shard, block * _BLOCK, min(_BLOCK, documents - block * _BLOCK)))
-            if found[-1][-1] >= end:
-                break
-        return np.concatenate(found)
-
-    def _block_before(self, shard: int, begin: int) -> int:
-        """Return the last block of a shard's ends whose first end is at most `begin`, or block 0 if there is none."""
-        blocks = range(-(-self.split.shards[shard].documents // _BLOCK))
-        return max(bisect.bisect_right(blocks, begin, key=functools.partial(self._first_end_of_block, shard)) - 1, 0)
-
-    def _read_first_end_of_block(self, shard: int, block: int) -> int:
-        return int(self._read_ends(shard, block * _BLOCK, 1)[0])
-
-    def _ends(self, shard: int, first: int, count: int) -> NDArray[np.uint64]:
-        """Return the ends of `count` documents from number `first` on, checked against each other and the shard's size."""
-        ends = self._read_ends(shard, first, count)
-        if not count:
-            return ends
+    def _ends(self, shard: int) -> NDArray[np.uint64]:
+        """Return where the documents of a shard end, checked against each other and the shard's size."""
         tokens, documents = self.split.shards[shard].tokens, self.split.shards[shard].documents
+        ends = np.empty(documents, dtype="<u8")
+        self._files[shard]["ends"].read_into(ends, 0)
         wrong = ends[1:] < ends[:-1]
         if wrong.any():
             number = int(wrong.argmax()) + 1
-        elif ends[-1] > tokens or (first + count == documents and ends[-1] != tokens):
-            number = count - 1
+        elif documents and ends[-1] != tokens:
+            number = documents - 1
         else:
             return ends
         raise ConfigError(
-            f"{self._files[shard]['ends'].path}: document {first + number:,} ends at token {ends[number]:,}, after one that "
+            f"{self._files[shard]['ends'].path}: document {number:,} ends at token {ends[number]:,}, after one that "
             f"ends at {ends[number - 1] if number else 0:,}, in a shard of {tokens:,} tokens",
             hint="the file is damaged: copy or prepare the data set again",
         )
-
-    def _read_ends(self, shard: int, first: int, count: int) -> NDArray[np.uint64]:
-        ends = np.empty(count, dtype="<u8")
-        self._files[shard]["ends"].read_into(ends, first * ends.itemsize)
-        return ends

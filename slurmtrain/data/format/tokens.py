@@ -42,7 +42,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         stream: the tokens of the split.
         rows: which of the tokens each sample has.
         seq_len: S; no sample is longer.
-        document_mask: give samples `documents`, and ignore targets in another document than their inputs.
+        document_mask: give samples `documents`; each of their pieces is one.
         num_bytes: bytes of text that all targets stand for; None: not known.
     """
 
@@ -92,9 +92,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         inputs[padding], targets[padding] = 0, IGNORED_TARGET
         batch = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
         if self.document_mask:
-            documents, outside = self._number_documents(plan, width)
-            of_all_rows[outside] = IGNORED_TARGET
-            batch["documents"] = torch.from_numpy(documents)
+            batch["documents"] = torch.from_numpy(self._number_documents(plan, width))
         return batch
 
     def _width(self, plan: _Plan) -> int:
@@ -151,24 +149,14 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             self._stream.read_loss_mask(counts[begin : begin + pairs], start + 1)
         return np.flatnonzero(counts == 0)
 
-    def _number_documents(self, plan: _Plan, width: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Return the number of each token's document in its row, int32 [B, S].
-
-        Also return the positions in the flat array of targets of those that are in another document than their inputs,
-        increasing.
-        """
+    def _number_documents(self, plan: _Plan, width: int) -> NDArray[np.int32]:
+        """Return the number of each token's document in its row, int32 [B, S]."""
         rows = len(plan.lengths)
         short = np.flatnonzero(plan.lengths < width)
         begins = [np.arange(rows) * width, plan.rows * width + plan.columns, short * width + plan.lengths[short]]
-        outside = np.empty(0, dtype=np.int64)
-        if self._rows.across_documents:
-            pieces, offsets = self._stream.borders(plan.starts, plan.pairs)
-            outside = np.unique(plan.rows[pieces] * width + plan.columns[pieces] + offsets - 1)
-            begins.append(outside[(outside + 1) % width > 0] + 1)  # the document does not begin with the next row
         starts = np.unique(np.concatenate(begins))
         numbers = np.arange(len(starts)) - starts.searchsorted(starts // width * width)
-        documents = np.repeat(numbers.astype(np.int32), np.diff(starts, append=rows * width))
-        return documents.reshape(rows, width), outside
+        return np.repeat(numbers.astype(np.int32), np.diff(starts, append=rows * width)).reshape(rows, width)
 
 
 class DocumentTokens(PackedTokens):

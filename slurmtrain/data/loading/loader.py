@@ -23,11 +23,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slurmtrain.data.loading import sample_digest
-from slurmtrain.data.loading.batches import Batch, num_targets, padded, tokens_per_row
-from slurmtrain.data.loading.lengths import ByLength, balance_ranks
-from slurmtrain.data.loading.order import EpochOrder, Order
-from slurmtrain.data.loading.row_counts import NO_ROWS, RowCounts, row_counts
-from slurmtrain.data.loading.samples import fetch, fetch_batch
+from slurmtrain.data.loading.batches import (
+    NO_ROWS,
+    Batch,
+    RowCounts,
+    fetch,
+    fetch_batch,
+    num_targets,
+    padded,
+    row_counts,
+    tokens_per_row,
+)
+from slurmtrain.data.loading.order import ByLength, EpochOrder, Order, balance_ranks
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.data.sources.protocol import DatasetSpec, MapDataset, inspect_dataset
 from slurmtrain.errors import ConfigError

@@ -13,9 +13,8 @@ from itertools import islice
 from slurmtrain.data.format.manifest import InputRecord, Manifest, Split, replace_file
 from slurmtrain.data.format.tokenizers import load_tokenizer
 from slurmtrain.data.prepare.chat_template import TEMPLATE_FILE, files_beside
-from slurmtrain.data.prepare.file_errors import file_errors_reported
 from slurmtrain.data.prepare.unit import SPLITS, UnitRecord, read_records, remove_leftovers
-from slurmtrain.data.prepare.unit_plan import PreparePlan
+from slurmtrain.data.prepare.unit_plan import PreparePlan, file_errors_reported
 from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.errors import ConfigError
 from slurmtrain.system.patience import refresh

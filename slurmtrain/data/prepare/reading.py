@@ -8,12 +8,12 @@ and the file ends.
 from __future__ import annotations
 
 import codecs
+import gzip
 import io
 import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,34 +32,22 @@ ROWS = 1024  # number of rows of a table that are read in one go
 Record = tuple[int, str | Conversation | BadRecord | None]
 
 
-@dataclass
-class Reading:
-    """A piece of an input while it is being read.
+def records_of(piece: InputPiece, text_field: str | None) -> Iterator[Record]:
+    """Yield all records of a piece.
 
-    Attributes:
+    Args:
         text_field: the field that holds a document; None: records are conversations.
-        done: bytes of the piece read so far, for the progress.
+
+    Raises:
+        ConfigError: the file has changed since the plan was made, or it is not of its format.
+        OSError: the file cannot be read, or no longer exists.
     """
-
-    piece: InputPiece
-    text_field: str | None
-    done: int = field(default=0, init=False)
-
-    def records(self) -> Iterator[Record]:
-        """Yield all records of the piece.
-
-        Raises:
-            ConfigError: the file has changed since the plan was made, or it is not of its format.
-            OSError: the file cannot be read, or no longer exists.
-        """
-        source = self.piece.source
-        before = _facts(source)
-        if before[0] != source.size or before[1] != source.modified:
-            raise _changed(source)
-        yield from _READERS[source.format](self)
-        if _facts(source) != before:
-            raise _changed(source)
-        self.done = self.piece.size
+    before = _facts(piece.source)
+    if before != (piece.source.size, piece.source.modified):
+        raise _changed(piece.source)
+    yield from _READERS[piece.source.format](piece, text_field)
+    if _facts(piece.source) != before:
+        raise _changed(piece.source)
 
 
 def _facts(source: InputFile) -> tuple[int, int]:
@@ -73,19 +61,18 @@ def _changed(source: InputFile) -> ConfigError:
     )
 
 
-def _jsonl(reading: Reading) -> Iterator[Record]:
+def _jsonl(piece: InputPiece, text_field: str | None) -> Iterator[Record]:
     number = 0
     try:
-        for number, line in enumerate(_lines(reading), start=1):
-            yield number, _document(line, reading.text_field) if isinstance(line, bytes) else line
-    except _TornError as torn:
-        yield number + 1, BadRecord(str(torn))
+        for number, line in enumerate(_lines(piece), start=1):
+            yield number, _document(line, text_field) if isinstance(line, bytes) else line
+    except _DAMAGE as error:
+        yield number + 1, _torn(piece, error)
 
 
-def _lines(reading: Reading) -> Iterator[bytes | BadRecord]:
+def _lines(piece: InputPiece) -> Iterator[bytes | BadRecord]:
     """Yield the lines that begin in the piece."""
-    piece = reading.piece
-    with _opened(reading) as file:
+    with _opened(piece.source) as file:
         position = piece.start
         if piece.start:
             file.seek(piece.start - 1)
@@ -98,8 +85,6 @@ def _lines(reading: Reading) -> Iterator[bytes | BadRecord]:
             if not size:
                 break
             position += size
-            if not piece.source.packing:
-                reading.done = position - piece.start
             yield line
 
 
@@ -157,118 +142,81 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def _text(reading: Reading) -> Iterator[Record]:
+def _text(piece: InputPiece, text_field: str | None) -> Iterator[Record]:
     try:
-        with _opened(reading) as file:
+        with _opened(piece.source) as file:
             yield 1, file.read().decode("utf-8-sig")
-    except _TornError as torn:
-        yield 1, BadRecord(str(torn))
+    except _DAMAGE as error:
+        yield 1, _torn(piece, error)
     except UnicodeDecodeError as error:
         yield 1, BadRecord(f"invalid UTF-8 ({error.reason} at byte {error.start})")
 
 
-class _TornError(Exception):
-    """A compressed file ends too early, or is damaged."""
+# What is raised for a compressed file that ends too early (the first), or is damaged.
+_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
-def _opened(reading: Reading) -> BinaryIO:
-    file, packing = io.FileIO(reading.piece.source.path), reading.piece.source.packing
-    return io.BufferedReader(_Unpacked(file, _UNPACKERS[packing](), reading) if packing else file, BLOCK)
+def _torn(piece: InputPiece, error: Exception) -> BadRecord:
+    name = {"gz": "gzip", "zst": "zstd"}[piece.source.packing or ""]
+    return BadRecord(f"the {name} file is " + ("truncated" if isinstance(error, EOFError) else f"damaged: {error}"))
 
 
-@dataclass(frozen=True)
-class _Unpacker:
-    """The decompressor of one frame of a file; gzip and zstd files may be several frames, end to end, and each needs a new one.
+def _opened(source: InputFile) -> BinaryIO:
+    if source.packing == "gz":
+        return gzip.open(source.path)  # type: ignore[return-value]
+    return io.BufferedReader(_Zstd(source.path) if source.packing else io.FileIO(source.path), BLOCK)
 
-    Attributes:
-        name: name of the format, for messages.
-        begin: makes a decompressor.
-        error: exception that the decompressor raises for damaged content.
-        padding: byte that may follow a frame without beginning another one.
+
+class _Zstd(io.RawIOBase):
+    """The content of a .zst file, which may be several frames, end to end.
+
+    The package's own reader is not used since it accepts a truncated file.
     """
 
-    name: str
-    begin: Callable[[], Any]
-    error: type[Exception]
-    padding: bytes = b""
-
-
-def _gzip() -> _Unpacker:
-    return _Unpacker("gzip", lambda: zlib.decompressobj(wbits=31), zlib.error, padding=b"\0")
-
-
-def _zstd() -> _Unpacker:
-    zstandard = needed("zstandard", "a .zst file")
-    unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # the largest there is: of `zstd --long=31`
-    return _Unpacker("zstd", unpacker.decompressobj, zstandard.ZstdError)
-
-
-_UNPACKERS = {"gz": _gzip, "zst": _zstd}
-
-
-class _Unpacked(io.RawIOBase):
-    """The content of a compressed file as a stream.
-
-    The packages' own readers are not used since they accept a truncated zstd file.
-    """
-
-    def __init__(self, file: io.FileIO, unpacker: _Unpacker, reading: Reading):
-        self._file, self._unpacker, self._reading = file, unpacker, reading
+    def __init__(self, path: Path):
+        zstandard = needed("zstandard", "a .zst file")
+        self._file, self._error = io.FileIO(path), zstandard.ZstdError
+        # The largest window that there is: of `zstd --long=31`.
+        self._unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._frame: Any = None  # begun, and not yet at its end
-        self._after_one = False  # there was a frame before
-        self._packed = b""
-        self._content = memoryview(b"")
+        self._packed, self._content = b"", memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._content:
-            if not self._packed:
-                self._packed = self._file.read(BLOCK)
-                self._reading.done = self._file.tell()
+            self._packed = self._packed or self._file.read(BLOCK)
             if not self._packed:
                 if self._frame is not None:
-                    raise _TornError(f"the {self._unpacker.name} file is truncated")
+                    raise EOFError
                 return 0
-            self._content = memoryview(self._unpack())
+            frame = self._frame or self._unpacker.decompressobj()
+            try:
+                self._content = memoryview(frame.decompress(self._packed))
+            except self._error as error:
+                raise zlib.error(str(error)) from None
+            self._packed, self._frame = (frame.unused_data, None) if frame.eof else (b"", frame)
         count = min(len(buffer), len(self._content))
         buffer[:count] = self._content[:count]
         self._content = self._content[count:]
         return count
-
-    def _unpack(self) -> bytes:
-        if self._frame is None and self._after_one:
-            self._packed = self._packed.lstrip(self._unpacker.padding)
-            if not self._packed:
-                return b""
-        frame = self._frame or self._unpacker.begin()
-        try:
-            content: bytes = frame.decompress(self._packed)
-        except self._unpacker.error as error:
-            raise _TornError(f"the {self._unpacker.name} file is damaged: {error}") from None
-        self._packed = frame.unused_data if frame.eof else b""
-        self._frame, self._after_one = None if frame.eof else frame, True
-        return content
 
     def close(self) -> None:
         self._file.close()
         super().close()
 
 
-def _parquet(reading: Reading) -> Iterator[Record]:
+def _parquet(piece: InputPiece, text_field: str | None) -> Iterator[Record]:
     pyarrow, parquet = needed("pyarrow", "Parquet"), needed("pyarrow.parquet", "Parquet")
-    piece, path = reading.piece, reading.piece.source.path
+    path, number = piece.source.path, 0
     try:
         with parquet.ParquetFile(path) as file:
-            columns = _columns(path, file.schema_arrow, reading.text_field)
+            columns = _columns(path, file.schema_arrow, text_field)
             groups = _row_groups(file.metadata, piece)
-            batches = file.iter_batches(ROWS, row_groups=groups, columns=columns, use_threads=False)
-            total, number = sum(file.metadata.row_group(group).num_rows for group in groups), 0
-            for batch in batches:
-                yield from _records_of(batch, number, reading.text_field)
+            for batch in file.iter_batches(ROWS, row_groups=groups, columns=columns, use_threads=False):
+                yield from _rows_of(batch, number, text_field)
                 number += len(batch)
-                reading.done = piece.size * number // total
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # one without a number is pyarrow's
             raise
@@ -304,7 +252,7 @@ def _columns(path: Path, schema: Any, name: str | None) -> list[str] | None:
     return [name]
 
 
-def _records_of(batch: Any, before: int, name: str | None) -> Iterator[Record]:
+def _rows_of(batch: Any, before: int, name: str | None) -> Iterator[Record]:
     if name is not None:
         yield from _rows(batch.column(name), before, name)
         return
@@ -335,7 +283,7 @@ def _rows(column: Any, before: int, name: str) -> Iterator[Record]:
             yield number, BadRecord(f"invalid UTF-8 ({error.reason})")
 
 
-_READERS: dict[str, Callable[[Reading], Iterator[Record]]] = {
+_READERS: dict[str, Callable[[InputPiece, str | None], Iterator[Record]]] = {
     "jsonl": _jsonl,
     "text": _text,
     "parquet": _parquet,

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,13 +25,12 @@ from slurmtrain.data.format.manifest import KINDS, LOSS_MASK, Shard, TokenizerFa
 from slurmtrain.data.format.tokenizers import Ids, Spans, Tokenizer
 from slurmtrain.data.prepare.chat_template import ChatTemplate, RenderedText
 from slurmtrain.data.prepare.conversation import BadRecord, Conversation
-from slurmtrain.data.prepare.reading import Reading
-from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, Settings, Unit
+from slurmtrain.data.prepare.reading import records_of
+from slurmtrain.data.prepare.unit_plan import PreparePlan, Settings, Unit
 from slurmtrain.system import process
 from slurmtrain.system.files import fsync_directory
 
 BATCH = 1 << 20  # characters that are tokenised at a time
-BAD_LENGTH = BATCH // 1000  # a bad record counts as so many, so that nothing but bad ones is told of, too
 READERS = 8  # threads that read records, and how many they take at a time
 STRETCH = 64
 SPLITS = ("train", "valid")
@@ -70,22 +69,6 @@ class UnitRecord:
     shards: dict[str, Shard]
 
 
-@dataclass(frozen=True)
-class UnitProgress:
-    """The progress of a unit.
-
-    Attributes:
-        size: bytes of the inputs read.
-        documents, bad: number of documents, and of bad records.
-        first_bad: reason and input of the first bad record.
-    """
-
-    size: int
-    documents: int
-    bad: int
-    first_bad: str | None
-
-
 def read_record(plan: PreparePlan, unit: Unit) -> UnitRecord | None:
     """Return the record of a unit that is done.
 
@@ -112,13 +95,8 @@ def read_records(plan: PreparePlan, units: Sequence[Unit]) -> Iterator[UnitRecor
             yield from records
 
 
-def prepare_unit(
-    plan: PreparePlan, unit: Unit, tokenizer: Tokenizer, tell: Callable[[UnitProgress], None]
-) -> UnitRecord:
+def prepare_unit(plan: PreparePlan, unit: Unit, tokenizer: Tokenizer) -> UnitRecord:
     """Prepare a unit, whether it was done before or not.
-
-    Args:
-        tell: called with the progress after each batch of documents.
 
     Raises:
         ConfigError: an input has changed, or is not of its format.
@@ -130,14 +108,9 @@ def prepare_unit(
         masked = settings.chat is not None
         writers = {split: _ShardWriter(temporary, split, unit.name, settings.facts, masked=masked) for split in SPLITS}
         pieces = [PieceCounts() for _ in unit.pieces]
-        documents = 0
-        for batch, size in _batches(unit, pieces, settings):
-            kept = _tokenise(batch, tokenizer)
-            for split, chosen in _by_split(kept, plan.settings.valid_fraction).items():
+        for batch in _batches(unit, pieces, settings):
+            for split, chosen in _by_split(_tokenise(batch, tokenizer), settings.valid_fraction).items():
                 writers[split].write(chosen)
-            documents += len(kept)
-            bad = sum(len(counts.bad) for counts in pieces)
-            tell(UnitProgress(size, documents, bad, _first_bad(unit, pieces)))
         shards = {split: shard for split, writer in writers.items() if (shard := writer.close(plan.output)) is not None}
         record = UnitRecord(plan.digest, pieces, shards)
         replace_file(_record_file(plan, unit), json.dumps(asdict(record)).encode())
@@ -196,27 +169,24 @@ class _Document:
     loss_mask: NDArray[np.uint8] | None = None
 
 
-def _batches(unit: Unit, pieces: Sequence[PieceCounts], settings: Settings) -> Iterator[tuple[list[_Text], int]]:
-    """Yield the unit's texts in batches, each with the bytes of the inputs read so far, and update the counts on the way."""
+def _batches(unit: Unit, pieces: Sequence[PieceCounts], settings: Settings) -> Iterator[list[_Text]]:
+    """Yield the unit's texts in batches, and update the counts on the way."""
     batch: list[_Text] = []
-    length = before = 0
+    length = 0
     for piece, counts in zip(unit.pieces, pieces, strict=True):
-        reading = Reading(piece, settings.text_field if settings.chat is None else None)
-        for number, record in reading.records():
+        for number, record in records_of(piece, settings.text_field if settings.chat is None else None):
             found = _rendered(record, settings.chat)
             counts.lines = number
             counts.records += found is not None
             if isinstance(found, BadRecord):
                 counts.bad.append((number, found.reason))
-                length += BAD_LENGTH
             elif found is not None:
                 batch.append(_Text(found.text, found.spans, counts))
                 length += len(found.text)
             if length >= BATCH:
-                yield batch, before + reading.done
+                yield batch
                 batch, length = [], 0
-        before += piece.size
-    yield batch, before
+    yield batch
 
 
 def _rendered(
@@ -226,13 +196,6 @@ def _rendered(
         assert template is not None
         return template.render(record)
     return RenderedText(record, None) if isinstance(record, str) else record
-
-
-def _first_bad(unit: Unit, pieces: Sequence[PieceCounts]) -> str | None:
-    for piece, counts in zip(unit.pieces, pieces, strict=True):
-        if counts.bad:
-            return f"{piece.source.path}: {counts.bad[0][1]}"
-    return None
 
 
 def _tokenise(batch: Sequence[_Text], tokenizer: Tokenizer) -> list[_Document]:
@@ -330,9 +293,3 @@ class _ShardWriter:
 
     def _temporary(self, kind: str) -> Path:
         return self._folder / f"{self._split}.{kind}"
-
-
-def describe(pieces: Sequence[InputPiece]) -> str:
-    """Name the inputs of a unit, for messages."""
-    more = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
-    return f"{pieces[0].source.path}{more}"

@@ -10,6 +10,7 @@ array is no part of it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -23,10 +24,9 @@ from slurmtrain.config.schema import PrepareConfig
 from slurmtrain.data.format.manifest import SHARED_MODE, TokenizerFacts
 from slurmtrain.data.format.tokenizers import NO_TOKEN, Tokenizer, TokenizerChoice, load_tokenizer, needed
 from slurmtrain.data.prepare.chat_template import ChatTemplate, load_chat_template
-from slurmtrain.data.prepare.file_errors import file_errors_reported
 from slurmtrain.data.prepare.sources import InputFile, find_sources
 from slurmtrain.data.prepare.units_done import WORK_FOLDER, units_folder
-from slurmtrain.errors import ConfigError
+from slurmtrain.errors import ConfigError, DataError
 from slurmtrain.system.files import fsync_directory, give_name, temporary_beside, write_new
 
 
@@ -292,3 +292,21 @@ def _difference(there: dict[str, Any], mine: dict[str, Any]) -> str | None:
         if was != now:
             return f"{name} was {was}, now {now}"
     return None
+
+
+RERUN_HINT = "the same command again goes on where this one ended"
+
+
+@contextlib.contextmanager
+def file_errors_reported(output: Path) -> Iterator[None]:
+    """Raise errors of the file system as DataError. `output` is the folder that most is written to."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{error.filename} disappeared while a data set was being prepared", hint=f"restore it; {RERUN_HINT}"
+        ) from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(f"there is no space left for {output}", hint=f"free some space; {RERUN_HINT}") from None
+        raise DataError(f"{error.filename or output}: {error.strerror or error}", hint=RERUN_HINT) from None

@@ -1,4 +1,4 @@
-"""A pool of processes that prepare units one after another, and the parent process that hands the units out.
+"""A pool of processes that prepare units, and the parent process that hands the units out.
 
 The processes are children of the parent and end when it ends, for whatever reason. Stop signals reach the parent alone,
 which then kills the processes: finished units are kept, and units that were begun are done again.
@@ -6,23 +6,22 @@ which then kills the processes: finished units are kept, and units that were beg
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import signal
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from multiprocessing import get_context, resource_tracker
-from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing import active_children, get_context, resource_tracker
+from queue import SimpleQueue
 from typing import Protocol
 
-from slurmtrain.data.format.tokenizers import load_tokenizer
-from slurmtrain.data.prepare.file_errors import file_errors_reported
-from slurmtrain.data.prepare.unit import UnitProgress, UnitRecord, describe, prepare_unit, read_records
-from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit
-from slurmtrain.errors import ConfigError, DataError, SlurmtrainError, how_it_ended
+from slurmtrain.data.format.tokenizers import Tokenizer, load_tokenizer
+from slurmtrain.data.prepare.unit import UnitRecord, prepare_unit, read_records
+from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit, file_errors_reported
+from slurmtrain.errors import ConfigError, DataError
 from slurmtrain.system.process import be_killed_with
 from slurmtrain.system.signals import STOP_SIGNALS
 
@@ -58,6 +57,13 @@ class Tally:
     documents: int = 0
     bad: int = 0
 
+    def add(self, unit: Unit, record: UnitRecord) -> None:
+        """Count a unit that is done."""
+        self.units_done += 1
+        self.size += unit.size
+        self.documents += sum(shard.documents for shard in record.shards.values())
+        self.bad += sum(len(piece.bad) for piece in record.pieces)
+
 
 def work(
     plan: PreparePlan,
@@ -72,175 +78,103 @@ def work(
 
     Args:
         workers: number of processes.
-        show: called with the progress whenever it changes.
+        show: called with the progress whenever a unit is done.
 
     Raises:
         ConfigError: an input has changed or is not of its format, or all of many records are bad.
         DataError: a disk is full, an input has vanished, or a process was killed.
     """
-    ledger = _Ledger(units, hopeless=max_bad_share < 1)
-    waiting = deque[Unit]()
+    tally, waiting = Tally(units=len(units), total=sum(unit.size for unit in units)), []
     with file_errors_reported(plan.output):
         for unit, record in zip(units, read_records(plan, units), strict=True):
             if record is None:
                 waiting.append(unit)
             else:
-                ledger.was_done(unit, record)
-    show(ledger.tally())
+                tally.add(unit, record)
+    tally.before = tally.size
+    show(tally)
     if not waiting:
         return True
-    told = _stop_connection(stop)
-    pool: list[_Worker] = []
+    others = set(active_children())
+    pool = ProcessPoolExecutor(
+        min(workers, len(waiting)), get_context("spawn"), _begin, (replace(plan, sources=(), units=()), os.getpid())
+    )
     try:
-        for _ in range(min(workers, len(waiting))):
-            pool.append(_start_worker(replace(plan, sources=(), units=())))
-            pool[-1].begin(waiting.popleft())
-        while any(worker.unit is not None for worker in pool):
-            ready = wait([told, *(worker.connection for worker in pool if worker.unit is not None)])
-            if told in ready or stop.requested:
+        unit_of = _submit(pool, waiting)
+        ended: SimpleQueue[Future[UnitRecord] | None] = SimpleQueue()
+        for future in unit_of:
+            future.add_done_callback(ended.put)
+        threading.Thread(target=_tell, args=(stop, ended), name="when-told", daemon=True).start()
+        for _ in waiting:
+            done = ended.get()
+            if done is None or stop.requested:
                 return False
-            for worker in pool:
-                if worker.connection in ready:
-                    ledger.note(worker, worker.receive())
-                    if worker.unit is None and waiting:
-                        worker.begin(waiting.popleft())
-            show(ledger.tally())
-        return True
-    finally:
-        for worker in pool:
-            worker.process.kill()
-            worker.process.join()
-        told.close()
-
-
-def _stop_connection(stop: Stop) -> Connection:
-    """Return a connection that becomes readable when a stop is requested.
-
-    `multiprocessing.connection.wait` takes no events of threads.
-    """
-    reader, writer = Pipe(duplex=False)
-
-    def tell() -> None:
-        stop.wait()
-        writer.close()
-
-    threading.Thread(target=tell, name="when-told", daemon=True).start()
-    return reader
-
-
-@dataclass
-class _Worker:
-    """A process of the pool, as its parent sees it."""
-
-    process: SpawnProcess
-    connection: Connection
-    unit: Unit | None = None
-
-    def begin(self, unit: Unit) -> None:
-        self.unit = unit
-        with contextlib.suppress(BrokenPipeError):  # it has ended: that is heard, too
-            self.connection.send(unit)
-
-    def receive(self) -> UnitProgress | UnitRecord:
-        """Return the next message of the process, or raise the error that it reports.
-
-        Raises:
-            DataError: the process has died.
-        """
-        assert self.unit is not None
-        try:
-            said = self.connection.recv()
-        except (EOFError, ConnectionResetError):
-            self.process.join()
-            code = self.process.exitcode or 0
-            raise DataError(
-                f"a process {how_it_ended(code)} while it prepared {describe(self.unit.pieces)}",
-                hint="was it memory? fewer prepare.workers need less" if code < 0 else "its last words are above",
-            ) from None
-        if isinstance(said, SlurmtrainError):
-            raise said
-        assert isinstance(said, UnitProgress | UnitRecord)
-        return said
-
-
-class _Ledger:
-    """The counts of what the processes of the pool report."""
-
-    def __init__(self, units: Sequence[Unit], *, hopeless: bool):
-        self._hopeless = hopeless
-        self._running: dict[int, UnitProgress] = {}
-        self._tally = Tally(units=len(units), total=sum(unit.size for unit in units))
-
-    def was_done(self, unit: Unit, record: UnitRecord) -> None:
-        """Count a unit that was done before this process started."""
-        self._add(unit, record)
-        self._tally.before += unit.size
-
-    def note(self, worker: _Worker, said: UnitProgress | UnitRecord) -> None:
-        """Count what a process has reported.
-
-        Raises:
-            ConfigError: all of many records so far are bad.
-        """
-        assert worker.unit is not None
-        if isinstance(said, UnitProgress):
-            self._running[worker.unit.number] = said
-            now = self.tally()
-            if self._hopeless and said.first_bad and not now.documents and now.bad >= MAX_LEADING_BAD_RECORDS:
+            tally.add(unit_of[done], record := done.result())
+            if max_bad_share < 1 and not tally.documents and tally.bad >= MAX_LEADING_BAD_RECORDS:
                 raise ConfigError(
-                    f"none of the first {now.bad} records can be used, such as in {said.first_bad}",
+                    f"none of the first {tally.bad} records can be used, such as in "
+                    f"{_first_bad(unit_of[done], record)}",
                     hint="prepare.text_field, prepare.format",
                 )
-            return
-        self._running.pop(worker.unit.number, None)
-        self._add(worker.unit, said)
-        worker.unit = None
-
-    def tally(self) -> Tally:
-        now = Tally(**vars(self._tally))
-        for progress in self._running.values():
-            now.size += progress.size
-            now.documents += progress.documents
-            now.bad += progress.bad
-        return now
-
-    def _add(self, unit: Unit, record: UnitRecord) -> None:
-        self._tally.units_done += 1
-        self._tally.size += unit.size
-        self._tally.documents += sum(shard.documents for shard in record.shards.values())
-        self._tally.bad += sum(len(piece.bad) for piece in record.pieces)
+            show(tally)
+        return True
+    except BrokenProcessPool:
+        raise DataError(
+            "a process was killed, or has crashed, while it prepared a part of the inputs",
+            hint="was it memory? fewer prepare.workers need less; if it has said anything, that is above",
+        ) from None
+    finally:
+        for process in set(active_children()) - others:
+            process.kill()
+        pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(plan: PreparePlan) -> _Worker:
-    """Start a process of the pool, which gets the plan without all units and sources.
+def _submit(pool: ProcessPoolExecutor, units: Sequence[Unit]) -> dict[Future[UnitRecord], Unit]:
+    """Hand out the units, for which the processes are started.
 
-    It inherits that stop signals are blocked, so that there is no moment at which they could reach it.
+    They inherit that stop signals are blocked, so that there is no moment at which these could reach them.
     """
-    context = get_context("spawn")
-    ours, theirs = Pipe()
-    process = context.Process(target=_serve, args=(theirs, plan, os.getpid()), daemon=True)
     resource_tracker.ensure_running()  # while it starts, it would let the signals through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        process.start()
+        return {pool.submit(_prepare, unit): unit for unit in units}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()
-    return _Worker(process, ours)
 
 
-def _serve(connection: Connection, plan: PreparePlan, parent: int) -> None:
-    """Run a process of the pool: prepare each unit that comes over the connection."""
+def _tell(stop: Stop, ended: SimpleQueue[Future[UnitRecord] | None]) -> None:
+    stop.wait()
+    ended.put(None)
+
+
+def _first_bad(unit: Unit, record: UnitRecord) -> str | None:
+    for piece, counts in zip(unit.pieces, record.pieces, strict=True):
+        if counts.bad:
+            return f"{piece.source.path}: {counts.bad[0][1]}"
+    return None
+
+
+# In a process of the pool.
+
+_plan: PreparePlan  # without all units and sources
+
+
+def _begin(plan: PreparePlan, parent: int) -> None:
+    global _plan
+    _plan = plan
     be_killed_with(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one CPU each; the worker processes are the parallelism
-    try:
-        tokenizer, _ = load_tokenizer(plan.settings.tokenizer)
-        if tokenizer.facts != plan.settings.facts:
-            raise ConfigError(f"{plan.settings.tokenizer.name} was changed while a data set was being prepared")
-        while True:
-            unit: Unit = connection.recv()
-            with file_errors_reported(plan.output):
-                record = prepare_unit(plan, unit, tokenizer, connection.send)
-            connection.send(record)
-    except SlurmtrainError as error:
-        connection.send(error)
+
+
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    tokenizer, _ = load_tokenizer(_plan.settings.tokenizer)
+    if tokenizer.facts != _plan.settings.facts:
+        raise ConfigError(f"{_plan.settings.tokenizer.name} was changed while a data set was being prepared")
+    return tokenizer
+
+
+def _prepare(unit: Unit) -> UnitRecord:
+    tokenizer = _tokenizer()
+    with file_errors_reported(_plan.output):
+        return prepare_unit(_plan, unit, tokenizer)

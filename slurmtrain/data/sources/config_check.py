@@ -8,18 +8,19 @@ They are made before a job is queued, and again by every rank. Imports no torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.config.known_models import HUGGING_FACE
 from slurmtrain.config.schema import Config
-from slurmtrain.data.sources.shares import shares_of
 from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.system.paths import absolute
 
 if TYPE_CHECKING:  # most configs name no prepared data, and `submit` is to answer at once
-    from slurmtrain.data.format.manifest import Manifest, TokenizerFacts
+    from slurmtrain.data.format.manifest import Manifest
 
 PREPARED = "slurmtrain.data.PreparedText"
 TEXT_FILES = "slurmtrain.data.TextFiles"
@@ -34,8 +35,8 @@ def check_prepared(config: Config, *, later: bool = False) -> None:
 
     Raises:
         ConfigError: a mixture's weights are not valid; the model cannot mask documents although the data asks for it;
-            there is no prepared data although this machine sees the folder around it; or a manifest is damaged, names
-            another tokenizer than the config, or has more token ids than the model knows.
+            there is no prepared data although this machine sees the folder around it; or a manifest is damaged, or has more
+            token ids than the model knows.
     """
     groups = (config.data, config.eval.sets)
     for values in (values for group in groups for values in _settings_of(MIXTURE, "sources", Mapping, group)):
@@ -56,7 +57,6 @@ def check_prepared(config: Config, *, later: bool = False) -> None:
 
         if (folder / FILE_NAME).exists():
             manifest = _manifest(folder, (folder / FILE_NAME).stat().st_mtime_ns)
-            check_tokenizer(manifest, folder, values.get("tokenizer_sha256"))
             check_vocabulary(config.model.get("vocab_size"), manifest.tokenizer.vocab_size)
 
 
@@ -64,8 +64,6 @@ def prepared_folders(values: Mapping[str, Any]) -> Iterator[Path]:
     """Yield the folders of prepared data that a config group names, at any depth."""
     for found in _settings_of(PREPARED, "path", str, values):
         yield Path(found["path"])
-        evals = found.get("evals") or {}  # names of splits, or folders
-        yield from (Path(where) for where in evals.values() if isinstance(where, str) and "/" in where)
 
 
 def _check_is_there(folder: Path) -> None:
@@ -109,28 +107,13 @@ def check_vocabulary(of_model: Any, of_data: Any) -> None:
         )
 
 
-def check_tokenizer(manifest: Manifest, folder: Path, sha256: str | None) -> None:
-    """Raise ConfigError if the data was not made by the tokenizer that the experiment names."""
-    if sha256 is not None and manifest.tokenizer.sha256 != sha256:
-        raise ConfigError(
-            f"data.tokenizer_sha256 is {sha256}, but {folder} was prepared with the tokenizer {named(manifest.tokenizer)}",
-            hint="prepare the data with that tokenizer, or correct data.tokenizer_sha256",
-        )
-
-
 def _check_mask(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    asked = values.get("document_mask")
-    if (values.get("packing") == "best_fit" if asked is None else asked) and model.get("_target_") == HUGGING_FACE:
+    masks = values.get("packing") == "best_fit" and values.get("document_mask") is not False
+    if masks and model.get("_target_") == HUGGING_FACE:
         raise ConfigError(
             "rows of the data hold several documents, which models of transformers do not tell apart",
             hint="set data.document_mask=false to let documents see those before them, or data.packing=documents",
         )
-
-
-def named(tokenizer: TokenizerFacts) -> str:
-    """Describe a tokenizer, for messages."""
-    ids = f"{tokenizer.vocab_size} ids, bos {tokenizer.bos}, eos {tokenizer.eos}"
-    return f"{tokenizer.sha256 or tokenizer.kind} ({ids})"
 
 
 def with_absolute_paths(values: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
@@ -140,8 +123,6 @@ def with_absolute_paths(values: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
     }
     if here.get("_target_") == PREPARED and isinstance(here.get("path"), str):
         here["path"] = _absolute(here["path"], cwd)
-        evals = here.get("evals") or {}  # names of splits, or folders
-        here["evals"] = {name: _absolute(where, cwd) if "/" in where else where for name, where in evals.items()}
     if here.get("_target_") == TEXT_FILES:
         paths = here.get("paths")
         if isinstance(paths, str) and paths:
@@ -162,3 +143,50 @@ def _settings_of(target: str, key: str, kind: type, values: Mapping[str, Any]) -
     for value in values.values():
         if isinstance(value, Mapping):
             yield from _settings_of(target, key, kind, value)
+
+
+# The shares of a mixture's sources, from weights of any sum.
+
+
+FINEST = 2**30  # shares are multiples of its inverse; products of two of them stay within 64 bits
+
+
+def shares_of(names: Sequence[str], weights: Mapping[str, float] | None) -> list[Fraction] | None:
+    """Return the weights of the sources `names` scaled to add up to one, exactly where possible; None for no weights.
+
+    Raises:
+        ConfigError: there are no sources, or the weights are not positive numbers for exactly these sources.
+    """
+    if not names:
+        raise ConfigError("data.sources is empty", hint="name at least one, see conf/data/mixture.yaml")
+    if weights is None:
+        return None
+    if set(weights) != set(names):
+        odd = sorted(set(weights) ^ set(names))
+        raise ConfigError(
+            f"data.weights and data.sources differ in {', '.join(odd)}",
+            hint="every source needs a weight, and no other name one",
+        )
+    values = [_fraction(name, weights[name]) for name in names]
+    total = sum(values)
+    exact = [value / total for value in values]
+    if lcm(*(share.denominator for share in exact)) <= FINEST:
+        return exact
+    sums = [round(sum(exact[: count + 1]) * FINEST) for count in range(len(exact))]
+    rounded = [Fraction(after - before, FINEST) for before, after in zip([0, *sums], sums, strict=False)]
+    for name, share in zip(names, rounded, strict=True):
+        if not share:
+            raise ConfigError(f"data.weights.{name} is less than a billionth of all", hint="leave it out")
+    return rounded
+
+
+def _fraction(name: str, weight: float) -> Fraction:
+    try:
+        value = Fraction(str(weight))
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(0)
+    if value <= 0:
+        raise ConfigError(
+            f"data.weights.{name} is {weight}", hint="a weight is a number above 0; leave out what is not wanted"
+        )
+    return value

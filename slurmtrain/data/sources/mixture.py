@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.data.loading.batches import Batch, merge_batches, padded, with_documents
+from slurmtrain.data.loading.batches import Batch, fetch_batch, merge_batches, padded, with_documents
 from slurmtrain.data.loading.order import MAX_SAMPLES, EpochOrder, Order, samples_at
-from slurmtrain.data.loading.samples import fetch_batch
+from slurmtrain.data.sources.config_check import shares_of
 from slurmtrain.data.sources.protocol import MapDataset, SourceSpec, inspect_dataset, inspect_source
-from slurmtrain.data.sources.shares import shares_of
 from slurmtrain.errors import ConfigError
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-from slurmtrain.data.format.manifest import FILE_NAME, Manifest, read_manifest
+from slurmtrain.data.format.manifest import Manifest, read_manifest
 from slurmtrain.data.format.packing import LONG_DOCUMENTS, best_fit_rows, document_rows
 from slurmtrain.data.format.rows import Pack, Rows, Windows, row_index
-from slurmtrain.data.format.stream import VERIFY, TokenStream
+from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.format.tokens import DocumentTokens, PackedTokens
-from slurmtrain.data.sources.config_check import check_tokenizer, named
 from slurmtrain.errors import ConfigError, nearest
 
 PACKINGS = ("concat", "best_fit", "documents")
@@ -29,20 +26,15 @@ class PreparedText:
         packing: what a sample consists of. "concat": the documents end to end, cut every S tokens. "best_fit": whole
             documents, packed so that hardly any room is left; only those longer than S are cut. "documents": one
             document, so samples differ in length.
-        document_mask: attention does not cross documents, positions restart, and no target is in another document than
-            its input; None: only for "best_fit". With "documents" there is nothing to mask.
+        document_mask: of "best_fit": attention does not cross documents, and positions restart; False: documents see
+            those before them in their row.
         long_documents: for "documents": what happens to a document of more than S + 1 tokens: "cut" drops the rest,
             "split" makes several samples, "refuse" raises.
         train_split: name of the split to train on.
         valid_split: name of the split that becomes the evaluation set "valid"; None: "valid", if there is one.
-        evals: further evaluation sets by name: a split, or another prepared folder of the same tokenizer (its split
-            "valid", or the only one; FOLDER/SPLIT for another).
-        verify: "opened", "sizes" or "full", see `TokenStream`. "full" reads all of the data, on every rank.
-        tokenizer_sha256: required digest of the tokenizer's file, as in the manifest; None accepts any tokenizer.
 
     Attributes:
         train, valid: `PackedTokens`; valid may be None.
-        evals: further evaluation sets by name.
         fingerprint: digest of data and packing; sources with equal fingerprints have the same sample i for every i.
         vocab_size: number of token ids of the tokenizer.
         description: one line for a person.
@@ -61,21 +53,16 @@ class PreparedText:
         long_documents: str = "cut",
         train_split: str = "train",
         valid_split: str | None = None,
-        evals: Mapping[str, str] | None = None,
-        verify: str = "sizes",
-        tokenizer_sha256: str | None = None,
     ):
-        _check(seq_len, packing, document_mask, long_documents, verify)
+        _check(seq_len, packing, document_mask, long_documents)
         self._folder = Path(path).expanduser()
         self._manifest = read_manifest(self._folder)
-        check_tokenizer(self._manifest, self._folder, tokenizer_sha256)
-        self._seq_len, self._packing, self._long_documents, self._verify = seq_len, packing, long_documents, verify
-        self._document_mask = packing == "best_fit" if document_mask is None else document_mask
+        self._seq_len, self._packing, self._long_documents = seq_len, packing, long_documents
+        self._document_mask = packing == "best_fit" and document_mask is not False
         if valid_split is None and "valid" in self._manifest.splits:
             valid_split = "valid"
-        self.train = self._open(self._folder, self._manifest, train_split)
-        self.valid = self._open(self._folder, self._manifest, valid_split) if valid_split else None
-        self.evals = {name: self._open_named(where) for name, where in (evals or {}).items()}
+        self.train = self._open(train_split)
+        self.valid = self._open(valid_split) if valid_split else None
         self.vocab_size = self._manifest.tokenizer.vocab_size
         settings = (
             f"{self._manifest.fingerprint} {train_split} {seq_len} {packing} {long_documents} {self._document_mask}"
@@ -88,42 +75,22 @@ class PreparedText:
             f"{'up to ' if packing == 'documents' else ''}{seq_len} tokens ({packing})"
         )
 
-    def _open_named(self, where: str) -> PackedTokens:
-        """Open the evaluation set that `evals` gives as `where`: a split of this folder, another folder, or FOLDER/SPLIT."""
-        if where in self._manifest.splits:
-            return self._open(self._folder, self._manifest, where)
-        folder = Path(where).expanduser()
-        split = None
-        if not (folder / FILE_NAME).exists() and (folder.parent / FILE_NAME).exists():
-            folder, split = folder.parent, folder.name
-        if "/" not in where and not (folder / FILE_NAME).exists():
-            raise _no_split(self._folder, self._manifest, where)
-        manifest = read_manifest(folder)
-        mine, other = self._manifest.tokenizer, manifest.tokenizer
-        if dataclasses.replace(other, file=mine.file) != mine:
-            raise ConfigError(
-                f"{folder} was prepared with the tokenizer {named(other)}, and {self._folder} with {named(mine)}",
-                hint="prepare both with one tokenizer",
-            )
-        if split is None:
-            split = "valid" if "valid" in manifest.splits or len(manifest.splits) > 1 else next(iter(manifest.splits))
-        return self._open(folder, manifest, split)
-
-    def _open(self, folder: Path, manifest: Manifest, split: str) -> PackedTokens:
+    def _open(self, split: str) -> PackedTokens:
+        manifest = self._manifest
         if split not in manifest.splits:
-            raise _no_split(folder, manifest, split)
-        stream = TokenStream(folder, manifest, split, self._verify)
-        rows = self._rows(stream, folder, manifest)
+            raise ConfigError(f"{self._folder} has no split {split!r}", hint=nearest(split, manifest.splits))
+        stream = TokenStream(self._folder, manifest, split)
+        rows = self._rows(stream)
         kind = DocumentTokens if self._packing == "documents" else PackedTokens
         return kind(
             stream,
             rows,
             seq_len=self._seq_len,
             document_mask=self._document_mask,
-            num_bytes=_text_bytes(manifest, split, rows, masked=self._document_mask) if manifest.chat is None else None,
+            num_bytes=_text_bytes(manifest, split, rows) if manifest.chat is None else None,
         )
 
-    def _rows(self, stream: TokenStream, folder: Path, manifest: Manifest) -> Rows:
+    def _rows(self, stream: TokenStream) -> Rows:
         name = f"{self._packing}-{self._seq_len}"
         if self._packing == "concat":
             return Windows(stream.tokens, self._seq_len)
@@ -132,39 +99,34 @@ class PreparedText:
         else:
             name += f"-{self._long_documents}"
             pack = functools.partial(document_rows, seq_len=self._seq_len, long_documents=self._long_documents)
-        made_from = hashlib.sha256(f"{manifest.fingerprint} {stream.name} {name}".encode()).hexdigest()
+        made_from = hashlib.sha256(f"{self._manifest.fingerprint} {stream.name} {name}".encode()).hexdigest()
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        folders = [folder / "packed", cache / "slurmtrain" / "packed"]
-        return row_index(stream, name, made_from, folders, pack, verify=self._verify)
+        folders = [self._folder / "packed", cache / "slurmtrain" / "packed"]
+        return row_index(stream, name, made_from, folders, pack)
 
 
-def _check(seq_len: int, packing: str, document_mask: bool | None, long_documents: str, verify: str) -> None:
+def _check(seq_len: int, packing: str, document_mask: bool | None, long_documents: str) -> None:
     if seq_len < 1:
         raise ConfigError(f"data.seq_len is {seq_len}, it must be at least 1", hint="e.g. data.seq_len=4096")
     for name, value, known in (
         ("packing", packing, PACKINGS),
         ("long_documents", long_documents, LONG_DOCUMENTS),
-        ("verify", verify, VERIFY),
     ):
         if value not in known:
             raise ConfigError(f"data.{name} is {value!r}", hint=nearest(str(value), known))
-    if packing == "documents" and document_mask is not None:
+    if packing != "best_fit" and document_mask:
         raise ConfigError(
-            f"data.document_mask={document_mask} with data.packing=documents: there is nothing to mask in one document",
-            hint="leave data.document_mask=null",
+            f"data.document_mask={document_mask} with data.packing={packing}: rows of whole documents can be masked",
+            hint="data.packing=best_fit masks documents, and leaves hardly any padding",
         )
 
 
-def _no_split(folder: Path, manifest: Manifest, split: str) -> ConfigError:
-    return ConfigError(f"{folder} has no split {split!r}", hint=nearest(split, manifest.splits))
-
-
-def _text_bytes(manifest: Manifest, split: str, rows: Rows, *, masked: bool) -> int | None:
+def _text_bytes(manifest: Manifest, split: str, rows: Rows) -> int | None:
     """Return the UTF-8 bytes of the text that all targets of a split stand for; None where that is not known."""
     held, tokenizer = manifest.splits[split], manifest.tokenizer
-    if rows.across_documents and not masked:
+    if isinstance(rows, Windows):
         return held.bytes  # all but those of the very first token of the split
-    if not rows.across_documents and rows.pairs != held.tokens - held.documents:
+    if rows.pairs != held.tokens - held.documents:
         return None  # some were cut
     if tokenizer.bos is not None:
         return held.bytes

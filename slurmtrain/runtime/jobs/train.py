@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.restore.compatibility import FINGERPRINT
+from slurmtrain.checkpoint.restore.restorer import FINGERPRINT
 from slurmtrain.checkpoint.save.schedule import mean_time_between_failures
 from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
@@ -43,19 +43,16 @@ from slurmtrain.runtime.jobs.build_model import build, distribute_model, pretrai
 from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.redaction import redacted
-from slurmtrain.training.agreement import StopAgreement, StopPlanner
-from slurmtrain.training.eval_metrics import MetricSums
-from slurmtrain.training.evaluation import Evaluator
+from slurmtrain.training.evaluation import Evaluator, MetricSums
 from slurmtrain.training.forward_backward import ForwardBackward, build_forward_backward
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.hooks.checkpointing import Checkpointing
 from slurmtrain.training.hooks.evaluation import Evaluation
-from slurmtrain.training.hooks.loggers import ExternalLoggers
 from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
 from slurmtrain.training.hooks.profiling import StepProfiles
-from slurmtrain.training.hooks.reporting import RunReporter, StepReports
+from slurmtrain.training.hooks.reporting import ExternalLoggers, RunReporter, StepReports
 from slurmtrain.training.hooks.stragglers import StragglerWatch
-from slurmtrain.training.ranks import TrainingRanks
+from slurmtrain.training.ranks import StopAgreement, StopPlanner, TrainingRanks
 from slurmtrain.training.seeds import seed_everything
 from slurmtrain.training.trainer import Trainer
 
@@ -211,7 +208,7 @@ def _phase_clock(config: Config, distributed_model: DistributedModel) -> PhaseCl
     on_gpu, dims = distributed_model.device.type == "cuda", distributed_model.dims
     phases = PhaseClock(CudaTimer() if on_gpu else HostTimer())
     if distributed_model.mesh is not None:
-        from slurmtrain.parallel.waits import mark_waits  # as FSDP itself, only where it is used
+        from slurmtrain.parallel.sharded import mark_waits  # as FSDP itself, only where it is used
 
         known = mark_waits(distributed_model.stages, phases.waiting, on_gpu=on_gpu)
         # What is exchanged within a layer or between stages is a part of the computation there.

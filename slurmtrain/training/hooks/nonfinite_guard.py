@@ -12,9 +12,8 @@ from slurmtrain.choices import OnNonfinite
 from slurmtrain.config.schema import TrainConfig
 from slurmtrain.errors import DivergedError
 from slurmtrain.runs.events import Event
-from slurmtrain.training.health import Action, Finding
+from slurmtrain.training.health import HINT, Action, Finding
 from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.rollback import HINT
 from slurmtrain.training.state import StepResult, TrainingState
 from slurmtrain.training.step_numbers import StepNumbers
 

@@ -12,7 +12,7 @@ from torch import nn
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.restore import compatibility
+from slurmtrain.checkpoint.restore import restorer
 from slurmtrain.errors import UsageError
 
 
@@ -164,8 +164,8 @@ def test_other_keys_keep_their_initial_values_when_allowed(tmp_path: Path) -> No
 def test_a_long_difference_is_cut(tmp_path: Path) -> None:
     saved(tmp_path, Model("a"))
     message = refused(tmp_path, Model("a", *"bcdefgh")).message
-    assert message.count("is not in the checkpoint") == compatibility.SHOWN
-    assert message.endswith(f"; and {14 - compatibility.SHOWN} more")
+    assert message.count("is not in the checkpoint") == restorer.SHOWN
+    assert message.endswith(f"; and {14 - restorer.SHOWN} more")
 
 
 def test_an_object_that_was_not_saved_is_refused_or_left_alone(tmp_path: Path) -> None:
@@ -190,18 +190,6 @@ def test_a_parameter_in_another_group_is_refused(tmp_path: Path) -> None:
         quiet(tmp_path).restore(model=model, optimizer=other)
     with pytest.raises(CheckpointMismatchError, match="optimizer has 1 parameter groups, and 2 in the checkpoint"):
         quiet(tmp_path).restore(model=model, optimizer=torch.optim.AdamW(model.parameters()))
-
-
-# -------------------------------------------------------------------------------------------------------------- shapes
-
-
-def test_other_shapes_keep_their_initial_values_when_allowed(tmp_path: Path) -> None:
-    """With the optimiser's state of such a parameter: training must go on."""
-    before = saved(tmp_path, Model("a"))
-    model = Model("a", wide=5)
-    initial = values(model)
-    allowed(tmp_path, model, "shapes")
-    assert_equal(values(model), {**before, "layers.a.weight": initial["layers.a.weight"]})
 
 
 # -------------------------------------------------------------------------------------------------------------- dtypes
@@ -248,11 +236,11 @@ def test_adapters_go_on_beside_the_weights_that_they_were_trained_beside(tmp_pat
     def config(path: str, **more: Any) -> dict[str, Any]:
         return {"model": {"_target_": "slurmtrain.models.Decoder", "path": path}, **more}
 
-    compatibility.check_config(tmp_path, config("/a"), config("/b"), ())
+    restorer.check_config(tmp_path, config("/a"), config("/b"), ())
     lora = {"lora": {"r": 8}}
-    compatibility.check_config(tmp_path, config("/a", **lora), config("/a", **lora), ())
+    restorer.check_config(tmp_path, config("/a", **lora), config("/a", **lora), ())
     with pytest.raises(CheckpointMismatchError, match=r"model\.path: /a -> /b"):
-        compatibility.check_config(tmp_path, config("/a", **lora), config("/b", **lora), ())
+        restorer.check_config(tmp_path, config("/a", **lora), config("/b", **lora), ())
 
 
 # It has been through JSON: lists and tuples, whole numbers as names.
@@ -283,7 +271,7 @@ def test_all_kinds_can_be_allowed_together(tmp_path: Path) -> None:
     before = saved(tmp_path, Model("a", "b"), config={"width": 4})
     model = Model("a", "c", wide=5, dtype=torch.float64)
     initial = values(model)
-    allowed(tmp_path, model, *compatibility.KINDS, config={"width": 5})
+    allowed(tmp_path, model, *restorer.KINDS, config={"width": 5})
     assert_equal(values(model), {**initial, "layers.a.bias": before["layers.a.bias"].double()})
 
 

@@ -345,17 +345,14 @@ def test_a_record_that_is_no_conversation_is_told_and_left_out(
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "documents"])
-@pytest.mark.parametrize("document_mask", [None, True])
 def test_exactly_the_targets_that_count_are_kept_in_every_packing(
-    packing: str, document_mask: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if packing == "documents" and document_mask:
-        pytest.skip("refused: there is nothing to mask")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Every answer is of capitals, which nothing else is made of.
     records = [{"prompt": "q" * (5 + 3 * n), "completion": chr(65 + n) * (1 + 2 * n)} for n in range(9)]
     output = prepare(tmp_path, records, chat_template="none", unit_mb=0.0002)
-    dataset = PreparedText(str(output), seq_len=20, packing=packing, document_mask=document_mask).train
+    dataset = PreparedText(str(output), seq_len=20, packing=packing).train
     assert len(read_manifest(output).splits["train"].shards) > 1
     expected = sorted((65 + n, 1 + 2 * n) for n in range(9))
     kept: list[int] = []

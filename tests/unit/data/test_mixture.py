@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slurmtrain.data.loading.batches import concatenate
-from slurmtrain.data.loading.lengths import ByLength
 from slurmtrain.data.loading.loader import BatchLoader, RowLength
-from slurmtrain.data.loading.order import EpochOrder, sample_ids
+from slurmtrain.data.loading.order import ByLength, EpochOrder, sample_ids
 from slurmtrain.data.sources.mixture import MixedSamples, Mixture, MixtureOrder
 from slurmtrain.errors import ConfigError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -29,9 +30,9 @@ from slurmtrain.cli import main
 from slurmtrain.config.schema import Config, PrepareConfig
 from slurmtrain.data.format.manifest import Manifest, read_manifest
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
+from slurmtrain.data.prepare import reading
 from slurmtrain.data.prepare.conversation import BadRecord
 from slurmtrain.data.prepare.finish import finish
-from slurmtrain.data.prepare.reading import Reading
 from slurmtrain.data.prepare.sources import find_sources
 from slurmtrain.data.prepare.unit import prepare_unit
 from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on, make_plan
@@ -92,18 +93,13 @@ def plan_of(inputs: Path | Sequence[Path], output: Path, **settings: Any) -> Pre
 def do_units(plan: PreparePlan, part: int = 0, parts: int = 1) -> None:
     tokenizer, _ = load_tokenizer(plan.settings.tokenizer)
     for unit in plan.share(part, parts):
-        prepare_unit(plan, unit, tokenizer, lambda progress: None)
+        prepare_unit(plan, unit, tokenizer)
 
 
 def records_of(path: Path) -> list[tuple[int, Any]]:
     """The records of a file, read as one piece, each with its number."""
     (source,) = find_sources([str(path)], "auto", path.parent / "out")
-    return list(Reading(InputPiece(source, 0, source.size), "text").records())
-
-
-def as_bytes(documents: Sequence[str]) -> list[tuple[list[int], int]]:
-    """What documents_of gives for these, prepared as bytes."""
-    return [([*text.encode(), 0], len(text.encode())) for text in documents]
+    return list(reading.records_of(InputPiece(source, 0, source.size), "text"))
 
 
 # What comes out.
@@ -114,7 +110,8 @@ def test_every_document_of_every_format_is_there_once_and_in_order(unit_mb: floa
     documents = write_all_formats(tmp_path / "raw")
     manifest = prepare(tmp_path / "raw", tmp_path / "out", unit_mb=unit_mb)
     assert manifest is not None and manifest == read_manifest(tmp_path / "out")
-    assert list(documents_of(tmp_path / "out")) == as_bytes(documents)
+    expected = [([*text.encode(), 0], len(text.encode())) for text in documents]
+    assert list(documents_of(tmp_path / "out")) == expected
     assert sum(source.records for source in manifest.sources) == len(documents)
     assert [source.name for source in manifest.sources][-2:] == ["e/e.parquet", "f/"]
     assert len(manifest.splits["train"].shards) > {1.0: 0, 0.004: 8, 0.0005: 60}[unit_mb]
@@ -145,11 +142,11 @@ def test_a_file_cut_anywhere_gives_the_records_and_line_numbers_of_the_whole(
     path = tmp_path_factory.mktemp("cut") / "a.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n" * ends_with_newline)
     [source] = find_sources([str(path)], "auto", path.parent / "out")
-    whole = list(Reading(InputPiece(source, 0, source.size), "text").records())
+    whole = list(reading.records_of(InputPiece(source, 0, source.size), "text"))
     cuts = [0, *sorted(edge for edge in edges if 0 < edge < source.size), source.size]
     found, before = [], 0
     for start, end in pairwise(cuts):
-        piece = list(Reading(InputPiece(source, start, end), "text").records())
+        piece = list(reading.records_of(InputPiece(source, start, end), "text"))
         found += [(before + number, record) for number, record in piece]
         before += len(piece)
     assert found == whole
@@ -321,7 +318,7 @@ def test_a_process_that_is_killed_is_told(raw: Path, settings: dict[str, Any], t
         os.kill(pool_of(process.pid)[0], signal.SIGKILL)
         said, _ = process.communicate(timeout=180)
     assert process.returncode == 1
-    assert "error: a process was killed by SIGKILL while it prepared" in said and "Traceback" not in said
+    assert "error: a process was killed, or has crashed, while it prepared" in said and "Traceback" not in said
 
 
 def test_a_full_disk_is_told_and_with_more_room_the_same_command_goes_on(
@@ -366,20 +363,17 @@ BAD = {
 }
 
 
-def lines_with_bad_ones() -> bytes:
-    """Lines 1 to 40: bad ones, a blank one (3), one without text (4); the others say their number."""
-    good = {number: json.dumps({"text": f"line {number}"}) for number in range(1, 41)}
-    lines = {**good, 3: "", 4: '{"text": ""}', **{number: line for number, (line, _) in BAD.items()}}
-    return "".join(f"{lines[number]}\n" for number in range(1, 41)).encode(errors="surrogateescape")
-
-
 def test_bad_records_are_listed_with_their_lines_and_fail_the_job_past_the_share(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw, output = tmp_path / "raw", tmp_path / "out"
     raw.mkdir()
     (raw / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json_lines(["after a byte order mark"]))
-    (raw / "b.jsonl").write_bytes(lines_with_bad_ones())
+    # Lines 1 to 40: bad ones, a blank one (3), one without text (4); the others say their number.
+    lines = [json.dumps({"text": f"line {number}"}) for number in range(1, 41)]
+    for number, line in {3: "", 4: '{"text": ""}', **{number: line for number, (line, _) in BAD.items()}}.items():
+        lines[number - 1] = line
+    (raw / "b.jsonl").write_bytes("\n".join([*lines, ""]).encode(errors="surrogateescape"))
     plan = plan_of(raw, output, unit_mb=0.0001)
     assert len(plan.units) > 20  # most lines stand in a unit that began in the middle of the file
     do_units(plan)
@@ -549,12 +543,9 @@ def test_another_data_set_in_the_same_output_is_refused_by_what_differs(tmp_path
     first, second = (write_tokenizer(tmp_path / f"{name}.json") for name in ("one", "two"))
     second.write_text(second.read_text() + "\n")
     prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(first), eos="none")
-    digests = [load_tokenizer_digest(path) for path in (first, second)]
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (first, second)]
     changes: list[tuple[dict[str, Any], str]] = [
-        (
-            {"tokenizer": str(second), "eos": "none"},
-            f"its sha256 was {digests[0]}, now {digests[1]}",
-        ),
+        ({"tokenizer": str(second), "eos": "none"}, f"its sha256 was {digests[0]}, now {digests[1]}"),
         ({"tokenizer": str(first), "eos": "none", "unit_mb": 2.0}, "prepare.unit_mb was 128.0, now 2.0"),
         ({"tokenizer": str(first), "eos": "none", "text_field": "x"}, "prepare.text_field was text, now x"),
     ]
@@ -564,10 +555,6 @@ def test_another_data_set_in_the_same_output_is_refused_by_what_differs(tmp_path
         assert differs in refused.value.message
     with pytest.raises(ConfigError, match=r"the input b.txt is new"):
         plan_of([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out")
-
-
-def load_tokenizer_digest(path: Path) -> str:
-    return str(load_tokenizer(TokenizerChoice(str(path), eos="none"))[0].facts.sha256)
 
 
 # The verb.

@@ -25,7 +25,6 @@ from slurmtrain.data.format.manifest import Manifest, Shard, Split, TokenizerFac
 from slurmtrain.data.format.packing import best_fit_rows
 from slurmtrain.data.format.tokens import DocumentTokens
 from slurmtrain.data.loading.batches import concatenate, padded
-from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.data.sources.mixture import Mixture
 from slurmtrain.data.sources.prepared import PreparedText
 from slurmtrain.errors import ConfigError, DataError
@@ -59,20 +58,15 @@ def within_documents() -> list[tuple[int, int]]:
     return sorted((a, a + 1) for document in DOCUMENTS for a in document[:-1])
 
 
-@pytest.mark.parametrize("packing", ["concat", "best_fit"])
 @pytest.mark.parametrize("seq_len", [1, 4, 7, 100])
-def test_masked_samples_have_every_pair_of_every_document_once_and_say_which_is_whose(
-    data: Path, packing: str, seq_len: int
-) -> None:
-    batch = everything(PreparedText(str(data), seq_len, packing=packing, document_mask=True).train)
+def test_masked_samples_have_every_pair_of_every_document_once_and_say_which_is_whose(data: Path, seq_len: int) -> None:
+    batch = everything(PreparedText(str(data), seq_len, packing="best_fit").train)
     assert pairs(batch) == within_documents()
     assert batch["documents"].dtype == torch.int32 and batch["documents"].shape == batch["inputs"].shape
     assert (batch["documents"][:, 0] == 0).all()
     for inputs, targets, documents in zip(*(batch[name].tolist() for name in batch), strict=True):
         assert set(np.diff(documents)) <= {0, 1}
         end = len(targets) - next((i for i, t in enumerate(reversed(targets)) if t != -100), len(targets))
-        # Where a document's last token is an input of concat, it is still this document's.
-        end += packing == "concat" and end < len(targets) and inputs[end] != 0
         numbers = [token // 10 for token in inputs[:end]]
         assert [a == b for a, b in itertools.pairwise(numbers)] == [
             a == b for a, b in itertools.pairwise(documents[:end])
@@ -114,19 +108,14 @@ def test_no_pair_is_lost_or_doubled_in_any_shape(
     folder, numbers = tmp_path_factory.mktemp("data"), iter(range(1, 10_000))
     documents = [[[next(numbers) for _ in range(length)] for length in shard] for shard in shards]
     write_prepared(folder, {"train": documents}, vocab_size=10_000)
-    mask = None if packing == "documents" else True
-    source = PreparedText(str(folder), seq_len, packing=packing, document_mask=mask, long_documents="split")
+    source = PreparedText(str(folder), seq_len, packing=packing, long_documents="split")
     expected = [(a, a + 1) for shard in documents for document in shard for a in document[:-1]]
-    assert pairs(everything(source.train)) == expected
     if packing == "concat":
-        plain = PreparedText(str(folder), seq_len).train
-        last = next(numbers) - 1
-        assert pairs(everything(plain)) == [(a, a + 1) for a in range(1, last)]
+        expected = [(a, a + 1) for a in range(1, next(numbers) - 1)]
+    assert pairs(everything(source.train)) == expected
 
 
-@pytest.mark.parametrize(
-    ("other", "mask"), [("best_fit", True), ("best_fit", False), ("concat", True), ("documents", None)]
-)
+@pytest.mark.parametrize(("other", "mask"), [("best_fit", True), ("best_fit", False), ("documents", None)])
 def test_batches_of_a_mixture_are_its_samples_stacked(data: Path, other: str, mask: bool | None) -> None:
     masked = PreparedText(str(data), 7, packing=other, document_mask=mask)
     train = Mixture({"plain": PreparedText(str(data), 10), "masked": masked}).train
@@ -140,10 +129,8 @@ def test_batches_of_a_mixture_are_its_samples_stacked(data: Path, other: str, ma
 
 
 def test_the_source_says_what_it_is(data: Path) -> None:
-    source = PreparedText(str(data), 16, evals={"again": "valid"})
-    assert (
-        source.vocab_size == 257 and source.valid is not None and len(source.valid) == len(source.evals["again"]) == 1
-    )
+    source = PreparedText(str(data), 16)
+    assert source.vocab_size == 257 and source.valid is not None and len(source.valid) == 1
     assert "12 documents, 60 tokens, 4 + 1 samples of 16 tokens (concat)" in source.description
     fingerprints = {
         PreparedText(str(data), seq_len, packing=packing).fingerprint
@@ -158,24 +145,12 @@ def test_bytes_of_text_are_known_where_no_pair_is_missing(tmp_path: Path, data: 
         return PreparedText(str(folder), 6, **settings).train.num_bytes
 
     assert num_bytes(data) == 240
-    assert num_bytes(data, document_mask=True) == 240 - 12  # without bos the first byte of a document is no target
+    # Without bos the first byte of a document is no target.
+    assert num_bytes(data, packing="documents", long_documents="split") == 240 - 12
     write_prepared(tmp_path / "bos", {"train": SHARDS}, bos=256)
     assert num_bytes(tmp_path / "bos", packing="best_fit") == 240
     assert num_bytes(tmp_path / "bos", packing="documents", long_documents="split") == 240
     assert num_bytes(tmp_path / "bos", packing="documents") is None  # some were cut
-
-
-def test_evaluation_sets_of_other_folders(tmp_path: Path, data: Path) -> None:
-    write_prepared(tmp_path / "books", {"train": SHARDS, "valid": [DOCUMENTS[:2]], "test": [DOCUMENTS[:1]]})
-    write_prepared(tmp_path / "one", {"only": [DOCUMENTS[:1]]})
-    write_prepared(tmp_path / "other", {"valid": SHARDS}, vocab_size=300)
-    evals = {"books": str(tmp_path / "books"), "test": str(tmp_path / "books" / "test"), "one": str(tmp_path / "one")}
-    source = PreparedText(str(data), 2, evals=evals)
-    assert {name: len(dataset) for name, dataset in source.evals.items()} == {"books": 3, "test": 2, "one": 2}
-    with pytest.raises(ConfigError, match=r"other was prepared with the tokenizer .*300 ids.*257 ids"):
-        PreparedText(str(data), 2, evals={"other": str(tmp_path / "other")})
-    with pytest.raises(ConfigError, match=r"no split 'vaild'\n.*did you mean valid"):
-        PreparedText(str(data), 2, evals={"x": "vaild"})
 
 
 @pytest.mark.parametrize(
@@ -184,10 +159,9 @@ def test_evaluation_sets_of_other_folders(tmp_path: Path, data: Path) -> None:
         ({"seq_len": 0}, "data.seq_len is 0"),
         ({"packing": "bestfit"}, r"data.packing is 'bestfit'\n.*did you mean best_fit"),
         ({"long_documents": "drop"}, "data.long_documents is 'drop'"),
-        ({"verify": "md5"}, "data.verify is 'md5'"),
         ({"packing": "documents", "document_mask": True}, "data.document_mask=True with data.packing=documents"),
         ({"train_split": "trian"}, r"no split 'trian'\n.*did you mean train"),
-        ({"tokenizer_sha256": "abc"}, "data.tokenizer_sha256 is abc, but .* was prepared with the tokenizer bytes"),
+        ({"document_mask": True}, "data.document_mask=True with data.packing=concat"),
     ],
 )
 def test_arguments_that_cannot_work(data: Path, arguments: dict[str, Any], sentence: str) -> None:
@@ -209,7 +183,6 @@ def test_a_model_that_does_not_know_all_tokens_is_refused_before_it_queues(
     assert "model.vocab_size=256 is too small for data with 257 token ids" in submit_refusal(alone, capsys)
     mixed = ["data=mixture", f"+data.sources.web={{_target_: slurmtrain.data.PreparedText, path: {data}, seq_len: 64}}"]
     assert "hint: set model.vocab_size=257, or more" in submit_refusal(mixed, capsys)
-    assert "data.tokenizer_sha256 is abc" in submit_refusal([*alone, "data.tokenizer_sha256=abc"], capsys)
     measured = [f"eval.sets.web={{_target_: slurmtrain.data.PreparedText, path: {data}, seq_len: 64}}"]
     assert "model.vocab_size=256 is too small for data with 257 token ids" in submit_refusal(measured, capsys)
     unmasked = ["data=prepared", "data.path=/not/on/this/machine", "model=huggingface", "model.path=/models/small"]
@@ -248,8 +221,6 @@ def test_a_damaged_file_is_one_sentence_at_the_start_and_later(
     with pytest.raises(ConfigError, match=sentence):
         PreparedText(str(data), 4)
     with pytest.raises(ConfigError, match=sentence):
-        everything(PreparedText(str(data), 4, verify="opened").train)
-    with pytest.raises(ConfigError, match=sentence):
         everything(opened_later)
     if damage is not Path.unlink:  # what is open can be read, whatever happens to the name
         with pytest.raises(ConfigError, match=r"00003.tokens has \d+ bytes, but 80 were written"):
@@ -278,20 +249,9 @@ def test_broken_ends_are_refused(data: Path, number: int, value: int, sentence: 
     ends = np.fromfile(path, dtype="<u8")
     ends[number] = value
     ends.tofile(path)
-    for settings in ({"packing": "best_fit"}, {"packing": "documents"}, {"document_mask": True}):
+    for packing in ("best_fit", "documents"):
         with pytest.raises(ConfigError, match=f"00003.ends: {sentence}"):
-            everything(PreparedText(str(data), 4, **settings).train)
-
-
-def test_full_verification_finds_a_changed_byte(data: Path) -> None:
-    PreparedText(str(data), 4, verify="full")
-    path = tokens_file(data)
-    content = bytearray(path.read_bytes())
-    content[4] ^= 1
-    path.write_bytes(content)
-    PreparedText(str(data), 4)
-    with pytest.raises(ConfigError, match=r"00003.tokens has the sha256 .*, but .* was written"):
-        PreparedText(str(data), 4, verify="full")
+            everything(PreparedText(str(data), 4, packing=packing).train)
 
 
 @pytest.fixture
@@ -384,18 +344,6 @@ def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
     assert open_below(tmp_path) == []
 
 
-def test_workers_read_what_this_process_reads(data: Path) -> None:
-    train = PreparedText(str(data), 4, packing="best_fit").train
-    train[0]  # its descriptors are there when the workers are forked
-    batches = []
-    for workers in (0, 2):
-        loader = BatchLoader(train, seed=3, global_batch_size=8, micro_batch_size=4, num_workers=workers)
-        batches.append([batch for _ in range(6) for batch in next(loader).micro_batches])
-        loader.close()
-    for here, there in zip(*batches, strict=True):
-        assert all(torch.equal(here[name], there[name]) for name in here) and here.keys() == there.keys()
-
-
 def test_the_index_is_made_once_by_one_of_many(data: Path, capfd: pytest.CaptureFixture[str]) -> None:
     context = multiprocessing.get_context("fork")
     ready = context.Barrier(4)
@@ -420,11 +368,11 @@ def test_a_damaged_index_is_made_anew(data: Path, capfd: pytest.CaptureFixture[s
         return next((data / "packed").glob("train-*"))
 
     def sample() -> dict[str, Tensor]:
-        return everything(PreparedText(str(data), 6, packing="best_fit", verify="full").train)
+        return everything(PreparedText(str(data), 6, packing="best_fit").train)
 
     expected = sample()
     whole = index().read_bytes()
-    for damaged in (b"", whole[:-8], b"{}" + whole[2:], whole[:600] + b"\xff" + whole[601:]):
+    for damaged in (b"", whole[:-8], b"{}" + whole[2:]):
         index().write_bytes(damaged)
         assert all(torch.equal(got, expected[name]) for name, got in sample().items())
         assert "is damaged and is made anew" in capfd.readouterr().err
@@ -434,16 +382,16 @@ def test_a_damaged_index_is_made_anew(data: Path, capfd: pytest.CaptureFixture[s
         everything(PreparedText(str(data), 6, packing="best_fit").train)
 
 
-def test_the_index_goes_to_the_cache_or_stays_in_memory_where_the_folder_cannot_be_written(
+def test_the_index_goes_to_the_cache_where_the_folder_cannot_be_written(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (data / "packed").write_text("not a folder, so that root cannot write there either")
-    train = PreparedText(str(data), 6, packing="best_fit").train
+    PreparedText(str(data), 6, packing="best_fit")
     assert len(list((tmp_path / "cache" / "slurmtrain" / "packed").glob("*.idx"))) == 2
     assert f"{data}/packed cannot keep the packing of train" in capfd.readouterr().err
     monkeypatch.setenv("XDG_CACHE_HOME", str(data / "packed"))
-    in_memory = PreparedText(str(data), 6, packing="best_fit").train
-    assert all(torch.equal(got, everything(train)[name]) for name, got in everything(in_memory).items())
+    with pytest.raises(ConfigError, match="no folder can keep the packing of train"):
+        PreparedText(str(data), 6, packing="best_fit")
 
 
 def test_groups_of_shards_are_packed_on_their_own(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

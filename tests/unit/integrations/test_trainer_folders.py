@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from slurmtrain.checkpoint.state import RANDOM_STATE
 from slurmtrain.integrations import commit as commit_room
 from slurmtrain.integrations.commit import commit, damage_of, keep_newest, note_files, set_aside
-from slurmtrain.integrations.trainer_folders import newest_complete, torn
+from slurmtrain.integrations.transformers import newest_complete, torn
 
 
 def write(folder: Path, step: int, *, ranks: int = 2) -> Path:

@@ -17,8 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from slurmtrain.config.compose import compose
 from slurmtrain.config.folders import PACKAGE
-from slurmtrain.data.loading.batches import padded
-from slurmtrain.data.loading.row_counts import RowCounts, row_counts
+from slurmtrain.data.loading.batches import RowCounts, padded, row_counts
 from slurmtrain.models import Decoder
 from slurmtrain.models.attention import CausalAttention
 from slurmtrain.models.decoder import Block

@@ -14,7 +14,7 @@ from slurmtrain.config.schema import TrainConfig
 from slurmtrain.training.health import Action, Health, deviation
 from slurmtrain.training.hooks.nonfinite_guard import skip_sentence
 from slurmtrain.training.step_numbers import StepNumbers
-from slurmtrain.training.undo import RunningBuffers
+from slurmtrain.training.trainer import RunningBuffers
 
 
 def step(number: int, loss: float = 1.0, norm: float = 1.0) -> StepNumbers:

@@ -16,9 +16,8 @@ import torch
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.boxes import Box
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.format.manifest import Box, read_manifest
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.errors import UsageError
