@@ -53,7 +53,7 @@ from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import DRILLS, RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
-from slurmtrain.slurm.job_states import GONE
+from slurmtrain.slurm.job_facts import GONE
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Drill:
             if self.client is None or time.monotonic() - asked >= ASK_EVERY_S:
                 asked, now = time.monotonic(), states(run.run_dir for run in self.runs)
                 for run in self.runs:
-                    run.look(now[run.run_dir.id])
+                    run.look(now[run.run_dir])
             line = ", ".join(f"{run.way or 'undisturbed'} {run.explanation.partition(':')[0]}" for run in self.runs)
             if line != said:
                 log.info("%s", line)
