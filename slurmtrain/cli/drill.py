@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
         config, _ = compose_and_validate(argparse.Namespace(**{**vars(arguments), "overrides": words}))
     else:
         run_dir = open_run(arguments.run)
-        config, source = load_frozen(run_dir.config_file), source_of_run(run_dir)
+        config, source = load_frozen(run_dir.config_file, with_secrets=False), source_of_run(run_dir)
         if words:
             config, _ = changed(config, words, cwd)
         if source.root is None:

@@ -1,7 +1,8 @@
 """A text file for the node exporter of Prometheus: the newest numbers of a run, labelled by run, job and user.
 
 The node exporter reads *.prom in the folder that its --collector.textfile.directory names, here that of rank 0's node. The
-file is replaced in one step, and removed at the end. A kill leaves it behind: the user's next run on that node removes it.
+file is replaced in one step, and removed at the end. A kill leaves it behind: a run of the same user on that node removes it
+when it is a day old.
 
 Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 """
@@ -17,12 +18,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from slurmtrain.observe.logger import Ending, LoggedRun, Logger
+from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
 from slurmtrain.slurm.environment import own_node_name
 from slurmtrain.system.files import replace_file
 from slurmtrain.system.redaction import redact
 
-STALE_S = 600.0  # a file that was not written for so long is left over
+STALE_S = 86400.0  # a file that was not written for so long is left over: it is written when something is logged
 MODE = 0o644  # the node exporter is another user
 PREFIX = "slurmtrain_"
 
@@ -38,7 +39,7 @@ class TextFileLogger(Logger):
         self._folder = Path(folder)
         self._values: dict[str, float] = {}
 
-    def open(self, run: LoggedRun) -> None:
+    def open(self, run: LoggedRun) -> Held:
         self._path = self._folder / f"{PREFIX}{run.id}.prom"
         self._labels = {
             "run": run.id,
@@ -53,6 +54,7 @@ class TextFileLogger(Logger):
                 old = time.time() - found.st_mtime > STALE_S
                 if old and found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
                     path.unlink()
+        return Held()  # the file is gone: the newest numbers of metrics.jsonl are shown anew
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._values |= {**values, "step": step, "logged_timestamp_seconds": round(time.time(), 3)}

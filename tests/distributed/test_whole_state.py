@@ -300,6 +300,10 @@ def save_replicas(distributed: DistributedContext, root: Path) -> dict[str, Any]
         zero.step()
         save("ZeRO", 17, norm=ddp, optimizer=zero)
         save("FSDP1", 18, model=FullyShardedDataParallel(model_of(), device_id=torch.device("cpu")))
+    del said[:]
+    with closing(Checkpointer(root / "one rank", group=distributed.checkpoint_group, max_failures=0)) as checkpointer:
+        save("plain on one rank", 1, model=same, **({} if rank else {"counter": Own(1)}))
+        answers["of plain on one rank"] = list(said)
     answers["warned"] = save_drifted(distributed, root / "warned")
     answers["averages"] = averages_go_on(distributed, root / "averages")
     answers["by name"] = optimizer_goes_on(distributed, root / "by name", ByName)
@@ -445,8 +449,10 @@ def test_replicas_that_have_drifted_are_saved_as_rank_0_has_them_when_that_is_as
 
 
 def test_plain_values_that_differ_are_told(answers: list[dict[str, Any]]) -> None:
-    assert answers[0]["plain"] == "saved"
-    assert any("the state of counter differs between rank 0 and rank 1" in line for line in answers[0]["of plain"])
+    for what in ("plain", "plain on one rank"):
+        assert answers[0][what] == "saved"
+        told = answers[0][f"of {what}"]
+        assert any("the state of counter differs between rank 0 and rank 1" in line for line in told)
 
 
 def test_what_keeps_its_state_on_other_ranks_is_refused_when_it_is_saved(answers: list[dict[str, Any]]) -> None:

@@ -163,7 +163,7 @@ class HeaderReader:
         return FileContents(numbers, np.ascontiguousarray(spots[:, 0]), boxes, own_state)
 
     def _box(self, key: str) -> tuple[int, list[int]]:
-        """Return the number of the tensor of which `key` names a box, and the box's edges (see `boxes.piece_name`)."""
+        """Return the number of the tensor of which `key` names a box, and the box's edges (see `manifest.piece_name`)."""
         number = self._numbers.get(key)
         if number is not None:
             return number, self._whole[number]

@@ -290,11 +290,11 @@ class SaveJob:
             return
         asked = differing[:GROUPS_NAMED]
 
-        def fingerprints() -> list[dict[str, int]]:
+        def fingerprints() -> list[dict[str, int] | None]:
             known = self.image.fingerprints if isinstance(self.image, Image) else {}
-            return [known.get(key, {}) for key in asked]
+            return [known.get(key) for key in asked]
 
-        def judge(answers: list[list[dict[str, int]]]) -> None:
+        def judge(answers: list[list[dict[str, int] | None]]) -> None:
             named = [differences(key, [answer[number] for answer in answers]) for number, key in enumerate(asked)]
             every = [name for names in named for name in names]
             wrong = [name for key, names in zip(asked, named, strict=True) if key.startswith(TENSORS) for name in names]
@@ -386,18 +386,18 @@ class SaveJob:
             raise DiscardedError("the save was given up for a newer one, or to leave in time")
 
 
-def differences(key: str, everyone: Sequence[Mapping[str, int]]) -> list[str]:
+def differences(key: str, everyone: Sequence[Mapping[str, int] | None]) -> list[str]:
     """Return what differs between the ranks of a group, in words.
 
     Args:
         key: that of the group.
-        everyone: of every rank its fingerprints in the group by name; none if it is not of the group.
+        everyone: of every rank its fingerprints in the group by name; None if it is not of the group.
     """
     found = []
-    for name in dict.fromkeys(name for values in everyone for name in values):
+    for name in dict.fromkeys(name for values in everyone for name in values or ()):
         alike: dict[int | None, list[int]] = {}  # ranks by what they hold
         for rank, values in enumerate(everyone):
-            if values:
+            if values is not None:
                 alike.setdefault(values.get(name), []).append(rank)
         if len(alike) > 1:
             state = "the state of " if key.startswith(PLAIN) else ""

@@ -111,13 +111,14 @@ class ChatTemplate:
         marks = _marks(self.special_tokens, text)
         for index in self._counted(conversation):
             floor = spans[-1][1] if spans else 0
-            if conversation.messages[index].get("tool_calls"):
-                begin, end = self._turn_span(conversation, index, text, floor)
-            elif (content := self._content_span(conversation, index, text)) is not None:
-                begin, end = content[0], self._end_of_turn(conversation, index, text, content[1], marks)
+            content = self._content_span(conversation, index, text)
+            if content is None:
+                spans.append(self._turn_span(conversation, index, text, floor))
             else:
-                continue
-            spans.append((self._after_generation_prompt(text, floor, begin), end))
+                end = self._end_of_calls(conversation, index, text, content[1])
+                if end is None:
+                    end = self._end_of_turn(conversation, index, text, content[1], marks)
+                spans.append((self._after_generation_prompt(text, floor, content[0]), end))
         return RenderedText(text, _non_empty(spans))
 
     def _counted(self, conversation: Conversation) -> Sequence[int]:
@@ -135,17 +136,17 @@ class ChatTemplate:
         return begin, len(text) - _shared_length(text[begin:][::-1], other[begin:][::-1])
 
     def _turn_span(self, conversation: Conversation, index: int, text: str, floor: int) -> tuple[int, int]:
-        """Return where message `index`, which calls tools, lies in the rendered text after `floor`.
+        """Return where message `index`, whose content the template leaves out, lies in the rendered text after `floor`.
 
-        Some templates write the calls after its content, others (Llama 3.1, Mistral) in its place. Where the message begins
-        is found by rendering another in its place, and where it ends by rendering the conversation up to it, so that it
-        needs no special token, and one that begins the calls is not taken for the end.
+        Llama 3.1 and Mistral write calls of tools so. Where the message begins is found by rendering another in its place.
         """
         before = list(conversation.messages[:index])
         with_turn = self._run([*before, conversation.messages[index]], conversation.tools)
         other = self._run([*before, {"role": ASSISTANT, "content": PLACEHOLDER}], conversation.tools)
-        turn = with_turn[_shared_length(with_turn, other) :].rstrip()
-        begin = text.find(turn, floor)
+        place = _shared_length(with_turn, other)
+        turn = with_turn[place:].rstrip()
+        # Where it is then, unless what is before it has changed: a call may have been made before in the same words.
+        begin = place if text.startswith(turn, place) else text.find(turn, floor)
         if begin < 0:
             raise ValueError(f"what it makes of messages[{index}] depends on those after it")
         return begin, begin + len(turn)
@@ -158,6 +159,24 @@ class ChatTemplate:
             return place + len(prompt)
         # Without one, as in Mistral's, the model writes the space before its answer, too, which its first token has.
         return max(floor, len(text[:begin].rstrip(" ")))
+
+    def _end_of_calls(self, conversation: Conversation, index: int, text: str, end: int) -> int | None:
+        """Return the end of a turn with calls of tools after its content, which ends at `end`.
+
+        It is found by rendering the conversation up to that turn, so that it needs no special token, and one that begins
+        the calls is not taken for the end. None: there are no calls, or what the template makes of the turn then is not
+        in the text.
+        """
+        if not conversation.messages[index].get("tool_calls"):
+            return None
+        until = Conversation(conversation.messages[: index + 1], conversation.tools)
+        try:
+            with_turn = self._run(until.messages, until.tools)
+            content = self._content_span(until, index, with_turn)
+        except jinja2.TemplateError:  # some refuse a conversation that ends so
+            return None
+        calls = with_turn[content[1] :].rstrip() if content is not None else ""
+        return end + len(calls) if calls and text.startswith(calls, end) else None
 
     def _end_of_turn(
         self, conversation: Conversation, index: int, text: str, end: int, marks: Sequence[tuple[int, int]]

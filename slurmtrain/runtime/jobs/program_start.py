@@ -104,15 +104,17 @@ def rank_variables(
                 raise
             host = environment.node  # not every program makes use of it
         # Rank 0 alone goes on in the run of W&B and MLflow: several that resume the same run mix their steps in it.
-        variables |= {
-            name: value for name, value in logger_variables(config, context).items() if name not in cluster.env
-        }
-        found = {"host": host, "port": port.take(), "machine": machine()}
+        own = {name: value for name, value in logger_variables(config, context).items() if name not in cluster.env}
+        # A run of W&B that another rank begins is none of this one, but neither asks for a key, nor is beside the code.
+        of_others = {name: own[name] for name in ("WANDB_MODE", "WANDB_DIR") if name in own}
+        variables |= own
+        found = {"host": host, "port": port.take(), "machine": machine(), "variables": of_others}
         if environment.world_size > 1:
             write_json(published, found)
     else:  # also where there is an address: rank 0 publishes its own when it has looked at the program's checkpoints
         timeout_s = cluster.rendezvous_timeout_s
         found = await_rank_0(published, environment, timeout_s, stop_requested, lambda published: published)
+        variables |= found["variables"]
     host = "127.0.0.1" if environment.rank != 0 and found["machine"] == machine() else found["host"]
     around = os.environ if environment.world_size > 1 else {}
     if not {"MASTER_ADDR", "MASTER_PORT"} <= around.keys():  # an engine tells pods the name of the first, and no port

@@ -14,9 +14,12 @@ import pytest
 
 from slurmtrain.checkpoint.difference import TensorDifference
 from slurmtrain.choices import RequeueMode
+from slurmtrain.cli import drill as verb
 from slurmtrain.cli.drill import exit_code
 from slurmtrain.config.compose import compose
+from slurmtrain.config.frozen import freeze
 from slurmtrain.config.rules import validate
+from slurmtrain.config.schema import Config
 from slurmtrain.control.drill.judge import (
     Comparison,
     Divergence,
@@ -28,7 +31,7 @@ from slurmtrain.control.drill.judge import (
     likely_causes,
     with_checkpoint,
 )
-from slurmtrain.control.drill.run import ScratchRun, is_due
+from slurmtrain.control.drill.run import Drill, ScratchRun, is_due
 from slurmtrain.control.drill.ways import (
     TINY,
     Plan,
@@ -51,7 +54,7 @@ from slurmtrain.slurm.read_facts import (
     parse_partitions,
     parse_qos,
 )
-from tests.support.runs import submitted_run
+from tests.support.runs import printed, submitted_run
 
 PLAN = Plan()
 LATER = Comparison(steps=(8, 9), checkpoint=16)
@@ -432,3 +435,20 @@ def test_random_states_that_differ_alone_are_no_difference(tmp_path: Path) -> No
 )
 def test_which_ways_can_be_tried(words: list[str], here: set[Way]) -> None:
     assert {way for way in Way if why_not_here(way, compose(words)) is None} == here
+
+
+def test_a_secret_of_a_run_stays_a_reference_in_the_runs_of_its_drill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their configs and scripts are written to disk."""
+    monkeypatch.setenv("API_KEY", "s3cret")
+    run = submitted_run(tmp_path, "cluster=local", "+cluster.env.API_KEY='${oc.env:API_KEY}'")
+    written: list[str] = []
+
+    def drilled(config: Config, plan: Plan, *_: Any, **__: Any) -> Drill:
+        written.append(freeze(scratch_config(config, plan, Way.REQUEUE, tmp_path)))
+        return Drill(plan, tmp_path, None)
+
+    monkeypatch.setattr(verb, "drill", drilled)
+    printed("drill", str(run.path), "--json", code=75)
+    assert "s3cret" not in written[0] and "API_KEY: ${oc.env:API_KEY}" in written[0]

@@ -39,6 +39,17 @@ QWEN = (
     "{{- '<|im_end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
 )
+# In the manner of Qwen 3, too: what the assistant has thought stays after the last question only.
+THINKS = (
+    "{%- set last = namespace(question=0) %}{%- for message in messages %}{%- if message.role == 'user' %}"
+    "{%- set last.question = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.reasoning_content and loop.index0 > last.question %}"
+    "{{ '<think>' + message.reasoning_content + '</think>' }}{%- endif %}{{ message.content }}"
+    "{%- for call in message.tool_calls or [] %}{{ '<tool_call>' + call.name + '</tool_call>' }}{%- endfor %}"
+    "{{- '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
+)
 # In the manner of Mistral: no generation prompt, roles that must alternate, and marks of the answers.
 MISTRAL = (
     "{{ bos_token }}{% for message in messages %}"
@@ -262,6 +273,32 @@ def test_calls_of_tools_beside_or_in_place_of_a_content_count_and_what_others_sa
     output = prepare(tmp_path, [record], tokenizer=str(model / "tokenizer.json"))
     (((ids, mask)),) = documents(output)
     assert answers(Tokenizer.from_file(str(model / "tokenizer.json")), ids, mask) == expected
+
+
+def test_a_call_counts_though_the_thoughts_before_it_are_left_out_once_another_question_follows(tmp_path: Path) -> None:
+    model = write_model_folder(tmp_path / "model", THINKS)
+    said = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [{"name": "look"}]},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "It rains."},
+        *messages(["Thanks", "Bye"]),
+    ]
+    output = prepare(tmp_path, [{"messages": said}], tokenizer=str(model / "tokenizer.json"))
+    (((ids, mask)),) = documents(output)
+    found = answers(Tokenizer.from_file(str(model / "tokenizer.json")), ids, mask)
+    assert found == ["I look.<tool_call>look</tool_call><|im_end|>", "It rains.<|im_end|>", "Bye<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [THINKS, LLAMA_CALLS, MISTRAL_CALLS])
+def test_the_last_call_counts_and_not_one_before_in_the_same_words(template: str, tmp_path: Path) -> None:
+    model = write_model_folder(tmp_path / "model", template)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "look"}]}
+    said = [{"role": "user", "content": "Weather?"}, call, {"role": "tool", "content": "not yet"}, call]
+    choice: dict[str, Any] = {"tokenizer": str(model / "tokenizer.json"), "loss_on": LossOn.LAST_ANSWER}
+    (((ids, mask)),) = documents(prepare(tmp_path, [{"messages": said}], **choice))
+    tokenizer, first = Tokenizer.from_file(str(model / "tokenizer.json")), mask.index(1)
+    assert "not yet" in tokenizer.decode(ids[:first]) and "look" in tokenizer.decode(ids[first:])
 
 
 @pytest.mark.parametrize("end", ["", "\n", "<|close|>"])

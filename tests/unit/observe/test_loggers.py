@@ -82,7 +82,7 @@ def ship(
         def flush(self) -> None:
             flushed.set()
 
-    run = LoggedRun(id="r", name="n", user="u", directory=folder, attempt=1)
+    run = LoggedRun("r", "n", "u", folder, 1, {"train": {"steps": 9}})
     build = build or (lambda: Shipped(backend))
     note = folder / "note.json"
     thread = LoggerThread("own", build, lambda: run, folder / "metrics.jsonl", note, lambda said: None)
@@ -232,6 +232,23 @@ def test_the_text_file_is_whole_readable_by_all_and_removed_at_the_end(tmp_path:
     assert path.stat().st_mode & 0o777 == 0o644
     logger.close(Ending.FINISHED)
     assert [path.name for path in tmp_path.iterdir()] == [new.name]  # that of a run of before is gone, too
+
+
+def test_a_resumed_run_has_its_text_file_before_it_logs_anything_new(tmp_path: Path) -> None:
+    """So that there is no gap as long as the steps that are done again."""
+    seen: list[str] = []
+
+    class Seen(TextFileLogger):
+        def flush(self) -> None:
+            super().flush()
+            seen.append((tmp_path / "slurmtrain_r.prom").read_text())
+
+    write(tmp_path, -1, *steps(1, 2, 3))
+    ship(tmp_path, Backend(), build=lambda: Seen(str(tmp_path)))
+    write(tmp_path, 2)  # resumed from a checkpoint of step 2
+    ship(tmp_path, Backend(), build=lambda: Seen(str(tmp_path)))
+    assert [text.count("\nslurmtrain_step{") for text in seen] == [1, 1]
+    assert "} 3.0\n" in seen[0] and "} 3.0\n" not in seen[1] and "} 2.0\n" in seen[1]
 
 
 def test_a_program_that_leaves_has_wandb_and_mlflow_write_what_they_hold_but_not_for_long(

@@ -139,7 +139,8 @@ PROGRAMS = {
         (ONCE, "job.checkpoints=out/*.log", "job.finished_when=out/done"),
     ),
     "is given a port": Program(
-        "echo $MASTER_ADDR $MASTER_PORT >at-$RANK", (TWO, "cluster.port_range=21000-31999", OFF)
+        "echo $MASTER_ADDR $MASTER_PORT >at-$RANK; echo $WANDB_MODE $WANDB_RUN_ID >wandb-$RANK",
+        (TWO, "cluster.port_range=21000-31999", OFF, "observe.wandb.enabled=true", "observe.wandb.mode=offline"),
     ),
     "wants a GPU": Program("touch started", ("cluster.gpus_per_node=1",), env=NO_GPU),
     "has a loop of its own": Program(
@@ -291,6 +292,12 @@ def test_a_program_is_given_one_port_of_the_range_for_all_its_ranks(ended: Ended
     (given,) = {(end.folder / f"at-{rank}").read_text().strip() for rank in range(2)}
     host, port = given.split()
     assert host == "127.0.0.1" and 21000 <= int(port) <= 31999
+
+
+def test_rank_0_alone_goes_on_in_the_run_of_wandb_and_no_rank_is_asked_for_a_key(ended: Ended) -> None:
+    end = ended("is given a port", 0)
+    found = [(end.folder / f"wandb-{rank}").read_text().split() for rank in range(2)]
+    assert found == [["offline", end.status()["id"]], ["offline"]]
 
 
 def test_a_program_that_knows_nothing_of_loggers_goes_on_in_the_same_run_of_each(ended: Ended) -> None:
