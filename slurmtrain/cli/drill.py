@@ -34,7 +34,6 @@ def main(arguments: argparse.Namespace) -> int:
         ways=every if arguments.ways is None else parse_ways(arguments.ways),
         steps=arguments.steps,
         stop_at=arguments.stop_at or arguments.steps // 2,
-        stop_after_s=arguments.stop_after,
         leaving_s=arguments.leaving,
         within_min=arguments.within,
     )

@@ -29,7 +29,7 @@ def supervise(options: argparse.Namespace) -> int:
     if options.watch is not None:
         from slurmtrain.choices import RequeueMode
         from slurmtrain.config.frozen import load_frozen
-        from slurmtrain.supervise.node_watch import watch_over
+        from slurmtrain.supervise.in_place import watch_over
 
         requeue = load_frozen(run_dirs[0].config_file, with_secrets=False).requeue
         watch_over(options.job, options.watch, requeues=requeue.mode == RequeueMode.REQUEUE)
@@ -44,10 +44,10 @@ def supervise(options: argparse.Namespace) -> int:
 
     if IN_RAY_JOB in os.environ:
         return supervise_ray_job(run_dirs[0])
-    if len(run_dirs) > 1:
-        from slurmtrain.supervise.packed import supervise_together
+    from slurmtrain.supervise import loop
 
-        return supervise_together(run_dirs, submitted, options.set_up_failed)
+    if len(run_dirs) > 1:
+        return loop.supervise_together(run_dirs, submitted, options.set_up_failed)
     from slurmtrain.runs.ownership import require_own
     from slurmtrain.slurm.environment import JOB_VARIABLE
 
@@ -62,10 +62,9 @@ def supervise(options: argparse.Namespace) -> int:
             "this is neither a job of SLURM nor a pod: SLURM_JOB_ID, JOB_COMPLETION_INDEX and PET_NODE_RANK are not set",
             hint="`submit` and `resume` start runs; pods need a manifest as `render --target` writes it",
         )
-    from slurmtrain.supervise.loop import supervise as supervise_one
     from slurmtrain.supervise.platforms.slurm import SlurmJob
 
-    return supervise_one(run_dirs[0], SlurmJob(run_dirs[0], submitted), options.set_up_failed)
+    return loop.supervise(run_dirs[0], SlurmJob(run_dirs[0], submitted), options.set_up_failed)
 
 
 def train(options: argparse.Namespace) -> int:
@@ -126,7 +125,7 @@ def prepare(options: argparse.Namespace) -> int:
     from slurmtrain.data.prepare.unit_plan import agree_on, make_plan
     from slurmtrain.data.prepare.worker_pool import work
     from slurmtrain.launch.named_paths import with_absolute_paths
-    from slurmtrain.observe.prepare_progress import Preparing
+    from slurmtrain.observe.progress import Preparing
     from slurmtrain.runtime.jobs.prepare import share_of, summary, workers_of
     from slurmtrain.slurm.environment import Environment
     from slurmtrain.system.paths import current_folder
@@ -136,11 +135,8 @@ def prepare(options: argparse.Namespace) -> int:
     environment, plan, most_bad = Environment.detect(), make_plan(config.prepare), config.prepare.max_bad_share
     agree_on(plan)
     share, workers, progress = share_of(plan, config, environment), workers_of(config, environment), Preparing()
-    try:
-        finished = work(plan, share, workers, stop, progress.show, max_bad_share=most_bad)
-        manifest = finish(plan, most_bad) if finished else None
-    finally:
-        progress.close()
+    finished = work(plan, share, workers, stop, progress.show, max_bad_share=most_bad)
+    manifest = finish(plan, most_bad) if finished else None
     if not finished:
         print("slurmtrain: stopped; finished units are kept, and the same command continues from there", flush=True)
         return EXIT_REQUEUE

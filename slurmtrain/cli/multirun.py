@@ -15,8 +15,8 @@ from slurmtrain.cli.submit import next_steps
 from slurmtrain.config.compose import BASIC_SWEEPER, Composer
 from slurmtrain.config.folders import search_folders
 from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import EXIT_REQUEUE, RunFailedError, UsageError
 from slurmtrain.launch.checks import check, warn_of_memory
 from slurmtrain.launch.named_paths import with_absolute_paths
@@ -163,8 +163,7 @@ def _facts_of(sweep: Sweep) -> dict[str, Any]:
 def run_on_this_machine(sweep: Sweep, at_once: int, *, as_json: bool) -> int:
     """Run the points on this machine; return 0 when all have finished, 75 when a person stopped it, else 1."""
     from slurmtrain.report.status.state import RunStatus
-    from slurmtrain.sweep.jobs import states_of
-    from slurmtrain.sweep.local import LocalRuns, alone
+    from slurmtrain.sweep.jobs import LocalRuns, alone, states_of
 
     done_with = {RunStatus.FINISHED, RunStatus.REMOVED}  # states of runs that nobody has to start again
     if not as_json:
@@ -247,6 +246,10 @@ def _search(composer: Composer, choices: Choices, arguments: argparse.Namespace)
     log.info("sweep %s: this shell waits for results; if it dies, repeat the command to continue", name)
     try:
         Search(composer, opened, study, base, choices.fixed, show=not arguments.json).run()
+    except KeyboardInterrupt:
+        if opened.client is not None:
+            log.info("the jobs of %s go on without this shell; sweep cancel %s ends them", name, name)
+        raise
     except RunFailedError as failure:
         if not arguments.json:
             _say_trials(study)

@@ -19,15 +19,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.planner.fit import most_bytes
 from slurmtrain.planner.memory import in_gb
-from slurmtrain.planner.plan import (
-    PARAMETER_BYTES,
-    WORTH_IT,
-    Candidate,
-    Plan,
-    first_not_worth_it,
-    plan_of,
-    search,
-)
+from slurmtrain.planner.plan import PARAMETER_BYTES, WORTH_IT, Candidate, Plan, first_not_worth_it, plan_of, search
 from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.step_time import StepTime, sequence_length
 from slurmtrain.report.page.units import plural

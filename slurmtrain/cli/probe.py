@@ -13,8 +13,8 @@ from slurmtrain.cli.columns import one_line
 from slurmtrain.cli.json_output import emit, fields_of
 from slurmtrain.config.compose import Composer
 from slurmtrain.config.folders import OWN_CLUSTERS, config_groups, search_folders, shipped
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.control.submitting import client_of
 from slurmtrain.errors import EXIT_CONFIG, ClusterError, ConfigError, UsageError, nearest
 from slurmtrain.launch.cluster_file import describe
@@ -125,10 +125,7 @@ def _composed(path: Path) -> Config:
     Raises:
         UsageError, ConfigError: it cannot be read or composed.
     """
-    folders = [
-        _folder_of(path),
-        *search_folders(),
-    ]  # its own first: a shipped one may have its name
+    folders = [_folder_of(path), *search_folders()]  # its own first: a shipped one may have its name
     return Composer(folders).compose([f"cluster={path.stem}"])
 
 

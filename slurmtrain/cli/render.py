@@ -14,8 +14,8 @@ from slurmtrain.choices import Backend, Target
 from slurmtrain.cli.columns import sentence_lines, terminal_width
 from slurmtrain.cli.json_output import emit
 from slurmtrain.cli.submit import compose_and_validate
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.checks import check
 from slurmtrain.launch.script import dry_manifest, dry_run, explained

@@ -22,6 +22,8 @@ from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
 from slurmtrain.system.redaction import SECRET_VARIABLE, hide
 
+EVERY_S = 5.0  # seconds between updates of a page that is served
+
 
 def main(options: argparse.Namespace) -> int:
     """Run the verb and return its exit code.
@@ -41,7 +43,7 @@ def main(options: argparse.Namespace) -> int:
     if options.serve:
         from slurmtrain.report.page.serve import serve
 
-        return serve(partial(_page, found, options), port=options.port or 0, every_s=options.every)
+        return serve(partial(_page, found, options), port=options.port or 0, every_s=EVERY_S)
     page = _page(found, options)
     content = render(page).encode()
     path = Path(options.out or f"report-{page.slug}.html")

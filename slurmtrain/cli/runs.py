@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
@@ -17,13 +17,12 @@ from slurmtrain.observe.metrics import is_detail, is_measured
 from slurmtrain.report import prune
 from slurmtrain.report.collect import short
 from slurmtrain.report.compare import MISSING, Comparison, compare
-from slurmtrain.report.page.units import plural
+from slurmtrain.report.page.units import listed, plural
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.software import words_for_changes
 from slurmtrain.system.paths import runs_root
 
-NAMES_SHOWN = 10  # files and tensors
 FACTS_SHOWN = 12  # of a group: two environments may share no package
 LONGEST_FACT = 60  # characters
 
@@ -125,7 +124,7 @@ def _sentences(found: Comparison, tolerance: float) -> Iterator[str]:
     if not found.config:
         yield "the configs are the same"
     if found.files:
-        yield f"{plural(len(found.files), 'file')} of the snapshots of the code differ: {_names(found.files)}"
+        yield f"{plural(len(found.files), 'file')} of the snapshots of the code differ: {listed(found.files)}"
     elif found.files is not None:
         yield "no file of the snapshots of the code differs"
     else:
@@ -154,9 +153,4 @@ def _sentences(found: Comparison, tolerance: float) -> Iterator[str]:
         at = sorted(
             name for name, each in found.divergences.items() if each.step == first.step and not is_measured(name)
         )
-        yield f"they diverge at step {first.step} ({_names(at)}), of {logged}"
-
-
-def _names(found: Sequence[str]) -> str:
-    more = f" and {len(found) - NAMES_SHOWN} more" if len(found) > NAMES_SHOWN else ""
-    return ", ".join(found[:NAMES_SHOWN]) + more
+        yield f"they diverge at step {first.step} ({listed(at)}), of {logged}"

@@ -124,9 +124,9 @@ def resume(options: argparse.Namespace) -> int:
             return run_local(run_dir)
         try:
             if backend == Backend.KUBERNETES:
-                from slurmtrain.launch import kubernetes
+                from slurmtrain.launch import targets
 
-                job_ids = [kubernetes.submit(run_dir)]
+                job_ids = [targets.submit(run_dir)]
             else:
                 job_ids = job.resume(run_dir, client(run_dir))
         except KeyboardInterrupt:

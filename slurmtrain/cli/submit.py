@@ -12,8 +12,8 @@ from slurmtrain.cli.json_output import emit
 from slurmtrain.config.compose import Composer
 from slurmtrain.config.folders import search_folders
 from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import UsageError
 from slurmtrain.launch.checks import check, warn_of_memory
 from slurmtrain.report.page.units import plural

@@ -100,13 +100,11 @@ _RUN = "a run ID, a unique prefix of one, a path, or last"
 RUN, OPTIONAL_RUN, RUN_OR_SWEEP = option("RUN", _RUN), option("[RUN]", _RUN), f"{_RUN}; or a sweep"
 SWEEP = option("SWEEP", "the name of a sweep, a part of it, a path, or last")
 JSON = option("--json", "print the answer as JSON, for a program")
-NO_WAIT = option("--no-wait", "submit, and return at once")
 DRY_RUN = option("--dry-run", "only show what would be removed")
 SINCE = option("--since TIME", "only from this time on: 90m, 12h, 7d, 4w ago, or a day: 2026-01-31", moment)
 STEP = option("--step N", "the step of the checkpoint (default: the newest)", int)
 CLUSTER = option("--cluster NAME", "SLURM's name of the cluster; default: the one of this shell")
 MODE = option("--mode min|max", "whether lower or higher values are better (default: min for a loss)")
-EVERY = option("--every SECONDS", "seconds between updates", number(1), default=5.0)
 SANDBOX = option("--name NAME", "name, to run several at the same time", default="default")
 # Options of every verb that composes a config, and of a command line without a verb: they are called as in Hydra.
 HYDRA = (
@@ -226,7 +224,6 @@ VERBS: dict[str, Verb] = {
             option("--leaving SECONDS", "let a training take this long to stop, as yours might", number(), default=0.0),
             option("--steps N", "number of steps to train", whole(2), default=16),
             option("--stop-at N", "interrupt it after this step; default: half of --steps", whole(1)),
-            option("--stop-after SECONDS", "when to interrupt a program that reports no steps; default: 30", number()),
             option("--within MIN", "end everything after this time, queue included", number(0.1), default=30.0),
             JSON,
         ),
@@ -275,7 +272,6 @@ VERBS: dict[str, Verb] = {
             MODE,
             option("--serve", "show the page on this machine, refreshed, until Ctrl-C"),
             option("--port PORT", "port for --serve (default: any free port)", whole()),
-            EVERY,
             JSON,
         ),
         "runs",
@@ -355,6 +351,7 @@ VERBS: dict[str, Verb] = {
         ),
         "evaluation",
         changes="change a field of eval, cluster or parallel",
+        function="other_jobs.evaluate",
     ),
     "plan": Verb(
         "Compute memory, time, checkpoints and cost of a run; say whether more nodes help. By arithmetic, without GPUs.",
@@ -368,13 +365,10 @@ VERBS: dict[str, Verb] = {
     ),
     "preflight": Verb(
         "Check the nodes of an allocation like the config's, without training.",
-        (
-            option("--full", "also measure GPUs, collectives and pairs of nodes; takes about a minute"),
-            NO_WAIT,
-            JSON,
-        ),
+        (option("--full", "also measure GPUs, collectives and pairs of nodes; takes about a minute"), JSON),
         "preflight",
         composes=True,
+        function="other_jobs.preflight",
     ),
     "prepare": Verb(
         "Turn raw text into tokenised shards; verify them. As a job: job=prepare ... submit.",

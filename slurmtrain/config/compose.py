@@ -9,7 +9,6 @@ This module imports Hydra, and is imported only where something is composed: the
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import os
 import re
@@ -114,9 +113,8 @@ class Composer(ConfigRepository):
         self.parse = functools.lru_cache(maxsize=4096)(functools.partial(parse, config_loader=self))
         self._groups = config_groups(folders)
         self._merged: dict[tuple[str, ...], dict[str, Any]] = {}  # by the choices of groups
-        self._resolved: dict[
-            str, dict[str, Any]
-        ] = {}  # the groups with interpolations of the last config, by their text
+        # The groups with interpolations of the last config, by their text.
+        self._resolved: dict[str, dict[str, Any]] = {}
 
     def compose(self, overrides: Sequence[str]) -> Config:
         """Return the checked config that overrides describe.
@@ -146,7 +144,7 @@ class Composer(ConfigRepository):
                 self._merged[chosen] = self._merge_files(choices)
         values = copy.deepcopy(self._merged[chosen])
         fields = (each for each in parsed if each not in choices)
-        _for_each(lambda override: set_field(values, override, self._hint), fields)
+        _for_each(lambda override: set_field(values, override, self.folders), fields)
         return values
 
     def _load(self, config_path: str) -> ConfigResult | None:
@@ -228,33 +226,12 @@ class Composer(ConfigRepository):
                 raise UsageError(f"{key} is a group of fields and cannot have a value (in {shown(word)!r})", hint=hint)
         return override
 
-    def _hint(self, word: str, group: str, name: str, there: Mapping[str, Any]) -> str:
-        """Return a hint about a key that an open group (model, data, cluster.env) lacks; another option may have it."""
-        if group in self._groups and not difflib.get_close_matches(name, there, cutoff=0.75):
-            files = [path for folder in self.folders for path in sorted((folder / group).glob("*.yaml"))]
-            having = re.compile(rf"^{re.escape(name)}:", re.MULTILINE)
-            others = [f"{group}={path.stem}" for path in files if having.search(path.read_text(errors="replace"))]
-            if others:
-                return (
-                    f"{' or '.join(others[:3])} has it, to be chosen in the same command; +{word} adds it to this one"
-                )
-        return hint_of_missing(word, group, name, there)
 
-
-def hint_of_missing(word: str, group: str, name: str, there: Mapping[str, Any]) -> str:
-    """Return a hint about a key that an open group lacks."""
-    return f"{nearest(name, there)}; +{word} adds it" if there else f"write +{word}"
-
-
-def set_field(
-    values: dict[str, Any],
-    override: Override,
-    hint: Callable[[str, str, str, Mapping[str, Any]], str] = hint_of_missing,
-) -> None:
-    """Set a field of a config's plain values, add a key to an open group, or remove one.
+def set_field(values: dict[str, Any], override: Override, folders: Sequence[Path] = ()) -> None:
+    """Set a field of a config's plain values, add a key to an open group (model, data, cluster.env), or remove one.
 
     Args:
-        hint: returns what to write instead of an override, given its word, the group, and the key that is not among its keys.
+        folders: where another option of the group may have a key that this one lacks.
 
     Raises:
         UsageError: there is no such key.
@@ -267,8 +244,14 @@ def set_field(
         if not isinstance(inside, dict):
             raise UsageError(f"{where} is {shown(inside)}, and has no {name!r} (in {shown(word)!r})")
         if name not in inside and not override.is_add() and not override.is_force_add():
-            instead = nearest(name, inside) if override.is_delete() else hint(word, where, name, inside)
-            raise UsageError(f"{where} has no key {name!r}", hint=instead)
+            hint = nearest(name, inside)
+            if not override.is_delete():
+                hint = f"{hint}; +{word} adds it" if inside else f"write +{word}"
+            files = [path for folder in folders for path in sorted((folder / where).glob("*.yaml"))]
+            having = re.compile(rf"^{re.escape(name)}:", re.MULTILINE)
+            if others := [f"{where}={path.stem}" for path in files if having.search(path.read_text(errors="replace"))]:
+                hint = f"{' or '.join(others[:3])} has it, to be chosen in the same command; {hint}"
+            raise UsageError(f"{where} has no key {name!r}", hint=hint)
         if number < len(path):
             inside = inside.setdefault(name, {})
     if override.is_delete():

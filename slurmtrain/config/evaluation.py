@@ -109,9 +109,7 @@ def preflight_config(config: Config, *, full: bool) -> Config:
             snapshot_max_mb=job.snapshot_max_mb,
         ),
         cluster=replace(
-            config.cluster,
-            spare_nodes=0,
-            time_limit_min=min(config.cluster.time_limit_min, TIME_LIMIT_MIN),
+            config.cluster, spare_nodes=0, time_limit_min=min(config.cluster.time_limit_min, TIME_LIMIT_MIN)
         ),
         preflight=replace(
             config.preflight,

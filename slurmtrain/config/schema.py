@@ -1,7 +1,7 @@
 """The schema: every field that a config may have, with its type, unit and meaning.
 
 This is the only list of fields. `fields.typed` builds it from plain values and checks each field by its type and range,
-`validate` checks rules that involve several fields, and the job reads its frozen config back into it. Defaults that differ
+`rules` checks what involves several fields, and the job reads its frozen config back into it. Defaults that differ
 between clusters or models do not belong here but in the yaml files under `conf/`.
 """
 
@@ -395,9 +395,8 @@ class CheckpointConfig:
     keep_every: Natural = 0  # also keep checkpoints whose step is a multiple of this; 0: off
     keep_best: Natural = 0  # also keep this many checkpoints that are best by best_metric; 0: off
     best_metric: str = "valid_loss"  # a metric of the evaluations; known for saved steps that are also evaluated
-    best_mode: choices.BestMode = (
-        choices.BestMode.MIN
-    )  # whether a lower ("min") or higher ("max") best_metric is better
+    # whether a lower ("min") or higher ("max") best_metric is better
+    best_mode: choices.BestMode = choices.BestMode.MIN
     # write while training continues; false: wait for each commit, and end the attempt at the first failure
     asynchronous: bool = True
     max_failures: Natural = 3  # end the attempt after this many failed saves in a row; 0: continue without checkpoints

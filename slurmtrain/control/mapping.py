@@ -265,7 +265,12 @@ def map_calls(
     if max_parallel is not None and max_parallel < 1:
         raise UsageError(f"max_parallel={max_parallel}: expected a number of calls, at least 1")
     with submitting:
-        config = _config_of_calls(cwd, overrides, name, config_dir)
+        words = [f"job.name={name}", f"job.finished_when={RESULT}", *overrides]
+        config, _, _ = config_of(words, cwd, command=["python", "-m", PROGRAM], config_dir=config_dir)
+        its = config.cluster
+        of_ranks = "python" if its.container.kind or its.venv or its.conda_env else sys.executable
+        command = shlex.join([its.python or of_ranks, "-m", PROGRAM])  # known when all else is composed
+        config = dataclasses.replace(config, job=dataclasses.replace(config.job, command=command))
         pickled, arguments = _pickled_calls(function, calls, cwd, config)
         for warning in check_named_paths(config, cwd):
             log.warning(warning)
@@ -325,17 +330,6 @@ def _calls_of(function: object, iterables: Sequence[Iterable[Any]]) -> list[tupl
 def _shown(call: tuple[Any, ...]) -> str:
     """Return the arguments of a call in one short line, for tables."""
     return " ".join(redact(reprlib.repr(call[0] if len(call) == 1 else call)).split())
-
-
-def _config_of_calls(
-    cwd: Path, overrides: Sequence[str], name: str, config_dir: str | os.PathLike[str] | None
-) -> Config:
-    own = [f"job.name={name}", f"job.finished_when={RESULT}"]
-    config, _, _ = config_of([*own, *overrides], cwd, command=["python", "-m", PROGRAM], config_dir=config_dir)
-    its = config.cluster
-    of_ranks = "python" if its.container.kind or its.venv or its.conda_env else sys.executable
-    command = shlex.join([its.python or of_ranks, "-m", PROGRAM])  # known when all else is composed
-    return dataclasses.replace(config, job=dataclasses.replace(config.job, command=command))
 
 
 def _pickled_calls(

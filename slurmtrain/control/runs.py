@@ -21,8 +21,8 @@ from slurmtrain.choices import Backend
 from slurmtrain.config.launched_program import with_program
 from slurmtrain.config.overrides import normalise
 from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.control import stop
 from slurmtrain.control.submitting import submit_run
 from slurmtrain.errors import (

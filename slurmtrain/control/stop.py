@@ -24,6 +24,7 @@ from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import ask_to_cancel, ended_after, signal_ranks, write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.system import kubectl
 from slurmtrain.system.file_claims import claimed, claims, is_claimed
 from slurmtrain.system.files import read_json
 from slurmtrain.system.process import ProcessMark
@@ -101,10 +102,8 @@ def _cancel_one(run_dir: RunDir) -> str:
 
 
 def _cancel_pods(run_dir: RunDir, now: RunState) -> str:
-    from slurmtrain.launch import kubernetes
-
     with _asking(run_dir, RunAction.CANCEL, ends_jobs=True):
-        kubernetes.cancel(run_dir)
+        kubectl.delete(run_dir.manifest)
     if not now.alive:
         return f"run {run_dir.id} is not running: {now.explanation}; its objects on Kubernetes are deleted"
     with contextlib.suppress(OSError):  # it has been told
@@ -146,10 +145,10 @@ def start_again(run_dir: RunDir, action: RunAction, about_to: Callable[[], None]
     next_step, asked = _next_step(run_dir, now), time.time()
     number, name = (signal.SIGTERM, "TERM") if action == RunAction.PREEMPT else (signal.SIGUSR2, "USR2")
     if pods:
-        from slurmtrain.launch import kubernetes
+        from slurmtrain.launch.targets import stop_pods
 
         with _asking(run_dir, action):
-            kubernetes.stop_pods(run_dir, load_frozen(run_dir.config_file, with_secrets=False))
+            stop_pods(run_dir, load_frozen(run_dir.config_file, with_secrets=False))
     elif has_no_job(run_dir, now) or not now.own_job:
         _signal_ranks(run_dir, now, action, number)
     else:
@@ -195,7 +194,9 @@ def _next_step(run_dir: RunDir, now: RunState) -> str | None:
     """Describe how the run continues after a stop; None when it does not."""
     config = load_frozen(run_dir.config_file, with_secrets=False)
     mode = config.requeue.mode
-    if mode == RequeueMode.OFF or _by_hand(run_dir, now):
+    # Whoever starts ranks by hand sees what they print there; the launchers write a log of every rank.
+    by_hand = not now.own_job and now.attempts and not run_dir.attempt(now.attempts[-1].number).rank_log(0).exists()
+    if mode == RequeueMode.OFF or by_hand:
         return None
     if config.cluster.backend != Backend.SLURM:
         return "it starts again and resumes by itself"
@@ -236,11 +237,6 @@ def _asking(run_dir: RunDir, action: RunAction, *, ends_jobs: bool = False) -> I
     except BaseException:
         run_dir.request_file.unlink(missing_ok=True)
         raise
-
-
-def _by_hand(run_dir: RunDir, now: RunState) -> bool:
-    """Return whether somebody started the ranks: they print where that was, and the launchers write a log of every rank."""
-    return bool(not now.own_job and now.attempts) and not run_dir.attempt(now.attempts[-1].number).rank_log(0).exists()
 
 
 def _signal_ranks(run_dir: RunDir, now: RunState, action: RunAction, number: int) -> None:

@@ -59,14 +59,14 @@ def submit_run(
     """
     warn_of_memory(config, dims)
     if config.cluster.backend == Backend.KUBERNETES:
-        from slurmtrain.launch import kubernetes
+        from slurmtrain.launch import targets
 
         with preparing(config, overrides, cwd, source) as run_dir:
-            return run_dir, kubernetes.submit(run_dir)
+            return run_dir, targets.submit(run_dir)
     config = with_absolute_paths(config, cwd)
     with ThreadPoolExecutor(2) as beside:  # while SLURM answers, the ranks' interpreter does, too
         code = beside.submit(lambda: source or find_source(config.job, cwd, config.cluster))
-        beside.map(importlib.import_module, ("submitit.slurm.slurm", "jinja2"))
+        beside.map(importlib.import_module, ("submitit.slurm.slurm", "jinja2"))  # so that they are there when needed
         client = client_of(config)
     with preparing(config, overrides, cwd, code.result()) as run_dir:
         try:

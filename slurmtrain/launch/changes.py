@@ -25,8 +25,8 @@ from slurmtrain.config.frozen import freeze, load_frozen, to_config, to_values
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.config.overrides import fields_instead, unknown_field
 from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config, JobConfig
-from slurmtrain.config.validate import validate
 from slurmtrain.data.sources.config_check import check_prepared
 from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.launch import submit_once
@@ -125,7 +125,8 @@ def finish_change(run_dir: RunDir) -> None:
     decision = files.read_json(staged / DECISION)
     if decision is not None:
         for path in (run_dir.config_file, run_dir.script, record_of(run_dir.code), run_dir.code):
-            fresh, kept = staged / path.name, _kept(path, decision["number"])
+            fresh = staged / path.name
+            kept = path.with_name(f"{path.stem}.{decision['number']:04d}{path.suffix}")  # config.0001.yaml, code.0001
             if not os.path.lexists(fresh):
                 continue
             if os.path.lexists(path) and not os.path.lexists(kept):
@@ -133,11 +134,6 @@ def finish_change(run_dir: RunDir) -> None:
             fresh.replace(path)
         run_dir.update_info(**decision["info"])
     shutil.rmtree(staged, ignore_errors=True)
-
-
-def _kept(path: Path, number: int) -> Path:
-    """Return the name that the file at `path` gets when change `number` replaces it: config.0001.yaml, code.0001."""
-    return path.with_name(f"{path.stem}.{number:04d}{path.suffix}")
 
 
 def plan(run_dir: RunDir, before: Config, overrides: Sequence[str], cwd: Path) -> tuple[Config, list[str]]:
@@ -315,7 +311,7 @@ MEANING = {
     "checkpoint.restore_from": _OWN,
     "checkpoint.restore_only": _OWN,
 }
-RELATIVE = re.compile(r"(\+{0,2}train\.steps)=\+(\d+)")
+RELATIVE = re.compile(r"\A(\+{0,2}train\.steps)=\+(\d+)\Z")
 OF_SCHEDULE = ("train.steps", "optim.lr", "optim.warmup_steps", "optim.min_lr_ratio")
 ABSENT = "(not there)"
 
@@ -323,11 +319,7 @@ ABSENT = "(not there)"
 def differences(before: Config, after: Config) -> dict[str, Values]:
     """Return the fields with other values, by dotted key; a field that only one config has is ABSENT in the other."""
     found = config_differences(to_values(before), to_values(after))
-    return {key: (_or_absent(old), _or_absent(new)) for key, old, new in found}
-
-
-def _or_absent(value: Any) -> Any:
-    return ABSENT if value is MISSING else value
+    return {key: (ABSENT if old is MISSING else old, ABSENT if new is MISSING else new) for key, old, new in found}
 
 
 def check_meaning(before: Config, after: Config, step: int | None) -> None:
@@ -374,11 +366,7 @@ def _reason(key: str, before: Config) -> str | None:
 
 def with_steps(overrides: Sequence[str], config: Config) -> list[str]:
     """Return the overrides with train.steps=+N replaced by that many steps more than the config has."""
-    found = []
-    for word in overrides:
-        match = RELATIVE.fullmatch(word)
-        found.append(f"{match.group(1)}={config.train.steps + int(match.group(2))}" if match else word)
-    return found
+    return [RELATIVE.sub(lambda match: f"{match[1]}={config.train.steps + int(match[2])}", word) for word in overrides]
 
 
 def describe(before: Config, after: Config, step: int | None) -> list[str]:

@@ -14,6 +14,7 @@ import yaml
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.planner.gpus import gpu_of
+from slurmtrain.report.page.units import listed
 from slurmtrain.slurm.facts import ClusterFacts, Limit, NodeGroup, Partition, association_of, qos_of, wall_limit
 from slurmtrain.system.durations import roughly
 
@@ -205,7 +206,11 @@ def _account(facts: ClusterFacts, partition: Partition) -> Iterable[Entry]:
     if facts.default_account in usable:
         yield Entry("account", facts.default_account, f"your default one; yours are {listed(mine)} (sacctmgr)")
     elif usable:
-        yield Entry("account", usable[0], f"the partition takes {listed(usable)} of yours, {listed(mine)} (sacctmgr)")
+        yield Entry(
+            "account",
+            usable[0],
+            f"the partition takes {listed(usable)} of yours, {listed(mine)} (sacctmgr)",
+        )
     else:
         takes = f" It takes {listed(partition.allowed_accounts)}." if partition.allowed_accounts else ""
         why = f"Which one? Partition {partition.name} takes none of yours ({listed(mine) or 'there are none'}).{takes}"
@@ -294,17 +299,12 @@ def _gpu_memory(gpu_type: str, group: NodeGroup) -> Entry:
     sizes = SEVERAL_MEMORIES.get(gpu.name, (gpu.memory_gb,))
     said = [int(size) for text in words for size in _MEMORY.findall(text)]
     size = next((size for size in said if size in sizes), sizes[0])
-    visible = usable_memory_gb(gpu.name, size)
+    visible = int(size * (15 / 16 if gpu.name in ECC_IN_MEMORY else 0.99))  # about what nvidia-smi shows, in GiB
     if len(sizes) == 1 or size in said:
         return Entry("gpu_memory_gb", visible, f"{model}: {size:g} GB, less what a driver keeps")
     amounts = " and ".join(f"{each:g}" for each in sizes)
     why = f"How much has one? {model} is sold with {amounts} GB; `nvidia-smi` on a node shows it"
     return Entry("gpu_memory_gb", visible, why, question=True)
-
-
-def usable_memory_gb(name: str, sold_with_gb: float) -> int:
-    """Return about what nvidia-smi shows of the memory that a model is sold with, in GiB."""
-    return int(sold_with_gb * (15 / 16 if name in ECC_IN_MEMORY else 0.99))
 
 
 def _time(partition: Partition, wall: Limit | None) -> Iterable[Entry]:
@@ -335,9 +335,3 @@ def _of_the_person(facts: ClusterFacts, groups: Sequence[NodeGroup]) -> Iterable
     yield Entry("container", None, why, question=True)
     why = "What do all nodes together write to the file system of the checkpoints? `plan` and checkpoint.auto use it"
     yield Entry("storage_gb_per_s", None, why, question=True)
-
-
-def listed(words: Iterable[str]) -> str:
-    """Return words as a list in a sentence, the first dozen of them."""
-    found = list(words)
-    return ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")

@@ -26,9 +26,8 @@ from slurmtrain.errors import ConfigError
 if TYPE_CHECKING:
     from slurmtrain.runs.software import CodeRecord
 
-Hook = tuple[
-    bool, str, str, str
-]  # is it asked before PYTHONPATH; its module; a name that it maps; the folder or file of that
+# Of an import hook: is it asked before PYTHONPATH; its module; a name that it maps; the folder or file of that.
+Hook = tuple[bool, str, str, str]
 # Variables of git that do not say which repository is meant. All others are set within a hook or `git rebase --exec`.
 KEPT_FOR_GIT = ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM", "GIT_EXEC_PATH")
 TIMED_OUT = 124

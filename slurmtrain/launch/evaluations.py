@@ -22,8 +22,8 @@ from slurmtrain.checkpoint.store import retention
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.evaluation import CHANGEABLE, evaluation_config
 from slurmtrain.config.frozen import freeze, load_frozen
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import SlurmtrainError, UsageError
 from slurmtrain.launch.changes import parse_override
 from slurmtrain.launch.code_source import CodeSource

@@ -95,9 +95,8 @@ def with_absolute_paths(config: Config, cwd: Path) -> Config:
     """Make paths that are relative to `cwd`, the folder of the command, absolute: all jobs of the run run elsewhere."""
     found = config
     for key, field in PATHS.items():
-        if (
-            key != "cluster.python" or config.cluster.container.kind is None
-        ):  # else it is a path inside of the container
+        in_container = key == "cluster.python" and config.cluster.container.kind is not None
+        if not in_container:
             found = _replaced(found, key.split("."), field.absolute, cwd)
     data, sets = (config_check.with_absolute_paths(each, cwd) for each in (config.data, config.eval.sets))
     model = {**config.model, "path": _path(config.model["path"], cwd)} if _has_weights(config.model) else config.model

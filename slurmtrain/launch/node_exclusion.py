@@ -98,12 +98,7 @@ def for_waiting_job(runs: Sequence[RunDir], job_id: str, client: SlurmClient) ->
     blamed = [each for each in blamed if each.node not in others]
     if {*others, *(each.node for each in blamed)} == set(before):
         return None
-    wanted = _checked(runs, script, client, others, blamed)
-    if wanted is not None:
-        return wanted
-    still = [each for each in blamed if each.node in before]
-    as_before = Exclusion(",".join([*others, *(each.node for each in still)]), tuple(still))
-    return as_before if len(others) + len(still) < len(before) else None
+    return _checked(runs, script, client, others, blamed)
 
 
 def leave_out(runs: Sequence[RunDir], job_id: str, client: SlurmClient) -> str:

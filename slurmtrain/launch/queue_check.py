@@ -8,42 +8,23 @@ refuses no job.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from slurmtrain.config.fields import raise_all
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.launch.script import OF_THE_SHELL
 from slurmtrain.slurm.facts import ClusterFacts, NodeGroup, Partition, association_of, qos_of, wall_limit
 
-
-@dataclass(frozen=True)
-class Finding:
-    """Something in a request that cannot work, or may not.
-
-    Attributes:
-        message: one sentence with the value and what there is.
-        hint: what to write instead.
-        fatal: SLURM would refuse the job, or never start it.
-    """
-
-    message: str
-    hint: str = ""
-    fatal: bool = True
+# What cannot work, or may not, and whether it is fatal: SLURM would refuse the job, or never start it.
+Finding = tuple[ConfigError, bool]
 
 
 def raise_fatal(findings: Sequence[Finding]) -> list[str]:
-    """Raise for the findings that are fatal, and return the others as warnings.
-
-    Raises:
-        ConfigError: with all that is fatal.
-    """
-    fatal = [each for each in findings if each.fatal]
-    if fatal:
-        first, others = fatal[0], fatal[1:]
-        further = "".join(f"; besides, {each.message}" + (f" ({each.hint})" if each.hint else "") for each in others)
-        raise ConfigError(first.message + further, hint=first.hint or None)
-    return [f"{each.message}; {each.hint}" if each.hint else each.message for each in findings]
+    """Raise one error for the findings that are fatal, and return the others as warnings."""
+    raise_all([error for error, fatal in findings if fatal])
+    return [f"{error.message}; {error.hint}" for error, _ in findings]
 
 
 def check_request(facts: ClusterFacts, cluster: ClusterConfig) -> list[Finding]:
@@ -55,18 +36,18 @@ def check_request(facts: ClusterFacts, cluster: ClusterConfig) -> list[Finding]:
     strange = [name for name in names if name is not None and known and name not in known]
     # Of several partitions SLURM takes one in which the job can run.
     each_has = [_check_partition(facts, its, cluster) for name in names if (its := facts.partition(name)) is not None]
-    found = min(each_has, key=lambda its: sum(each.fatal for each in its), default=[])
+    found = min(each_has, key=lambda its: sum(fatal for _, fatal in its), default=[])
     if strange:
         message = f"cluster.partition={strange[0]}: this cluster has no such partition"
-        found = [Finding(message, nearest(strange[0], known))]
+        found = [(ConfigError(message, hint=nearest(strange[0], known)), True)]
     # A plugin may change what a job asks for, and another cluster of a federation may run it: `sbatch --test-only` decides.
     plugins = [facts.config.get(name, "") for name in ("JobSubmitPlugins", "CliFilterPlugins")]
     sure = facts.is_alone and all(each in ("", "none", "(null)") for each in plugins)
-    return [replace(each, fatal=each.fatal and sure) for each in found]
+    return [(error, fatal and sure) for error, fatal in found]
 
 
 def _check_partition(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig) -> list[Finding]:
-    found, name = [], f"partition {partition.name}"
+    found, name = list[Finding](), f"partition {partition.name}"
     own = qos_of(facts, association_of(facts, cluster.account, partition.name), cluster.qos)
     its = facts.qos_named(partition.qos) if partition.qos else None
     flags = frozenset[str]().union(*(each.flags for each in (own, its) if each is not None))
@@ -77,7 +58,7 @@ def _check_partition(facts: ClusterFacts, partition: Partition, cluster: Cluster
 
     if partition.state == "DOWN":  # the other states refuse jobs
         message = f"{name} starts no jobs at present (State=DOWN)"
-        found.append(Finding(message, "`sinfo` shows those that do", fatal=False))
+        found.append((ConfigError(message, hint="`sinfo` shows those that do"), False))
 
     limits = [(partition.max_time_min, f"{name} (MaxTime)", may_lift("partitiontimelimit"))]
     if (wall := wall_limit(facts, partition, cluster.account, cluster.qos)) is not None:
@@ -87,8 +68,7 @@ def _check_partition(facts: ClusterFacts, partition: Partition, cluster: Cluster
         if most is not None and asked > most:
             message = f"cluster.time_limit_min={asked} is more than {of} allows, {most}"
             hint = f"set at most cluster.time_limit_min={most}; a run continues automatically after each job"
-            fatal = not (lifted or "time-min" in cluster.sbatch)
-            found.append(Finding(message, hint, fatal))
+            found.append((ConfigError(message, hint=hint), not (lifted or "time-min" in cluster.sbatch)))
 
     least_nodes, most_nodes = (
         each + cluster.spare_nodes for each in (cluster.node_range.least, cluster.node_range.most)
@@ -96,12 +76,12 @@ def _check_partition(facts: ClusterFacts, partition: Partition, cluster: Cluster
     if partition.max_nodes is not None and least_nodes > partition.max_nodes:
         message = f"a job of {least_nodes} nodes is more than {name} allows, {partition.max_nodes} (MaxNodes)"
         hint = f"set at most cluster.nodes={max(1, partition.max_nodes - cluster.spare_nodes)}"
-        found.append(Finding(message, hint, fatal=not may_lift("partitionmaxnodes")))
+        found.append((ConfigError(message, hint=hint), not may_lift("partitionmaxnodes")))
     if most_nodes < partition.min_nodes:
         job = f"a job of {most_nodes} node{'s' * (most_nodes != 1)}"
         message = f"{job} is less than {name} requires, {partition.min_nodes} (MinNodes)"
         hint = f"set at least cluster.nodes={partition.min_nodes}"
-        found.append(Finding(message, hint, fatal=not may_lift("partitionminnodes")))
+        found.append((ConfigError(message, hint=hint), not may_lift("partitionminnodes")))
 
     if (
         partition.memory_mb is not None
@@ -112,8 +92,8 @@ def _check_partition(facts: ClusterFacts, partition: Partition, cluster: Cluster
             f"the job asks for {of_a_node}{memory_mb} MB, and {name} gives it {partition.memory_mb} (MaxMemPerNode)"
         )
         hint = f"set at most cluster.mem_per_node_gb={partition.memory_mb // 1024}"
-        found.append(Finding(message, hint))
-    return sorted(found, key=lambda each: not each.fatal)
+        found.append((ConfigError(message, hint=hint), True))
+    return found
 
 
 def _memory_of_a_node(facts: ClusterFacts, partition: Partition, cluster: ClusterConfig) -> int:

@@ -1,87 +1,49 @@
 """Profiles of a running job: all ranks begin one at the same step, the chosen ones write it.
 
-A person asks for one by a file: `touch RUN/profile`, or `echo 5 > RUN/profile` for five steps. Rank 0 alone sees it. The
-ranks' agreement after each step, which is there anyway, carries one bit of it; only when a profile begins do they exchange
-more.
+A person asks for one by a file: `touch RUN/profile`. Rank 0 alone sees it. The ranks' agreement after each step, which is
+there anyway, carries one bit of it; only when a profile begins do they exchange more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import re
-import shutil
-import threading
 import time
-from collections.abc import Callable, Collection
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from slurmtrain.config.fields import PROFILED_MAX
-from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.observe.profiler import StepProfiler
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import records
-from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.files import temporary_beside, write_text
+from slurmtrain.system.modes import file_mode, folder_mode
 from slurmtrain.system.records import printable
 
 log = logging.getLogger(__name__)
 
-STEPS = 3  # of a profile, unless the file has another number
+STEPS = 3  # of a profile that somebody asks for
+TABLE_ROWS = 50
+MEMORY_EVENTS = 200_000  # allocations and frees that are remembered, with their stacks, in the host's memory
 LOOK_EVERY_S = 2.0  # seconds between looks of a loop that has no other thread for it
 
 T = TypeVar("T")
 
 
 class ProfileSwitch:
-    """Looks for the file RUN/profile, and removes it when the profile begins, so that it happens once. On rank 0.
-
-    `look` may be called by another thread than the others.
+    """Looks for the file RUN/profile, which asks for one profile. On rank 0; another thread may call `look`.
 
     Attributes:
-        steps: the number of steps that are asked for; None: nobody asks.
+        asked: somebody has asked, and the profile has not begun.
     """
 
     def __init__(self, run_dir: RunDir):
-        self._path = run_dir.profile_switch
-        self.steps: int | None = None
-        self._stuck = False  # the file cannot be removed, so nobody looks for it any more
-        self._lock = threading.Lock()
+        self._run_dir, self.asked = run_dir, False
 
     def look(self) -> None:
-        """Look for the file, and read it. One that cannot be read is removed."""
-        with self._lock:
-            if self._stuck:
-                return
-            try:
-                text = records.read_text(self._path, at_most=4096).strip()
-                steps = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0 if text else STEPS
-                if not 1 <= steps <= PROFILED_MAX:
-                    what = f"expected a number of steps from 1 to {PROFILED_MAX}, or an empty file"
-                    raise UnreadableRecordError(f"the file profile has {text[:60]!r}, {what}")
-                self.steps = steps
-            except FileNotFoundError:
-                self.steps = None
-            except UnreadableRecordError as error:
-                log.warning("no profile: %s", printable(error.message))
-                self._remove()
-
-    def take(self) -> int | None:
-        """Return the number of steps that are asked for, and remove the file: they are profiled now."""
-        with self._lock:
-            steps = self.steps
-            self._remove()
-            return steps
-
-    def _remove(self) -> None:
-        self.steps = None
-        try:
-            is_folder = self._path.is_dir() and not self._path.is_symlink()
-            shutil.rmtree(self._path) if is_folder else self._path.unlink(missing_ok=True)
-        except OSError as error:
-            self._stuck = True
-            log.warning("%s cannot be removed, so nobody looks for it any more: %s", self._path, error)
+        """Look for the file, and remove it."""
+        if not self.asked:
+            self.asked = self._run_dir.take_switch(self._run_dir.profile_switch, Event.PROFILE_FILE_FOUND)
 
 
 class Ranks(Protocol):
@@ -89,6 +51,9 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
     def on_rank_0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0, and return its JSON value on all."""
@@ -130,7 +95,7 @@ class Profiling:
     @property
     def wanted(self) -> bool:
         """Whether this rank knows of a wish for a profile."""
-        return not self.active and self._switch is not None and self._switch.steps is not None
+        return not self.active and self._switch is not None and self._switch.asked
 
     def look(self) -> bool:
         """Return `wanted`, after a look at the switch now and then: for a loop that has no other thread for it."""
@@ -144,7 +109,7 @@ class Profiling:
 
         Args:
             most: steps that are left to do.
-            steps: number of steps to profile; None: what rank 0's switch asks for.
+            steps: number of steps to profile; None: somebody has asked for it.
             warmup: steps before the first that is recorded.
         """
         plan = self._ranks.on_rank_0(lambda: self._plan(step, most, steps, warmup))
@@ -159,9 +124,11 @@ class Profiling:
 
     def _plan(self, step: int, most: int | None, steps: int | None, warmup: int) -> tuple[int, int, str] | None:
         """Decide on rank 0 how many steps are profiled and how many warm up, and make the folder."""
-        if steps is None and self._switch is not None:
-            steps = self._switch.take()
-        if steps is None:  # the wish has been taken back since
+        if self._switch is not None and steps is None:
+            self._switch.asked = False
+        steps = steps or STEPS
+        if self._writers and self._writers[0] >= self._ranks.size:
+            log.warning("no profile: observe.profile_ranks=%s, and there are %d ranks", self._writers, self._ranks.size)
             return None
         if most is not None:
             warmup = warmup if most > warmup else 0
@@ -245,3 +212,105 @@ def _new_folder(run_dir: RunDir, first: int) -> Path:
             return folder
         except FileExistsError:
             number += 1
+
+
+# The profile of some steps on one rank: a trace of torch.profiler, its table, and a snapshot of the GPU's memory.
+
+
+class StepProfiler:
+    """Profiles steps on this rank, and writes the result when they are done.
+
+    An error is logged and ends the profile, never the training.
+
+    Args:
+        folder: the folder of the profile.
+        steps: number of steps to record, after `warmup` others.
+        on_gpu: the model is on a GPU.
+    """
+
+    def __init__(self, folder: Path, rank: int, steps: int, *, warmup: int, on_gpu: bool):
+        self._folder, self._rank, self._on_gpu = folder, rank, on_gpu
+        self._steps, self._warmup = steps, warmup
+        self._profile: Any = None
+        self._wanted = True
+        self._remembers = False  # allocations are recorded
+
+    def start(self) -> None:
+        """Begin, before the first of the steps."""
+        import torch.profiler as torch_profiler  # this module is also read where torch is not
+
+        kinds = torch_profiler.ProfilerActivity
+        with self._guarded(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no warm-up, at the first step of an attempt
+            self._profile = torch_profiler.profile(
+                activities=[kinds.CPU, *([kinds.CUDA] if self._on_gpu else [])],
+                schedule=torch_profiler.schedule(wait=0, warmup=self._warmup, active=self._steps, repeat=1),
+                on_trace_ready=self._write,
+                record_shapes=True,
+            )
+            self._profile.start()
+            if self._on_gpu:
+                self._remembers = True
+                _record_memory(max_entries=MEMORY_EVENTS)
+
+    def step(self) -> None:
+        """Note that a step has ended. After the last one the files are written."""
+        if self._profile is not None:
+            with self._guarded():
+                self._profile.step()
+
+    def stop(self, *, write: bool) -> None:
+        """End, and write what has been recorded so far, or drop it."""
+        self._wanted &= write
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            with self._guarded():
+                profile.stop()
+                self._forget()  # where it ended before it recorded a step, nothing was written
+
+    def _write(self, profile: Any) -> None:
+        """Write the files; called by torch when the steps are done, or when it is stopped before."""
+        import torch
+
+        if not self._wanted:
+            return
+        self._wanted = False
+        trace = self._folder / f"rank-{self._rank}.trace.json.gz"
+        packed = temporary_beside(trace, ".json.gz")
+        try:
+            profile.export_chrome_trace(str(packed))
+            packed.chmod(file_mode(self._folder))
+            packed.replace(trace)
+            if self._remembers:
+                torch.cuda.memory._dump_snapshot(str(self._folder / f"rank-{self._rank}.memory.pickle"))
+        finally:
+            self._forget()
+            packed.unlink(missing_ok=True)
+        by = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
+        table = profile.key_averages().table(sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=60)
+        write_text(self._folder / f"rank-{self._rank}.txt", table, durable=False)
+
+    def _forget(self) -> None:
+        """Stop recording allocations, and free what is recorded."""
+        if self._remembers:
+            self._remembers = False
+            _record_memory(enabled=None)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Log an error in the block, and profile no more."""
+        try:
+            yield
+        except Exception as error:
+            log.warning("no profile of rank %d: %s: %s", self._rank, type(error).__name__, error)
+            profile, self._profile, self._wanted = self._profile, None, False
+            with contextlib.suppress(Exception):
+                self._forget()
+            with contextlib.suppress(Exception):
+                profile.stop()
+
+
+def _record_memory(**options: Any) -> None:
+    import torch
+
+    torch.cuda.memory._record_memory_history(**options)

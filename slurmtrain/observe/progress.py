@@ -1,34 +1,32 @@
-"""The progress of a run, for a person: a line redrawn in place on a terminal, written now and then to a log file."""
+"""The progress of a run, or of the preparation of data, for a person: a line now and then."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from slurmtrain.data.prepare.worker_pool import Tally
 
 LINE_EVERY_S = 10.0  # between plain lines: a log of a day stays below 10,000 lines
 
 
-def display(stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> Bar | Lines:
-    """Return the kind of display that suits `stream` (default: stdout)."""
-    stream = stream or sys.stdout
-    return Bar(stream) if stream.isatty() else Lines(stream, clock)
-
-
 class Lines:
-    """Plain lines: the first, one every `LINE_EVERY_S` seconds, and the last."""
+    """Plain lines: the first, one every `LINE_EVERY_S` seconds, and the last.
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float]):
-        self._stream, self._clock, self._due = stream, clock, clock()
+    Args:
+        stream: default: stdout.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+        self._stream, self._clock, self._due = stream or sys.stdout, clock, clock()
         self._whole = False  # the last one is printed
 
-    def begin(self, line: str, done: float, total: float) -> None:
-        """Show the starting point, before there is any progress to show."""
-        self.say(line)
-
     def show(self, line: str, done: float, total: float) -> None:
-        """Show the progress, in words and, for a bar, as `done` of `total`."""
+        """Show the progress in words; it is `done` of `total`."""
         if self._clock() >= self._due or (done >= total and not self._whole):
             self._due, self._whole = self._clock() + LINE_EVERY_S, done >= total
             self.say(line)
@@ -43,34 +41,6 @@ class Lines:
         except OSError:  # the disk of the log is full: what is shown matters less than what goes on
             pass
 
-    def close(self) -> None:
-        pass
-
-
-class Bar:
-    """A line behind a bar, redrawn in place by rich; messages are printed above it, without rich's markup or colours."""
-
-    def __init__(self, stream: TextIO):
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        line = TextColumn("{task.fields[line]}", markup=False)
-        self._bar = Progress(BarColumn(bar_width=24), line, console=Console(file=stream))
-        self._task = self._bar.add_task("", total=None, line="", visible=False)  # until there is something to say
-        self._bar.start()
-
-    def begin(self, line: str, done: float, total: float) -> None:
-        self.show(line, done, total)
-
-    def show(self, line: str, done: float, total: float) -> None:
-        self._bar.update(self._task, line=line, completed=done, total=total, visible=True)
-
-    def say(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
-
-    def close(self) -> None:
-        self._bar.stop()  # draws it a last time and shows the cursor again
-
 
 class ProgressLine:
     """A progress line of steps, metrics and the time left.
@@ -80,15 +50,15 @@ class ProgressLine:
     Args:
         total: steps of the run.
         initial: steps that were done before this attempt.
-        stream, clock: see `display`.
+        stream, clock: see `Lines`.
     """
 
     def __init__(
         self, total: int, initial: int = 0, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ):
         self._total, self._initial, self._clock, self._began = total, initial, clock, clock()
-        self._display = display(stream, clock)
-        self._display.begin(f"step {initial}/{total}  waiting for the first step", initial, total)
+        self._lines = Lines(stream, clock)
+        self._lines.say(f"step {initial}/{total}  waiting for the first step")
 
     def update(self, step: int, **metrics: float) -> None:
         """Show that `step` steps are done.
@@ -98,15 +68,11 @@ class ProgressLine:
         pace = (self._clock() - self._began) / max(step - self._initial, 1)
         eta = f"eta {format_duration(pace * max(self._total - step, 0))}"
         line = "  ".join([f"step {step}/{self._total}", *format_metrics(metrics), eta])
-        self._display.show(line, step, self._total)
+        self._lines.show(line, step, self._total)
 
     def message(self, text: str) -> None:
         """Print a line that stays."""
-        self._display.say(text)
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        self._display.close()
+        self._lines.say(text)
 
 
 def format_metrics(metrics: dict[str, Any]) -> list[str]:
@@ -139,3 +105,23 @@ _FORMATS: dict[str, Callable[[float], str]] = {
     "lr": lambda value: f"lr {value:.1e}".replace("e-0", "e-"),
     "tokens_per_s": lambda value: f"{format_count(value)} tok/s",
 }
+
+
+class Preparing:
+    """The progress of `prepare`: bytes, documents and the time left. `stream` and `clock`: see `Lines`."""
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._began, self._lines = clock, clock(), Lines(stream, clock)
+
+    def show(self, tally: Tally) -> None:
+        """Show the progress: 120.0/800.0 MB  5.1 MB/s  12.3k documents  2 bad  eta 2:13."""
+        words, seconds = [f"{tally.size / 1e6:.1f}/{tally.total / 1e6:.1f} MB"], self._clock() - self._began
+        speed = (tally.size - tally.before) / seconds if seconds > 0 else 0.0
+        if speed:
+            words.append(f"{speed / 1e6:.1f} MB/s")
+        words.append(f"{format_count(tally.documents)} documents")
+        if tally.bad:
+            words.append(f"{format_count(tally.bad)} bad")
+        if speed and tally.size < tally.total:
+            words.append(f"eta {format_duration((tally.total - tally.size) / speed)}")
+        self._lines.show("  ".join(words), tally.size, tally.total)

@@ -34,7 +34,6 @@ class Reporter:
 
     def rewind(self, step: int, *, evaluated_at: int) -> None:
         """Go back to step `step`: what was written of later ones is dropped."""
-        self._progress.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         self._metrics.rewind(step, _made_once(evaluated_at))
@@ -58,7 +57,6 @@ class Reporter:
         self._progress.message(text)
 
     def close(self) -> None:
-        self._progress.close()
         self._metrics.close()
         if self._tensorboard is not None:
             self._tensorboard.close()

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import BestMode
 from slurmtrain.errors import UnreadableRecordError, UsageError, nearest
-from slurmtrain.observe import read_evaluations, read_metrics
-from slurmtrain.observe.metrics import is_detail
+from slurmtrain.observe.metrics import is_detail, read_evaluations, read_metrics
 from slurmtrain.report.status.state import RunState
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records

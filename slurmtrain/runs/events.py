@@ -57,6 +57,7 @@ class Event(StrEnum):
     STRAGGLER = "straggler"  # ranks of a node are slower than the others
     STRAGGLER_OVER = "straggler over"  # they are not any more
     FLOPS_COUNTED = "flops counted"  # what the model's training takes, and the most that a device can do
+    PROFILE_FILE_FOUND = "profile file found"  # somebody has asked for a profile by `touch RUN/profile`
     PROFILED = "profiled"  # steps, which a person or the config has asked for
     ROLLED_BACK = "rolled back"  # to a checkpoint from before a trouble
     CHECKPOINT = "checkpoint"

@@ -173,6 +173,8 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
 
     try:
         session.distributed = init_distributed(cluster, device, environment, rendezvous_dir, stop_flag, on_met=watch)
+        # Anew: torch puts a hook around ours that keeps what ours says until it returns, and ours never does.
+        sys.excepthook = _record_and_show
         session.agreement = StopAgreement(stop_flag, session.distributed.control_group)
         if session.context is not None:
             from slurmtrain.runtime.preflight.check import run_preflight

@@ -31,8 +31,7 @@ from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
 from slurmtrain.runs.software import record_environment
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
-from slurmtrain.supervise.abandoned import close_abandoned
-from slurmtrain.supervise.gather_evidence import progress_shown
+from slurmtrain.supervise.end_of_attempt import close_abandoned, progress_shown
 from slurmtrain.system.modes import make_own_folder
 from slurmtrain.system.process import ProcessMark
 

@@ -2,10 +2,13 @@
 
 What is decided is in runs/decide.py; the platform starts the ranks. Between two attempts nobody else watches over the
 job: a signal reaches no rank, and the grace time of a preemption is announced to ranks alone. So SLURM is asked.
+
+In a job that keeps its nodes when one fails (--no-kill), the node of the supervisor itself is watched from another one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import signal
@@ -117,3 +120,26 @@ def _signal_comes(seconds: float) -> bool:
         return signal.sigtimedwait(STOP_SIGNALS, seconds) is not None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+NODE_LOOK_EVERY_S = 60.0
+# The state is SIGNALING until all nodes have taken a signal, which a failed node never does.
+GOES_ON = (JobState.RUNNING, "SIGNALING", "SUSPENDED", "STOPPED", "RESIZING")
+
+
+def watch_over(job_id: str, node: str, *, requeues: bool) -> None:
+    """Requeue or end a job once SLURM has taken the node of its supervisor from it; return when the job ends otherwise.
+
+    The end of the job ends this process, too.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    while True:
+        told = signal.sigtimedwait({signal.SIGTERM}, NODE_LOOK_EVERY_S) is not None
+        with contextlib.suppress(ClusterError):
+            facts = SlurmClient().look(job_id)
+            # TERM is sent to all steps: the ranks are to save, and this goes on; or the job ends, and this, too.
+            if facts is None or (told and facts.state not in GOES_ON):
+                return
+            if facts.nodes and node not in expand_nodelist(facts.nodes):
+                SlurmClient().requeue(job_id) if requeues else SlurmClient().cancel(job_id)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from slurmtrain.choices import Backend, JobKind, RequeueMode
 from slurmtrain.config.frozen import freeze, to_values
 from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
 from slurmtrain.launch.code_source import find_source
 from slurmtrain.launch.script import PLACEHOLDER_ID, JobPaths, render_script

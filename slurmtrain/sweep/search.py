@@ -23,7 +23,7 @@ from slurmtrain.config.compose import Composer
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, RunFailedError, SlurmtrainError, UnreadableRecordError
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.report import collect
 from slurmtrain.report.status.look import EndWatch, is_over, state, states
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
@@ -35,8 +35,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Point, Sweep
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep.folder import add_run, create_sweep, find_same
-from slurmtrain.sweep.jobs import REMOVED, Submission, submit_runs
-from slurmtrain.sweep.local import LocalRuns, alone
+from slurmtrain.sweep.jobs import REMOVED, LocalRuns, Submission, alone, submit_runs
 from slurmtrain.sweep.plan import SweepPlan, check_belongs, identity_of, short_key
 from slurmtrain.sweep.study import Study, Trial, TrialState, remove_cut_line
 from slurmtrain.system import records
@@ -110,7 +109,7 @@ class OpenSweep:
 
 
 class Runs:
-    """The runs of an open sweep, as jobs of a cluster or as processes of this machine. Used within `with` and `alone`.
+    """The runs of an open sweep, as jobs of a cluster or as processes of this machine. Used within `here` and `alone`.
 
     A run whose directory is removed has ended, too: nothing more is to be expected of it.
 
@@ -122,21 +121,9 @@ class Runs:
     def __init__(self, opened: OpenSweep, *, show: bool, at_once: int):
         self._opened = opened
         self._watch = EndWatch(ask_first=False)
-        self._here = LocalRuns(opened.sweep, show=show, at_once=at_once) if opened.client is None else None
+        self.here = LocalRuns(opened.sweep, show=show, at_once=at_once) if opened.client is None else None
         self._started = set[RunDir]()  # on this machine
         self._over: list[RunDir] = []  # before they could be started here
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Runs:
-        if self._here is not None:
-            self._stack.enter_context(self._here)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._stack:
-            if kind is not None and issubclass(kind, KeyboardInterrupt) and self._here is None:
-                name = self._opened.sweep.id
-                log.info("the jobs of %s go on without this shell; sweep cancel %s ends them", name, name)
 
     @property
     def in_queue(self) -> bool:
@@ -151,13 +138,13 @@ class Runs:
             submission = submit_runs(self._opened.sweep, self._opened.client, there)
             self._watch.add(each for each in run_dirs if each not in there or each.info()["job_ids"])
             return submission
-        assert self._here is not None
+        assert self.here is not None
         for run_dir in run_dirs:
             if run_dir not in self._started:
                 self._started.add(run_dir)
                 stopped = run_dir in there and states([run_dir])[run_dir.id].status == RunStatus.STOPPED
                 if run_dir in there and (stopped or not is_over(run_dir)):
-                    self._here.start(run_dir)
+                    self.here.start(run_dir)
                 else:
                     self._over.append(run_dir)
         return Submission([], [])
@@ -173,14 +160,14 @@ class Runs:
             ClusterError: a run cannot be started on this machine.
             KeyboardInterrupt: a person has stopped this process, and the runs on this machine with it.
         """
-        if self._here is None:
+        if self.here is None:
             gone = [run_dir for run_dir in self._watch.waiting if not run_dir.path.exists()]
             self._watch.forget(gone)
             found = [*((run_dir, REMOVED) for run_dir in gone), *self._watch.look()]
             if not found:
                 time.sleep(self._watch.pause_s)
             return found
-        run_dir = self._over.pop() if self._over else self._here.ended(LOOK_EVERY_S if soon else math.inf)
+        run_dir = self._over.pop() if self._over else self.here.ended(LOOK_EVERY_S if soon else math.inf)
         if run_dir is None:
             return []
         self._started.remove(run_dir)  # another trial may have the same config
@@ -257,14 +244,15 @@ class Search:
         """
         with self._opened.alone():
             self._study.open(self._opened.sweep)
-            with self._runs:
+            with self._runs.here or contextlib.nullcontext():
                 self._take_up()
                 while self._refill() or self._running:
                     for run_dir, now in self._runs.ended(soon=self._prunes) if self._running else ():
                         self._end(run_dir, now)
                     if self._prunes:
                         self._prune()
-            self._say_best()
+            if self._study.best() is None:
+                raise RunFailedError(f"none of {len(self._study.trials)} trials has a result")
 
     def _take_up(self) -> None:
         """Go on with the trials that another process has left.
@@ -291,7 +279,8 @@ class Search:
         for trial in trials:
             varied = {short_key(key): value for key, value in trial.chosen.items()}
             try:
-                run_dir = self._opened.add(varied, self._composer.compose([*self._fixed, *_chosen(trial)]))
+                words = [*self._fixed, *(f"{key}={value}" for key, value in trial.chosen.items())]
+                run_dir = self._opened.add(varied, self._composer.compose(words))
             except SlurmtrainError as error:  # other combinations of values may be valid
                 refused.append((trial, error.message))
             else:
@@ -391,17 +380,6 @@ class Search:
             raise RunFailedError(
                 f"{self._failed_in_a_row} trials in a row have failed (search.max_failures_in_a_row), the last one: {why}"
             )
-
-    def _say_best(self) -> None:
-        """Log which trial is the best. Raise RunFailedError if no trial has a result."""
-        best, count = self._study.best(), len(self._study.trials)
-        if best is None:
-            raise RunFailedError(f"none of {count} trials has a result")
-        log.info("the best of %d trials: %s: %.6g", count, best.in_words, best.value)
-
-
-def _chosen(trial: Trial) -> list[str]:
-    return [f"{key}={value}" for key, value in trial.chosen.items()]
 
 
 def to_ask(*, left: int, running: int, slots: int, pack: int = 1) -> int:

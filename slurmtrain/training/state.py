@@ -14,8 +14,8 @@ from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.checkpoint.tensors import not_finite
 from slurmtrain.data.loading import sample_digest
 from slurmtrain.data.loading.loader import BatchLoader
-from slurmtrain.observe import Throughput
 from slurmtrain.observe.phases import PhaseClock
+from slurmtrain.observe.throughput import Throughput
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.training.health import Health

@@ -207,7 +207,7 @@ class Bench:
         directory = self.folder / "dcp"
 
         def save() -> None:
-            write_dcp(self.training, directory, self.group)
+            dcp.save(dcp_state(self.training), storage_writer=dcp.FileSystemWriter(directory), process_group=self.group)
             for path in (*directory.iterdir(), directory, self.folder) if self.rank == 0 else ():
                 descriptor = os.open(path, os.O_RDONLY)
                 os.fsync(descriptor)
@@ -275,10 +275,6 @@ class DcpAsync:
 def dcp_state(training: Training) -> dict[str, Any]:
     weights, moments = get_state_dict(training.model, training.optimizer)
     return {"model": weights, "optimizer": moments}
-
-
-def write_dcp(training: Training, directory: Path, group: dist.ProcessGroup) -> None:
-    dcp.save(dcp_state(training), storage_writer=dcp.FileSystemWriter(directory), process_group=group)
 
 
 def slowest(value: float) -> float:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from slurmtrain.data.format.manifest import Manifest, Split, TokenizerFacts
 from slurmtrain.data.loading.loader import BatchLoader
@@ -40,16 +39,12 @@ def main(words: list[str]) -> None:
         show(f"{chosen.ranks} ranks, {BATCH} x {SEQUENCE} tokens every {chosen.step_s} s", rows)
 
 
-def document_lengths(random: np.random.Generator, count: int) -> NDArray[np.int64]:
-    """As long as web text's."""
-    return random.lognormal(6.2, 1.1, count).astype(np.int64) + 2
-
-
 def write_tokens(folder: Path, count: int) -> None:
     (folder / "train").mkdir(parents=True)
     random = np.random.default_rng(0)
     tokens = random.integers(0, VOCABULARY, count, dtype=np.uint16)
-    ends = np.unique(np.append(np.minimum(np.cumsum(document_lengths(random, count // 500)), count), count))
+    lengths = random.lognormal(6.2, 1.1, count // 500).astype(np.int64) + 2  # documents as long as web text's
+    ends = np.unique(np.append(np.minimum(np.cumsum(lengths), count), count))
     shard = write_shard(folder, "train", "00000", tokens, np.diff(ends, prepend=0))
     Manifest("uint16", TOKENIZER, {"train": Split((shard,))}, ()).write(folder)
 

@@ -1,4 +1,4 @@
-"""Training as it is submitted against a bare PyTorch loop with DDP, FSDP2 or tensor parallelism. Wanted: 0.98 of its speed.
+"""Training as it is submitted against a bare PyTorch loop with DDP or FSDP2. Wanted: 0.98 of its speed.
 
 Both run in the same two processes, one step of the one after one step of the other, so that whatever else the machine does
 meets both alike: a hook of train.hooks does a step of the bare loop before each step of the training. Model, optimiser, batch
@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,18 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
 
 from slurmtrain.data.sources.text import StdlibText
 from slurmtrain.models import Decoder
@@ -51,7 +39,6 @@ UNWATCHED = "observe.phases=false observe.straggler_every=0 watchdog.enabled=fal
 LAYOUTS = {
     "DDP": "parallel=ddp",
     "FSDP2": "parallel=fsdp",
-    "TP": f"parallel.dp_replicate=1 parallel.tp={RANKS}",
     "unwatched": f"parallel=ddp {UNWATCHED}",
 }
 WORDS = [
@@ -98,7 +85,7 @@ def measure(layout: str, steps: int) -> tuple[list[Spent], list[Spent]]:
     """Return what each step has taken on rank 0: of the bare loop, and of ours."""
     with tempfile.TemporaryDirectory(prefix="bench-training-") as name:
         out = Path(name, "spent.json")
-        kind = layout if layout in ("FSDP2", "TP") else "DDP"
+        kind = "FSDP2" if layout == "FSDP2" else "DDP"
         hook = f"train.hooks=[{{_target_:tests.bench.training.BareLoop,layout:{kind},steps:{steps},out:'{out}'}}]"
         words = [*WORDS, *LAYOUTS[layout].split(), f"train.steps={steps}", hook, "submit"]
         run([sys.executable, "-m", "slurmtrain", *words], Path(name))
@@ -140,15 +127,12 @@ def bare_loop(layout: str, steps: int, rank: int) -> Iterator[None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     text = StdlibText(SEQUENCE, max_bytes=TEXT_BYTES)
     order = torch.randperm(len(text.train), generator=torch.Generator().manual_seed(0)).numpy()
-    replicas = 1 if layout == "TP" else RANKS
-    share, place = BATCH // replicas, rank if replicas > 1 else 0
-    first = [(step * replicas + place) * share for step in range(steps)]
+    share = BATCH // RANKS
+    first = [(step * RANKS + rank) * share for step in range(steps)]
     batches = [text.train.get_batch(order[at : at + share]) for at in first]  # in memory
     for batch in batches:
         logits = model(batch["inputs"])
-        with loss_parallel() if layout == "TP" else nullcontext():
-            loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
-            loss.backward()
+        F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -160,27 +144,7 @@ def bare_model(layout: str) -> nn.Module:
     model = Decoder(**MODEL, tie_embeddings=False)
     if layout == "DDP":
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if layout == "FSDP2":
-        for block in model.blocks.values():
-            fully_shard(block)
-        fully_shard(model)
-        return model
-    plan: dict[str, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "output": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-    }
-    gathered: dict[str, Any] = {"desired_input_layouts": (Replicate(), None, None)}
-    of_block: dict[str, ParallelStyle] = {
-        **{f"attention.{column}": ColwiseParallel() for column in ("query", "key", "value")},
-        "attention": PrepareModuleInput(input_layouts=(Shard(1), None, None), **gathered),
-        "attention.out": RowwiseParallel(output_layouts=Shard(1)),
-        "attention_norm": SequenceParallel(),
-        "feed_forward_norm": SequenceParallel(),
-        "feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-        "feed_forward.gate": ColwiseParallel(),
-        "feed_forward.up": ColwiseParallel(),
-        "feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    plan |= {f"blocks.{number}.{part}": style for number in model.blocks for part, style in of_block.items()}
-    return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+    for block in model.blocks.values():
+        fully_shard(block)
+    fully_shard(model)
+    return model

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from slurmtrain.config.folders import PACKAGE
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs.events import Event
 from tests.support.local_runs import LocalRun, Project
 

@@ -24,7 +24,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.data.loading.batches import IGNORED_TARGET, Batch
 from slurmtrain.data.sources.protocol import inspect_source
 from slurmtrain.errors import ConfigError
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.build_model import build, build_model, distribute_model, fill

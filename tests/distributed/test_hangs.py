@@ -254,6 +254,8 @@ def test_after_a_hang_and_a_crash_the_run_finishes_and_nothing_is_left(runs: dic
     assert hang.sentence.startswith(named) and "dig (own.py:" in hang.sentence, hang.sentence
     assert "in dig" in run.run_dir.attempt(1).hang_page.read_text()
     assert (crash.sentence or "").startswith("crashed: rank 1: ValueError: the eighth seal")
+    log = run.run_dir.attempt(2).rank_log(1).read_text()
+    assert "Traceback" in log and "own.py" in log  # a crash in a person's code keeps its traceback
     wait_until(lambda: not run.processes(), "gone", 10)
 
 

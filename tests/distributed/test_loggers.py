@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from slurmtrain.config.schema import MlflowConfig
-from slurmtrain.observe import Ending, Held, LoggedRun, read_metrics
+from slurmtrain.observe import Ending, Held, LoggedRun
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.observe.mlflow_logger import MlflowLogger
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import process
@@ -61,29 +62,11 @@ def wandb_records(path: Path) -> Iterator[Any]:
             yield record
 
 
-def wandb_files(run_dir: Path) -> list[Path]:
-    """The files that `wandb sync RUN/wandb/offline-run-*` sends, in its order."""
-    return sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
-
-
-def wandb_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run's history, over all its files."""
-    return [
-        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for file in wandb_files(run_dir)
-        for record in wandb_records(file)
-        if record.WhichOneof("record_type") == "history"
-    ]
-
-
-def wandb_runs(run_dir: Path) -> list[Any]:
-    """What each file says of its run: id, project, tags, config."""
-    return [
-        record.run
-        for file in wandb_files(run_dir)
-        for record in wandb_records(file)
-        if record.WhichOneof("record_type") == "run"
-    ]
+def wandb_has(run_dir: Path, kind: str) -> list[Any]:
+    """The records of a kind in the files that `wandb sync RUN/wandb/offline-run-*` sends, in its order."""
+    files = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
+    records = [record for file in files for record in wandb_records(file)]
+    return [getattr(record, kind) for record in records if record.WhichOneof("record_type") == kind]
 
 
 # Looked for and not imported: all processes of xdist collect this file.
@@ -130,15 +113,11 @@ class Broken(Mine):
 """
 
 
-def mlflow_client(run_dir: RunDir) -> Any:
-    from mlflow import MlflowClient
-
-    return MlflowClient(f"sqlite:///{run_dir.path / 'mlflow.db'}")
-
-
 def mlflow_run(run_dir: RunDir) -> Any:
     """The only run that MLflow has."""
-    client = mlflow_client(run_dir)
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run_dir.path / 'mlflow.db'}")
     experiments = [each.experiment_id for each in client.search_experiments()]
     (found,) = client.search_runs(experiments)
     return found
@@ -153,11 +132,6 @@ def steps_in_mlflow(run_dir: RunDir, metric: str) -> list[int]:
 def logged_by_own(folder: Path) -> int:
     path = folder / "own.jsonl"
     return int(json.loads(path.read_text().splitlines()[-1])[0]) if path.exists() and path.stat().st_size else -1
-
-
-def processes_of(rank: int) -> list[int]:
-    """A rank and what it has started, such as wandb-core: SLURM signals all of them, and wandb-core dies of SIGTERM."""
-    return [rank, *process.living_descendants(rank)]
 
 
 def test_a_run_that_was_interrupted_is_one_run_with_each_step_once(
@@ -184,7 +158,8 @@ def test_a_run_that_was_interrupted_is_one_run_with_each_step_once(
         (project.path / "hold").touch()
         wait_until(lambda reached=reached: logged_by_own(tmp_path) >= reached, "logged by ours")  # type: ignore[misc]
         assert wait_until(lambda: [path.read_text() for path in prometheus.glob("*.prom")], "shown to Prometheus")
-        for pid in processes_of(run.rank_pid(0)):
+        rank = run.rank_pid(0)
+        for pid in (rank, *process.living_descendants(rank)):  # SLURM signals all; wandb-core dies of SIGTERM
             os.kill(pid, told)
         (project.path / "hold").unlink()
     go_on(project)
@@ -197,11 +172,14 @@ def test_a_run_that_was_interrupted_is_one_run_with_each_step_once(
     losses = {record["step"]: record["loss"] for record in read_metrics(run_dir.metrics_file) if "loss" in record}
     assert list(losses) == list(range(1, 31))
 
-    rows = wandb_rows(run_dir.path)
+    rows = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in history.item}
+        for history in wandb_has(run_dir.path, "history")
+    ]
     assert {row["_step"]: row["loss"] for row in rows if "loss" in row} == losses
     assert [row["_step"] for row in rows] == sorted({row["_step"] for row in rows})  # none twice, in their order
     assert sorted(row["evaluated_step"] for row in rows if "evaluated_step" in row) == [15, 30]
-    runs = wandb_runs(run_dir.path)
+    runs = wandb_has(run_dir.path, "run")
     assert {each.run_id for each in runs} == {run_dir.id}
     assert list(runs[-1].tags) == ["short"]
     config = {update.key: json.loads(update.value_json) for update in runs[-1].config.update}

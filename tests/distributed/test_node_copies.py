@@ -20,8 +20,12 @@ import torch.distributed as dist
 
 from slurmtrain.checkpoint import node_folder
 from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.training.hooks import TrainingHook
+from slurmtrain.training.state import StepResult, TrainingState
 from tests.distributed.test_checkpoint import Rank
+from tests.distributed.test_training import alone, fit, trainer
 from tests.support.gloo import GlooRanks
 
 NODES = "abc"
@@ -348,6 +352,23 @@ def test_a_kill_at_any_stage_of_a_copy_leaves_a_state_that_is_restored(gloo_rank
         assert {stage: answer[2] for stage, answer in answers.items()} == {
             stage: [f"checkpoint_{step:07d}"] for stage, (_, step) in STAGES.items()
         }
+
+
+class Dies(TrainingHook):
+    def after_step(self, state: TrainingState, result: StepResult) -> None:
+        if state.step == 6:
+            raise RuntimeError("out of memory, say")
+
+
+def test_training_copies_its_state_in_between_and_the_next_attempt_goes_on_from_there(tmp_path: Path) -> None:
+    (tmp_path / "node").mkdir()
+    words = [f"checkpoint.local={tmp_path / 'node'}", "checkpoint.local_every_steps=4", "checkpoint.every_steps=0"]
+    words += ["train.steps=8", "train.eval_every=0"]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer(alone(), tmp_path / "run", words, hooks=[Dies()]).fit()
+    assert fit(alone(), tmp_path / "run", words, attempt=2).first_step == 4
+    (restored,) = [event for event in RunDir(tmp_path / "run").events() if event["event"] == "restored"]
+    assert restored["origin"] == "the copies on the nodes"
 
 
 def test_a_copy_that_fails_is_reported_and_is_no_failure_of_the_run(

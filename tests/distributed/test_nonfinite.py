@@ -87,24 +87,17 @@ def poisoned(*steps: int, **more: Any) -> list[str]:
 
 
 class WithoutUpdate(TrainingHook):
-    """Leaves out the optimiser's work in some steps, by other means than the trainer's."""
+    """Leaves out the optimiser's work in a step, by other means than the trainer's."""
 
-    def __init__(self, steps: Sequence[int]):
-        self._steps = steps
+    def __init__(self, step: int):
+        self._step = step
 
     def before_optimizer_step(self, state: TrainingState, grad_norm: Tensor) -> None:
-        if state.step + 1 in self._steps:
+        if state.step + 1 == self._step:
             state.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
         state.optimizer.__dict__.pop("step", None)
-
-
-def without_updates(*steps: int) -> list[str]:
-    """Overrides: as `poisoned`, with a model that does not mind, and no update in these steps."""
-    samples = ",".join(str(8 * step - 1) for step in steps)
-    hook = f"{{_target_: {__name__}.WithoutUpdate, steps: {list(steps)}}}"
-    return [*BASE, f"+data.poisoned=[{samples}]", f"train.hooks=[{hook}]"]
 
 
 def saved(run_path: Path) -> list[int]:
@@ -147,7 +140,9 @@ def test_after_a_skipped_update_all_bits_are_those_of_a_run_without_it(
 ) -> None:
     ranks, words = LAYOUTS[layout]
     words = [*words, "train.steps=9"]
-    bad, good = [*poisoned(6), *words], [*without_updates(6), *words]
+    # As `poisoned`, with a model that does not mind, and no update in this step.
+    without_update = [f"+data.poisoned=[{8 * 6 - 1}]", f"train.hooks=[{{_target_: {__name__}.WithoutUpdate, step: 6}}]"]
+    bad, good = [*poisoned(6), *words], [*BASE, *without_update, *words]
     if ranks == 1:
         fit_both(alone(), tmp_path, bad, good)
     else:
@@ -165,11 +160,8 @@ def test_a_loss_that_is_infinite_is_skipped_like_one_that_is_no_number(tmp_path:
     """+inf makes NaN of the softmax; the others may leave gradients finite."""
     fit(alone(), tmp_path / "run", poisoned(6, value=value))
     assert len(events(tmp_path / "run", Event.UPDATE_SKIPPED)) == (value != "1e38")
-    assert all_finite([nn.Parameter(tensor) for tensor in floats(tmp_path / "run")])
-
-
-def floats(run_path: Path) -> list[Tensor]:
-    return [tensor for tensor in checkpoint_tensors(run_path / "checkpoints").values() if tensor.is_floating_point()]
+    saved = checkpoint_tensors(tmp_path / "run" / "checkpoints").values()
+    assert all_finite([nn.Parameter(tensor) for tensor in saved if tensor.is_floating_point()])
 
 
 def test_a_stop_right_after_a_skipped_step_changes_no_bit(tmp_path: Path) -> None:

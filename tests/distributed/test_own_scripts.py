@@ -99,11 +99,6 @@ def submit_command(project: Project, words: list[str], *overrides: str, pause_s:
     )
 
 
-def rank_0_said(run: LocalRun, attempt: int, text: str) -> bool:
-    log = run.run_dir.attempt(attempt).path / "rank-0.log"
-    return log.exists() and text in log.read_text()
-
-
 WITH_COPIES = """
 import os, sys, torch
 import slurmtrain
@@ -136,7 +131,8 @@ def test_an_own_loop_goes_on_from_the_copies_on_its_nodes_and_leaves_none(projec
 def test_a_command_that_knows_nothing_of_us_is_preempted_requeued_and_finished(project: Project) -> None:
     file = project.path / "sum.json"
     run = submit_command(project, ["jobs/own_command.py", "--file", str(file), "--count", "200"], pause_s=0.1)
-    wait_until(lambda: rank_0_said(run, 1, "rank 0: 10/"), "at 10")
+    log = run.run_dir.attempt(1).path / "rank-0.log"
+    wait_until(lambda: log.exists() and "rank 0: 10/" in log.read_text(), "at 10")
     (project.path / "pause").unlink()  # for the attempt to come
     assert project.cli("preempt", "last").returncode == 0
     run.finish()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.system import signals
@@ -152,16 +153,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
+# In the evaluation after step 15, and in an attempt's first save, when it is not known yet how long one takes.
+PLACES = [Interruption(when, (1,), signal.SIGTERM, at) for when, at in (("step", 15), ("save", 1))]
 # The first three begin with each kind of moment.
-SEEDS = [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 10))]
+SCHEDULES = [
+    pytest.param(PLACES, id="places"),
+    *(pytest.param(draw_schedule(seed), marks=[pytest.mark.slow] * (seed > 2), id=str(seed)) for seed in range(10)),
+]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_random_schedule_of_interruptions_ends_with_the_bits_of_the_undisturbed_run(
-    gloo_ranks: GlooRanks, tmp_path: Path, undisturbed: Path, seed: int
+@pytest.mark.parametrize("plans", SCHEDULES)
+def test_a_schedule_of_interruptions_ends_with_the_bits_of_the_undisturbed_run(
+    gloo_ranks: GlooRanks, tmp_path: Path, undisturbed: Path, plans: list[Interruption]
 ) -> None:
     run_path = tmp_path / "run"
-    plans = draw_schedule(seed)
     outcomes: list[Outcome] = []
     for number, plan in enumerate([*plans, None], start=1):
         both = gloo_ranks(2, attempt, run_path, number, plan)
@@ -169,6 +174,10 @@ def test_a_random_schedule_of_interruptions_ends_with_the_bits_of_the_undisturbe
         assert (both[0].finished, both[0].step) == (both[1].finished, both[1].step)
         if both[0].finished:
             break
+        if plan is not None and plan.grace is None:  # with time for it, what was reached is saved
+            assert step_of(committed(run_path / "checkpoints")[-1]) == both[0].step
+        if plans is PLACES and number == 1:
+            assert both[0].step == 15 and losses(run_path, "valid_loss") == {}
     assert not outcomes[0].finished  # it was interrupted
     assert outcomes[-1].finished
     assert list(losses(undisturbed)) == list(range(1, STEPS + 1))

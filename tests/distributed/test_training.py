@@ -19,7 +19,7 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.report.gpu_hours.goodput import Cause
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
@@ -219,39 +219,6 @@ class StopAt:
         pass
 
 
-def fit_stopped_at(
-    distributed: DistributedContext, run_path: Path, overrides: list[str], asked: int
-) -> tuple[bool, int]:
-    stop = StopAt(asked) if distributed.environment.rank == 1 else None
-    outcome = fit(distributed, run_path, overrides, stop)
-    return outcome.finished, outcome.step
-
-
-TWO = ["cluster.tasks_per_node=2", "model.dropout=0.1", "checkpoint.every_steps=0"]
-
-
-@pytest.fixture(scope="module")
-def undisturbed_in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that nobody stops."""
-    root = tmp_path_factory.mktemp("undisturbed")
-    with GlooRanks(root) as ranks:
-        ranks(2, fit, root / "run", TWO)
-    return root / "run"
-
-
-# The stop is asked for once at the start, once a step, once an evaluation batch: the 12th time is in the evaluation of step 10.
-@pytest.mark.parametrize(("asked", "stops_at"), [(0, 0), (10, 10), (11, 10)])
-def test_a_stop_at_any_place_is_made_up_for_after_the_resume(
-    gloo_ranks: GlooRanks, tmp_path: Path, undisturbed_in_process: Path, asked: int, stops_at: int
-) -> None:
-    stopped = gloo_ranks(2, fit_stopped_at, tmp_path / "run", TWO, asked)
-    assert stopped == [(False, stops_at)] * 2
-    assert (10 in losses(tmp_path / "run", "valid_loss")) is False
-    gloo_ranks(2, fit, tmp_path / "run", TWO, None, 2)
-    for field in ("loss", "valid_loss", "grad_norm", "lr"):
-        assert losses(tmp_path / "run", field) == losses(undisturbed_in_process, field)
-
-
 # Whole runs, from the command line to the exit code.
 
 LONG = ["train.steps=30", "train.eval_every=15", "checkpoint.every_steps=8", "requeue.restart_delay_s=0"]
@@ -325,29 +292,6 @@ def test_ended_by_ctrl_c_killed_and_orphaned_it_finishes_with_the_bits_of_the_un
     assert spent.interruptions["crash"] == 1 and spent.lost_s["crash"] > 0
 
 
-CRASHING_MODEL = """
-from slurmtrain.models import Decoder
-
-class Crashing(Decoder):
-    def forward(self, tokens):
-        raise ValueError('the seventh seal')
-"""
-
-
-def test_a_crash_is_in_the_status_and_keeps_its_traceback(project: Project) -> None:
-    (project.path / "crashing.py").write_text(CRASHING_MODEL)
-    run = project.submit("model._target_=crashing.Crashing", "requeue.max_attempts_without_progress=1")
-    assert run.wait() == 1
-    assert [(attempt.reason, attempt.verdict) for attempt in run.attempts()] == [("crash", "end")]
-    status = project.cli("status", "last").stdout
-    assert "failed" in status
-    assert "ValueError: the seventh seal" in status
-    assert "resume" in status
-    log = (run.run_dir.attempt(1).path / "rank-0.log").read_text()
-    assert "crashing.py" in log  # a crash in user code keeps its traceback
-    assert "Traceback" in log
-
-
 def test_a_finished_run_that_is_given_more_steps_trains_on_to_them_and_with_a_smaller_lr_where_it_diverged(
     project: Project,
 ) -> None:
@@ -385,12 +329,6 @@ def test_a_second_ctrl_c_leaves_at_once(project: Project) -> None:
 BY_HAND = ["+experiment=smoke", "model._target_=paced.Paced", "train.tensorboard=false", "train.log_every=1", "train"]
 
 
-def by_hand(project: Project, *command: str) -> LocalRun:
-    run = LocalRun(project.path, project.popen(*command, *BY_HAND))
-    project.runs.append(run)
-    return run
-
-
 @pytest.mark.parametrize(
     ("command", "world_size"),
     [
@@ -402,7 +340,8 @@ def by_hand(project: Project, *command: str) -> LocalRun:
 def test_started_by_hand_it_makes_one_run_directory_and_records_the_outcome_of_its_attempt(
     project: Project, command: list[str], world_size: int
 ) -> None:
-    run = by_hand(project, *command)
+    run = LocalRun(project.path, project.popen(*command, *BY_HAND))
+    project.runs.append(run)
     assert run.wait() == 0, run.output
     assert len(all_runs(project.path / "runs")) == 1
     (attempt,) = run.attempts()

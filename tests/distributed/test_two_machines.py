@@ -1,4 +1,4 @@
-"""Ranks on two machines, two on each: here, two network namespaces with a cable between them, and a firewall where wanted.
+"""Ranks on two machines, two on each: here, two network namespaces with a cable between them.
 
 A sandbox cannot show this, because all of its nodes share one loopback.
 """
@@ -149,14 +149,12 @@ def meet(
     directory: Path,
     only: Sequence[int] = range(4),
     interface: str = "auto",
-    ports: str | None = None,
 ) -> list[Said]:
     """What each rank says."""
     cluster = ClusterConfig(
-        rendezvous_timeout_s=10 if interface == "other0" or ports is not None else 120,
+        rendezvous_timeout_s=10 if interface == "other0" else 120,
         collective_timeout_s=120,
         network_interface=interface,
-        port_range=ports,
     )
     with GlooRanks(directory) as ranks:
         told = machines, tuple(nodes.split(",")), launched_from, cluster

@@ -12,10 +12,10 @@ import torch.distributed as dist
 import slurmtrain
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.store import commit
-from tests.faults.kills import NEWEST, OLDER, RANKS, check
+from tests.faults.kills import LATER, NEWEST, OLDER, RANKS, check
 from tests.faults.processes import CLONE_NEWNS, LIBC, Lane
 from tests.faults.rows import Outcome, Trial, row
-from tests.faults.saves import LATER, attempt, look, mounted
+from tests.faults.saves import attempt, mounted
 from tests.faults.training import Facts, Report, Training, checkpointer, classify, restore
 
 
@@ -139,14 +139,10 @@ def each_alone(lane: Lane) -> Trial:
     return Trial(Outcome.ERROR if all(errors) else Outcome.UNEXPLAINED, f"{errors}")
 
 
-def change_clock(jump_s: float) -> None:
-    now = time.time
-    time.time = lambda: now() + jump_s
-
-
 def save_by_interface(directory: Path, jump_s: float, steps: tuple[int, ...]) -> list[str | None]:
     """As `job`, with the names of the package, in a life whose clock is so much ahead."""
-    change_clock(jump_s)
+    now = time.time
+    time.time = lambda: now() + jump_s
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ[name] = "1" if name.endswith("SIZE") else "0"
     slurmtrain.init(device="cpu")
@@ -162,19 +158,14 @@ def save_by_interface(directory: Path, jump_s: float, steps: tuple[int, ...]) ->
     return errors
 
 
-def date_files(directory: Path, ahead_s: float) -> None:
-    for path in sorted(directory.rglob("*")):
-        os.utime(path, (time.time() + ahead_s,) * 2)
-
-
 @row("a clock that jumps back between two lives", Outcome.NEWEST, full=20, short=2)
 def clock_of_lives(lane: Lane) -> Trial:
     directory = lane.directory / "checkpoints"
     jump_s = lane.random.choice([1.0, 3600.0, 86400.0 * 400])
     errors = lane.fork(save_by_interface, directory, 0.0, (OLDER, NEWEST)).result()
-    date_files(directory, jump_s)
+    for path in sorted(directory.rglob("*")):
+        os.utime(path, (time.time() + jump_s,) * 2)
     errors += lane.fork(save_by_interface, directory, -jump_s, (LATER,)).result()
     if any(errors):
         return Trial(Outcome.UNEXPLAINED, f"by {jump_s} s: {errors}")
-    else:
-        return look(lane, directory, newest=LATER, detail=f"by {jump_s} s", order=None)
+    return check(lane, directory, f"by {jump_s} s", newest=LATER, order=None)

@@ -21,7 +21,7 @@ from tests.faults.rows import Outcome, Trial, row
 from tests.faults.training import Training, checkpointer, classify, reference, restore
 
 RANKS = 2
-OLDER, NEWEST = 3, 5
+OLDER, NEWEST, LATER = 3, 5, 7  # the last is saved when a disk is well again
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,12 @@ def measured(lane: Lane) -> dict[str, Any]:
 
 
 def facts(lane: Lane) -> Any:
-    return lane.remember("facts", lambda: lane.fork(reference, [OLDER, NEWEST]).result())
+    return lane.remember("facts", lambda: lane.fork(reference, [OLDER, NEWEST, LATER]).result())
 
 
-def check(lane: Lane, directory: Path, detail: str, *, ranks: int = 1, order: int = 2, newest: int = NEWEST) -> Trial:
+def check(
+    lane: Lane, directory: Path, detail: str, *, ranks: int = 1, order: int | None = 2, newest: int = NEWEST
+) -> Trial:
     """Restore on fresh ranks and classify what they report."""
     found = [
         child.result() for child in lane.ranks(ranks, lambda rank, group: restore(directory, rank, group, order=order))

@@ -19,13 +19,11 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.system.process import stat
-from tests.faults.kills import NEWEST, OLDER, RANKS
+from tests.faults.kills import LATER, NEWEST, OLDER, RANKS, check
 from tests.faults.layer import FileLayer
-from tests.faults.processes import HANG_S, Child, Lane, UnexplainedError
+from tests.faults.processes import HANG_S, Lane, UnexplainedError
 from tests.faults.rows import Outcome, SkippedError, Trial, row
-from tests.faults.training import Training, checkpointer, classify, reference, restore
-
-LATER = 7  # saved when the disk is well again
+from tests.faults.training import Training, checkpointer
 
 
 @dataclass(frozen=True)
@@ -84,16 +82,6 @@ def attempt(writer: Checkpointer, training: Training) -> str | None:
     return None
 
 
-def facts(lane: Lane) -> Any:
-    return lane.remember("three facts", lambda: lane.fork(reference, [OLDER, NEWEST, LATER]).result())
-
-
-def look(lane: Lane, directory: Path, *, newest: int, detail: str, order: int | None = 2) -> Trial:
-    """What a restore by a single process finds: `newest` or OLDER."""
-    found = [child.result() for child in lane.ranks(1, lambda rank, group: restore(directory, order=order))]
-    return classify(found, facts(lane), newest=newest, older=OLDER, detail=detail)
-
-
 def after(lane: Lane, directory: Path, results: list[dict[str, Any]], detail: str) -> Trial:
     """All ranks say the same of NEWEST, LATER is there, and NEWEST is there if it was said to be."""
     errors = [result["errors"] for result in results]
@@ -102,13 +90,13 @@ def after(lane: Lane, directory: Path, results: list[dict[str, Any]], detail: st
         return Trial(Outcome.UNEXPLAINED, f"{detail}: ranks differ: {errors}")
     if errors[0][OLDER] or errors[0][LATER]:
         return Trial(Outcome.UNEXPLAINED, f"{detail}: the disk is well again, but {errors[0]}")
-    trial = look(lane, directory, newest=LATER, detail=detail)
+    trial = check(lane, directory, detail, newest=LATER)
     if trial.outcome != Outcome.NEWEST:
         return trial if trial.outcome == Outcome.WRONG else Trial(Outcome.LOST, trial.detail)
     # The newest one is set aside by hand: what is below it?
     newest, *_ = directory.glob(f"checkpoint_*{LATER}")
     newest.rename(directory / "looked-at")
-    below = look(lane, directory, newest=NEWEST, detail=detail, order=3)
+    below = check(lane, directory, detail, newest=NEWEST, order=3)
     if below.outcome == Outcome.ERROR:
         return Trial(Outcome.LOST, below.detail)
     if below.outcome == Outcome.OLDER and errors[0][NEWEST] is None:
@@ -200,11 +188,11 @@ def full_disk(lane: Lane) -> Trial:
         results = [child.result() for child in lane.ranks(RANKS, save_three, directory, fault, NEWEST)]
         failed = {bool(result["errors"][NEWEST]) for result in results}
         detail = f"call {fault.call} of rank {rank}: {results[0]['errors'][NEWEST] or 'no error'}"
-        sick = look(lane, directory, newest=NEWEST, detail=f"{detail}: while it is full")
+        sick = check(lane, directory, f"{detail}: while it is full", newest=NEWEST)
         free(disk)
         if sick.outcome in (Outcome.WRONG, Outcome.LOST):
             return sick
-        trial = look(lane, directory, newest=NEWEST, detail=detail, order=3)
+        trial = check(lane, directory, detail, newest=NEWEST, order=3)
         went_on = [child.result() for child in lane.ranks(RANKS, next_life, directory, 4)]
         if trial.outcome == Outcome.ERROR:
             return Trial(Outcome.LOST, trial.detail)
@@ -212,10 +200,7 @@ def full_disk(lane: Lane) -> Trial:
             return Trial(Outcome.UNEXPLAINED, f"{detail}: ranks differ: {results}")
         if trial.outcome == Outcome.OLDER and failed == {False}:
             return Trial(Outcome.UNEXPLAINED, f"{detail}: step {NEWEST} was reported as done and is not there")
-        if (
-            went_on != [None] * RANKS
-            or look(lane, directory, newest=LATER, detail="", order=5).outcome != Outcome.NEWEST
-        ):
+        if went_on != [None] * RANKS or check(lane, directory, "", newest=LATER, order=5).outcome != Outcome.NEWEST:
             return Trial(Outcome.UNEXPLAINED, f"{detail}: the next life does not go on: {went_on}")
         return trial
 
@@ -242,14 +227,6 @@ def save_and_freeze(rank: int, group: dist.ProcessGroup, directory: Path, frozen
     return error
 
 
-def wait_until_frozen(child: Child) -> None:
-    deadline = time.monotonic() + HANG_S
-    while (known := stat(child.pid)) is None or known.state != "T":
-        if time.monotonic() > deadline:
-            raise UnexplainedError(f"{child.log.stem} has not stopped itself")
-        time.sleep(0.005)
-
-
 @row("a writer frozen, thawed after the restart", Outcome.NEWEST, Outcome.OLDER, full=60, short=4, lanes=4)
 def freeze(lane: Lane) -> Trial:
     """The others have a clear error, the job starts again, and the thawed rank commits nothing."""
@@ -259,10 +236,14 @@ def freeze(lane: Lane) -> Trial:
     call = lane.random.randint(1, calls[frozen])
     ranks = lane.ranks(RANKS, save_and_freeze, directory, frozen, call, timeout_s=TIMEOUT_S)
     detail = f"rank {frozen} at call {call} of {calls[frozen]}"
-    wait_until_frozen(ranks[frozen])
+    deadline = time.monotonic() + HANG_S
+    while (known := stat(ranks[frozen].pid)) is None or known.state != "T":
+        if time.monotonic() > deadline:
+            raise UnexplainedError(f"{ranks[frozen].log.stem} has not stopped itself")
+        time.sleep(0.005)
     errors = [child.result() for child in ranks if child is not ranks[frozen]]
     detail += f": {errors[0] or 'no error'}"
-    before = look(lane, directory, newest=NEWEST, detail=detail, order=2)
+    before = check(lane, directory, detail, newest=NEWEST, order=2)
     if before.outcome == Outcome.OLDER and errors[0] is None:
         return Trial(Outcome.UNEXPLAINED, f"{detail}: step {NEWEST} was reported as done and is not there")
     went_on = [child.result() for child in lane.ranks(RANKS, next_life, directory, 3)]
@@ -275,7 +256,7 @@ def freeze(lane: Lane) -> Trial:
         return Trial(Outcome.UNEXPLAINED, f"{detail}: thawed, it changed the checkpoints: {thawed}")
     if thawed is None and before.outcome != Outcome.NEWEST:
         return Trial(Outcome.UNEXPLAINED, f"{detail}: thawed, it says that it has committed")
-    after = look(lane, directory, newest=LATER, detail=f"{detail}: after the thaw", order=4)
+    after = check(lane, directory, f"{detail}: after the thaw", newest=LATER, order=4)
     if after.outcome != Outcome.NEWEST:
         return after if after.outcome == Outcome.WRONG else Trial(Outcome.LOST, after.detail)
     return Trial(Outcome.LOST, before.detail) if before.outcome == Outcome.ERROR else before

@@ -17,21 +17,9 @@ from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.store.commit import Incarnation
 from tests.faults.rows import Outcome, Trial
 from tests.support.logs import collect_messages
+from tests.support.own_objects import Bare
 
 GO_ON = 3  # steps after a restore whose losses have to be those of the undisturbed run
-
-
-class Own:
-    """What one rank keeps for itself: a count, and the sum of its random draws."""
-
-    def __init__(self) -> None:
-        self.count, self.drawn = 0, torch.zeros(3, dtype=torch.float64)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "drawn": self.drawn}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self.drawn = state["count"], state["drawn"].clone()
 
 
 @dataclass(frozen=True)
@@ -45,7 +33,9 @@ class Facts:
 
 
 class Training:
-    """Two layers with AdamW. Every rank computes the whole batch, so the bits are the same on any number of ranks.
+    """Two layers with AdamW; and what a rank keeps for itself: a count, and the sum of its random draws.
+
+    Every rank computes the whole batch, so the bits are the same on any number of ranks.
 
     Args:
         run: names the initial weights and the data; another run has the same shapes and other values.
@@ -57,7 +47,7 @@ class Training:
         torch.manual_seed(run)
         self.model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.own, self.done = Own(), 0
+        self.own, self.done = Bare({"count": 0, "drawn": torch.zeros(3, dtype=torch.float64)}), 0
         self._run = run
         torch.manual_seed(1000 * run + rank + 1)
 
@@ -78,8 +68,8 @@ class Training:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            self.own.count += 1
-            self.own.drawn += torch.rand(3, dtype=torch.float64)
+            self.own.value["count"] += 1
+            self.own.value["drawn"] += torch.rand(3, dtype=torch.float64)
             self.done += 1
             losses.append(loss.item())
         return losses
@@ -91,7 +81,7 @@ class Training:
             shared.update(parameter.detach().numpy().tobytes())
             for _, value in sorted(self.optimizer.state[parameter].items()):
                 shared.update(value.numpy().tobytes())
-        own = hashlib.sha256(str(self.own.count).encode() + self.own.drawn.numpy().tobytes())
+        own = hashlib.sha256(str(self.own.value["count"]).encode() + self.own.value["drawn"].numpy().tobytes())
         own.update(torch.get_rng_state().numpy().tobytes())
         return Facts(self.done, shared.hexdigest(), own.hexdigest(), tuple(self.steps(GO_ON)))
 

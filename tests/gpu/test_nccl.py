@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slurmtrain.config.schema import Config
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.addresses import HeldPort

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.slurm.environment import Environment
@@ -83,8 +83,8 @@ def test_the_parts_of_a_step_add_up_and_memory_and_speed_are_known(tmp_path: Pat
 
 def test_a_profile_has_the_kernels_and_the_memory_of_the_gpu_and_changes_no_bit(tmp_path: Path) -> None:
     words = [*ON_GPU, "train.deterministic=true"]
-    profiled(alone(), tmp_path / "run", {2: "2"}, words)
-    profiled(alone(), tmp_path / "plain", {}, words)
+    profiled(alone(), tmp_path / "run", {2}, words)
+    profiled(alone(), tmp_path / "plain", set(), words)
     (folder,) = (tmp_path / "run" / "profiles").iterdir()
     assert sorted(each.name for each in folder.iterdir()) == [
         "rank-0.memory.pickle",

@@ -18,7 +18,7 @@ from torch import Tensor
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.data.loading.batches import IGNORED_TARGET
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext

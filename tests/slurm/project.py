@@ -95,7 +95,7 @@ class Run(SeenRun):
         return str(self.run_dir.info()["job_ids"][-1])
 
     def cli(self, *words: str, check: bool = True) -> str:
-        done = self.cluster.run([sys.executable, "-m", "slurmtrain", *words], cwd=self.project, check=check)
+        done = self.cluster.slurmtrain(*words, cwd=self.project, check=check)
         return done.stdout + done.stderr
 
     def status(self) -> str:
@@ -198,9 +198,7 @@ class Project:
     ) -> Run:
         """Submit as a person would. `nodes` pins the run, so that tests do not disturb each other; `words` are options."""
         line = [
-            "+cluster=sandbox",
-            "cluster.sandbox=null",
-            f"cluster.slurm_conf={self.cluster.sandbox.slurm_conf}",
+            *self.cluster.words,
             "requeue.restart_delay_s=3",  # SLURM waits for longer where this is over before the job has left its nodes
             *(SMALL if small else []),
             *([f"+cluster.sbatch.nodelist='{nodes}'"] if nodes else []),
@@ -208,7 +206,7 @@ class Project:
             "submit",
             *words,
         ]
-        done = self.cluster.run([sys.executable, "-m", "slurmtrain", *line], cwd=self.path, env=env)
+        done = self.cluster.slurmtrain(*line, cwd=self.path, env=env)
         assert "submitted run" in done.stdout, done.stdout + done.stderr
         path = next(line.strip() for line in done.stdout.splitlines() if line.startswith("  /"))
         return Run(RunDir(Path(path)), self.cluster, self.path)

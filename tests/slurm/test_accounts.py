@@ -7,7 +7,6 @@ skipped without them.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,7 +159,7 @@ def test_submit_refuses_what_slurm_refuses_or_never_starts_and_nothing_else(
             undone = f"{before.replace('+', '-')}={value}" if "Flags" in before else f"{before}{sign}-1"
             sacctmgr(accounts, "modify", *words[:-1], undone)
     assert truth.startswith(case.truth), truth
-    assert (refused or any(each.fatal for each in found)) == (case.truth != "starts"), (truth, found)
+    assert (refused or any(fatal for _, fatal in found)) == (case.truth != "starts"), (truth, found)
 
 
 def facts_of(cluster: Cluster) -> ClusterFacts:
@@ -214,7 +213,7 @@ def test_a_limit_on_submitted_jobs_that_is_reached_is_one_to_wait_for(accounts: 
     sacctmgr(accounts, "modify", *qos(LOW, "MaxSubmitJobsPerUser=1").split())
     try:
         first = accounts.run(["sbatch", "--parsable", "-H", "-o", "/dev/null", "--wrap", "true"]).stdout.strip()
-        assert [each for each in check_request(facts_of(accounts), ClusterConfig(partition="low")) if each.fatal] == []
+        assert not any(fatal for _, fatal in check_request(facts_of(accounts), ClusterConfig(partition="low")))
         done = accounts.run(["sbatch", "-o", "/dev/null", "--wrap", "true"], check=False)
         assert isinstance(error_of(done.stderr, done.returncode), SubmitLimitError), done.stderr
     finally:
@@ -224,11 +223,11 @@ def test_a_limit_on_submitted_jobs_that_is_reached_is_one_to_wait_for(accounts: 
 
 def test_probe_writes_a_file_with_account_and_qos_with_which_submit_works(accounts: Cluster, tmp_path: Path) -> None:
     project = make_project(tmp_path / "project", accounts)
-    answer = json.loads(said(accounts, project.path, "probe", "--json"))
+    answer = json.loads(accounts.slurmtrain("probe", "--json", cwd=project.path).stdout)
     assert answer["refused"] is None
     assert answer["values"]["account"] == ACCOUNT
     text = (project.path / answer["file"]).read_text()
-    assert f"You may use {HIGH}, {LOW}, normal; it is {LOW} unless you name one" in text, text
+    assert f"You may use {HIGH}, {LOW} and normal; it is {LOW} unless you name one" in text, text
 
 
 def test_a_run_is_preempted_by_a_job_of_a_higher_qos_and_comes_back_with_the_same_bits(
@@ -250,7 +249,3 @@ def test_a_run_is_preempted_by_a_job_of_a_higher_qos_and_comes_back_with_the_sam
         assert f"you may not use --qos={HIGH}" in ways["preemption"]["sentence"], found
     finally:
         sacctmgr(accounts, "modify", *qos(LOW, "GraceTime=10").split())
-
-
-def said(cluster: Cluster, folder: Path, *words: str) -> str:
-    return cluster.run([sys.executable, "-m", "slurmtrain", *words], cwd=folder).stdout

@@ -70,17 +70,6 @@ def before(script: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def added_lines(script: str) -> int:
-    return sum(bool(MARK.search(line)) and not line.startswith('"""') for line in script.splitlines())
-
-
-def table_row(client: str) -> dict[str, str]:
-    """What the page says of a client, by the heads of the columns."""
-    lines = (PACKAGE / "docs" / "clients.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    return next(dict(zip(rows[0], row, strict=True)) for row in rows if row[0] == client)
-
-
 @dataclass(frozen=True)
 class ClientRun:
     """A submitted script whose optimiser steps are counted (`metered.py`)."""
@@ -138,29 +127,24 @@ def submit(project: Project, client: Client, *, nodes: str) -> ClientRun:
     return ClientRun(run)
 
 
-def disturb(client: ClientRun, *, steps: int) -> None:
-    """Preempt it twice by a job of a higher partition and kill a rank once, with `steps` steps before each; let it finish."""
-    for _ in range(2):
-        client.wait_for_steps(steps)
-        client.run.preempt_by_high()
-    client.wait_for_steps(steps)
-    client.kill_a_rank(2)
-    client.run.finish(600)
-
-
 def seen_row(client: Client, project: Project) -> dict[str, str]:
     """Run its script undisturbed, and preempted twice and killed once: its row of the table, as it was seen."""
     undisturbed = submit(project, client, nodes="n[2-3]")
     undisturbed.run.go_on()
     disturbed = submit(project, client, nodes="n[0-1]")
-    disturb(disturbed, steps=client.steps)
+    for _ in range(2):
+        disturbed.wait_for_steps(client.steps)
+        disturbed.run.preempt_by_high()
+    disturbed.wait_for_steps(client.steps)
+    disturbed.kill_a_rank(2)
+    disturbed.run.finish(600)
     undisturbed.run.finish(600)
     assert undisturbed.reasons() == ["finished"], undisturbed.run.status() + undisturbed.run.logs()
     assert disturbed.reasons() == DISTURBED, disturbed.run.status() + disturbed.run.logs()
     becomes, twice = _steps_done_twice(undisturbed, disturbed, client.save_steps)
     return {
         "client": client.name,
-        "lines": str(added_lines(client.text)),
+        "lines": str(sum(bool(MARK.search(line)) and not line.startswith('"""') for line in client.text.splitlines())),
         "2 x 2": "starts" if undisturbed.world_sizes() == disturbed.world_sizes() == {len(RANKS)} else "does not start",
         "preempted twice": becomes,
         "kill -9": becomes,
@@ -222,4 +206,7 @@ CLIENTS = [
 def test_what_the_page_says_of_a_client_is_what_happens(client: Client, sandbox: Cluster, tmp_path: Path) -> None:
     if client.script == "deepspeed_zero.py":
         pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
-    assert seen_row(client, make_project(tmp_path / "project", sandbox)) == table_row(client.name)
+    lines = (PACKAGE / "docs" / "clients.md").read_text().splitlines()
+    heads, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    said = next(dict(zip(heads, row, strict=True)) for row in rows if row[0] == client.name)
+    assert seen_row(client, make_project(tmp_path / "project", sandbox)) == said

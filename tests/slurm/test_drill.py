@@ -18,25 +18,10 @@ from tests.support.slurm_cluster import Cluster, reconfigured
 pytestmark = pytest.mark.slow
 
 
-def words_of(cluster: Cluster) -> list[str]:
-    conf = cluster.sandbox.slurm_conf
-    return [
-        sys.executable,
-        "-m",
-        "slurmtrain",
-        "+cluster=sandbox",
-        "cluster.sandbox=null",
-        f"cluster.slurm_conf={conf}",
-    ]
-
-
-def drill(
-    cluster: Cluster, folder: Path, *words: str, path: str | None = None
-) -> tuple[int, dict[str, dict[str, Any]], dict[str, Any]]:
+def drill(cluster: Cluster, folder: Path, *words: str) -> tuple[int, dict[str, dict[str, Any]], dict[str, Any]]:
     """Type `drill`; return its exit code, its verdicts by way, and all of its JSON."""
-    env = {"PATH": path} if path is not None else None
-    line = [*words_of(cluster), *words, "drill", "--json"]
-    done = cluster.run(line, cwd=folder, check=False, env=env, timeout_s=1800)  # the drill's own --within
+    line = [*cluster.words, *words, "drill", "--json"]
+    done = cluster.slurmtrain(*line, cwd=folder, check=False, timeout_s=1800)  # the drill's own --within
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     return done.returncode, {each["way"]: each for each in found["ways"]}, found
@@ -73,7 +58,7 @@ def test_a_site_that_can_do_it_all_passes_in_every_way(patient: Cluster, tmp_pat
 
 
 def test_ctrl_c_takes_all_jobs_back(sandbox: Cluster, tmp_path: Path) -> None:
-    line = [*words_of(sandbox), "drill", "--ways", "early_signal,requeue"]
+    line = [sys.executable, "-m", "slurmtrain", *sandbox.words, "drill", "--ways", "early_signal,requeue"]
     process = subprocess.Popen(line, cwd=tmp_path, env=sandbox.env(), stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(jobs_of_drills(sandbox)) == 3, "submitted")
     process.send_signal(signal.SIGINT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,7 +113,7 @@ def test_on_three_then_two_nodes_and_then_one_every_sample_is_seen_once_and_the_
     assert_steps_join(run, total=STEPS)
     alone = [word for word in SAME if not word.startswith("cluster")]
     small = ["+cluster=local", "+experiment=smoke", "train.log_every=1", "train.tensorboard=false"]
-    sandbox.run([sys.executable, "-m", "slurmtrain", *small, *alone, "job.name=alone", "submit"], cwd=project.path)
+    sandbox.slurmtrain(*small, *alone, "job.name=alone", "submit", cwd=project.path)
     one = Run(
         next(each for each in all_runs(project.path / "runs") if each.path.parent.name == "alone"),
         sandbox,

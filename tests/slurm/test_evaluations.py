@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs import attempts
-from slurmtrain.runs.run_dir import RunDir
 from tests.slurm.project import Project, Run
 
 EVERY, STEPS = 4, 8
@@ -42,7 +41,11 @@ def test_each_due_checkpoint_is_evaluated_once_by_a_job(project: Project) -> Non
     for each in waiting:
         run.cluster.run(["scontrol", "update", f"JobId={each['job_id']}", "StartTime=now"])
     its = run.run_dir.all_evaluations()
-    run.wait_until(lambda: verdicts_of(its) == ["done", "done"], "evaluated, each in one attempt")
+
+    def verdicts() -> list[str | None]:
+        return [attempt.verdict for each in its for attempt in attempts.all_attempts(each)]
+
+    run.wait_until(lambda: verdicts() == ["done", "done"], "evaluated, each in one attempt")
     assert all(each["metrics"] for each in evaluations(run))
     assert [each["job_ids"] for each in evaluations(run)] == [[each["job_id"]] for each in waiting]
     assert len({each["job_id"] for each in waiting}) == len(run.events("evaluation submitted")) == 2
@@ -52,10 +55,6 @@ def test_each_due_checkpoint_is_evaluated_once_by_a_job(project: Project) -> Non
     assert not any("valid_loss" in record for record in run.losses())
     assert f"valid loss {by_jobs[-1]['valid_loss']:.4f}" in run.status()
     assert not list((run.run_dir.checkpoints / ".held").iterdir())
-
-
-def verdicts_of(evaluations: list[RunDir]) -> list[str | None]:
-    return [attempt.verdict for each in evaluations for attempt in attempts.all_attempts(each)]
 
 
 def evaluations(run: Run) -> list[dict[str, Any]]:

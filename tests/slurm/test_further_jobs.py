@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,34 +114,16 @@ def test_the_next_job_of_a_chain_goes_on_where_the_supervisor_of_the_one_before_
     assert_counted_once(run, STEPS)
 
 
-def test_cancel_ends_the_whole_chain_and_resume_makes_another(project: Project) -> None:
-    run = project.submit(*SLOW, "requeue=chain", "requeue.chain_length=2", small=False, nodes="n1")
-    run.wait_for_step(3)
-    run.cli("cancel", run.run_dir.id)
-    first = jobs(run)
-    for link in first:
-        run.cluster.wait_for(link, "CANCELLED")
-    (attempt,) = run.attempts()
-    assert attempt.reason == "cancelled"
-    assert "stopped" in run.status()
-    done = run.step()
-    run.cli("resume", run.run_dir.id)
-    second = jobs(run)[2:]
-    assert len(second) == 2
-    run.wait_for_step(done + 2)
-    assert run.attempts()[1].job_id == second[0]
-    # Killed by nobody's word: the last link has none after it, and says so.
-    run.cluster.run(["scancel", second[1]])
-    run.cluster.wait_for(second[1], "CANCELLED")
-    run.cli("preempt", run.run_dir.id)
-    run.wait_until(lambda: run.attempts()[-1].verdict == "end", "ended")
-    assert "the chain has no jobs left" in run.status()
-
-
 def test_a_task_of_an_array_is_submitted_again_alone(project: Project) -> None:
-    cluster = ["+cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={project.cluster.sandbox.slurm_conf}"]
-    words = ["-m", *cluster, *counting(STEPS, pause_s=0.15), "requeue=resubmit", "train.seed=1,2", "submit"]
-    project.cluster.run([sys.executable, "-m", "slurmtrain", *words], cwd=project.path)
+    words = [
+        "-m",
+        *project.cluster.words,
+        *counting(STEPS, pause_s=0.15),
+        "requeue=resubmit",
+        "train.seed=1,2",
+        "submit",
+    ]
+    project.cluster.slurmtrain(*words, cwd=project.path)
     runs = [run_dir for run_dir in all_runs(project.path / "runs") if ".sweep-" in run_dir.path.parent.name]
     one, other = (Run(run_dir, project.cluster, project.path) for run_dir in runs)
     array = jobs(one)[0].partition("_")[0]

@@ -10,6 +10,7 @@ from hydra.core.singleton import Singleton
 from hydra.test_utils.launcher_common_tests import BatchedSweeperTestSuite, IntegrationTestSuite, LauncherTestSuite
 from hydra.version import VersionBase
 
+import slurmtrain.config.compose  # noqa: F401  Hydra's fixtures put back the resolvers that there were before a test
 from slurmtrain.runs import attempts
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep.jobs import states_of
@@ -18,9 +19,10 @@ from tests.support.slurm_cluster import Cluster
 LOCAL = "hydra.launcher.cluster=local"
 
 
-def settings(cluster: Cluster, *more: str) -> list[str]:
+def settings(cluster: Cluster) -> list[str]:
     """What a person writes behind `hydra/launcher=slurmtrain` for a job in this cluster."""
-    own = ["cluster.sandbox=null", f"cluster.slurm_conf={cluster.sandbox.slurm_conf}", "cluster.nodes=1", *more]
+    own = ["cluster.sandbox=null", f"cluster.slurm_conf={cluster.sandbox.slurm_conf}"]
+    own += ["cluster.nodes=1", "cluster.tasks_per_node=1"]
     return ["hydra.launcher.cluster=sandbox", f"hydra.launcher.overrides={own}"]
 
 
@@ -49,36 +51,6 @@ class TestProgramsOnThisMachine(IntegrationTestSuite):
     pass
 
 
-# In SLURM one test of each suite: what else they ask has nothing to do with where a job runs.
-
-ONE_TASK = "cluster.tasks_per_node=1"
-
-
-@pytest.fixture
-def overrides(sandbox: Cluster) -> list[str]:
-    return settings(sandbox, ONE_TASK)
-
-
-@pytest.fixture
-def extra_flags(sandbox: Cluster) -> list[str]:
-    return ["-m", "hydra/launcher=slurmtrain", *settings(sandbox, ONE_TASK)]
-
-
-@pytest.mark.usefixtures("hydra_restore_singletons")
-@pytest.mark.parametrize("launcher_name", ["slurmtrain"])
-class TestSweepInSlurm:
-    get_task_function = LauncherTestSuite.get_task_function
-    test_sweep_2_jobs = LauncherTestSuite.test_sweep_2_jobs
-
-
-@pytest.mark.usefixtures("hydra_restore_singletons")
-@pytest.mark.parametrize("task_launcher_cfg", [{}])
-class TestProgramInSlurm:
-    get_test_scratch_dir = IntegrationTestSuite.get_test_scratch_dir
-    generate_custom_cmd = IntegrationTestSuite.generate_custom_cmd
-    test_get_orig_dir_multirun = IntegrationTestSuite.test_get_orig_dir_multirun
-
-
 PROGRAM = """
 import hydra
 
@@ -96,7 +68,7 @@ main()
 
 def test_a_program_hears_what_its_jobs_raised(sandbox: Cluster, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    choices = ["+x=1,2,3", "hydra.sweep.dir=sweep", "hydra/launcher=slurmtrain", *settings(sandbox, ONE_TASK)]
+    choices = ["+x=1,2,3", "hydra.sweep.dir=sweep", "hydra/launcher=slurmtrain", *settings(sandbox)]
     env = sandbox.env(SLURMTRAIN_RUNS=str(tmp_path / "runs"))
     done = sandbox.run([sys.executable, "program.py", "-m", *choices], cwd=tmp_path, env=env, check=False)
     assert done.returncode == 1 and "ValueError: no luck with 2" in done.stderr

@@ -31,39 +31,6 @@ def project(sandbox: Cluster, tmp_path: Path) -> Project:
     return make_project(tmp_path / "50%j", sandbox)  # SLURM's own names of files have % in them
 
 
-def test_between_two_attempts_in_the_same_job_a_run_can_be_ended_and_preempted(project: Project) -> None:
-    words = [
-        "job=command",
-        "job.command='bash -c \"exit 3\"'",
-        "requeue.max_attempts_without_progress=9",
-        "requeue.blame_threshold=0",
-        *ONE,
-    ]
-
-    def submit(node: str) -> Run:
-        return project.submit(*words, small=False, nodes=node)
-
-    def waits(run: Run) -> bool:
-        """Whether no rank is left, and none starts for 20 s or more."""
-        tries = run.attempts()
-        return len(tries) > 2 and tries[-1].verdict == "in-place"
-
-    scancelled, preempted = submit("n0"), submit("n1")
-    scancelled.wait_until(lambda: waits(scancelled), "between two attempts")
-    scancelled.cluster.run(["scancel", scancelled.job_id])
-    preempted.wait_until(lambda: waits(preempted), "between two attempts")
-    number = len(preempted.attempts())
-    preempted.cluster.submit_high(nodes=["n1"], seconds=0.1)
-    last = scancelled.wait_for_end()
-    assert (last.reason, last.verdict) == ("crash", "end"), scancelled.logs()
-    assert "then cancelled by scancel" in (last.sentence or "") and "resume" in scancelled.status()
-    preempted.wait_until(lambda: int(project.cluster.job(preempted.job_id)["Restarts"]) == 1, "requeued")
-    last = preempted.attempts()[number - 1]
-    assert (last.verdict, last.restart_count) == ("requeue", 0)
-    assert (last.sentence or "").endswith("; then preempted; it is requeued")
-    preempted.cli("cancel", preempted.run_dir.id)
-
-
 def test_team_mates_save_and_end_a_run_with_files_and_status_tells_how_far_it_is(project: Project) -> None:
     run = project.submit("train.steps=400", "+model.pause_s=0.1", "checkpoint.every_steps=0", *ONE, nodes="n0")
     waits = project.submit("+cluster.sbatch.begin=now+2hours", *ONE)
@@ -169,20 +136,6 @@ def test_a_bare_scancel_in_the_grace_time_of_a_preemption_is_not_undone(preempte
     assert int(run.cluster.job(run.job_id)["Restarts"]) == 0
 
 
-def test_an_own_loop_resumes_where_it_stopped(project: Project) -> None:
-    """That it ends with the bits of one that nobody stops is shown in tests/distributed/test_own_scripts.py."""
-    (project.path / "own_loop.py").write_text((Path(__file__).parents[2] / "jobs" / "own_loop.py").read_text())
-    command = f"job.command='{PYTHON} own_loop.py --steps 40 --pause 0.1'"
-    run = project.submit("job=command", command, "cluster.tasks_per_node=1", small=False, nodes="n0,n1")
-    run.wait_for_attempt(1)
-    run.cli("preempt", run.run_dir.id)
-    run.finish()
-    first, second = run.attempts()
-    assert [len(set(attempt.nodes)) for attempt in (first, second)] == [2, 2]
-    assert first.committed_step == second.first_step and 0 < (second.first_step or 0) < 40
-    assert step_of(committed(run.run_dir.checkpoints)[-1]) == 40
-
-
 def test_a_node_that_crashes_every_attempt_in_its_first_second_is_left_out(project: Project, tmp_path: Path) -> None:
     """The first node that the run gets is the bad one. That it is forgotten after a day is shown in tests/unit."""
     (tmp_path / "program").write_text(
@@ -251,7 +204,7 @@ def test_new_runs_leave_out_a_node_that_is_blamed_and_none_that_the_cluster_does
     project: Project,
 ) -> None:
     def nodes(*words: str, check: bool = True) -> str:
-        done = project.cluster.run([PYTHON, "-m", "slurmtrain", "nodes", *words], cwd=project.path, check=check)
+        done = project.cluster.slurmtrain("nodes", *words, cwd=project.path, check=check)
         return done.stdout + done.stderr
 
     program = ["job=command", "job.command=true", *ONE]
@@ -277,7 +230,7 @@ def test_a_rendered_script_can_be_handed_to_sbatch_and_with_other_ranks_says_bot
     words = ["+cluster=sandbox", "cluster.sandbox=null", *counting(20)]
     jobs = {}
     for options in ([], ["--ntasks-per-node=2"]):
-        project.cluster.run([PYTHON, "-m", "slurmtrain", *words, "render", "-o", "job.sbatch"], cwd=project.path)
+        project.cluster.slurmtrain(*words, "render", "-o", "job.sbatch", cwd=project.path)
         (rendered,) = {each.id: each for each in all_runs(project.path / "runs") if each.id not in jobs}.values()
         command = ["sbatch", "--parsable", *options, "job.sbatch"]
         jobs[rendered.id] = project.cluster.run(command, cwd=project.path).stdout.strip(), rendered

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from slurmtrain.runs.reasons import Reason
-from slurmtrain.slurm.read_facts import read_facts
 from tests.slurm.project import SMALL, make_project
 from tests.support.slurm_cluster import Cluster
 
@@ -44,13 +41,8 @@ def test_a_node_with_other_packages_is_left_out_of_the_next_start_and_the_run_fi
 
 @pytest.mark.slow
 def test_the_verb_checks_an_allocation_and_trains_nothing(sandbox: Cluster, tmp_path: Path) -> None:
-    words = ["+cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={sandbox.sandbox.slurm_conf}"]
-    words += ["+experiment=smoke", "cluster.nodes=2", "cluster.tasks_per_node=1", "preflight", "--full", "--json"]
-    done: subprocess.CompletedProcess[str] = sandbox.run(
-        [sys.executable, "-m", "slurmtrain", *words], cwd=tmp_path, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)["preflight"]
+    words = ["+experiment=smoke", "cluster.nodes=2", "cluster.tasks_per_node=1", "preflight", "--full", "--json"]
+    found = json.loads(sandbox.slurmtrain(*sandbox.words, *words, cwd=tmp_path).stdout)["preflight"]
     assert (found["mode"], found["ranks"], len(found["nodes"])) == ("full", 2, 2)
     assert [each["kind"] for each in found["findings"] if each["fatal"]] == []
     assert len(found["measured"]["links"]) == 1
@@ -58,27 +50,12 @@ def test_the_verb_checks_an_allocation_and_trains_nothing(sandbox: Cluster, tmp_
 
 def test_probe_writes_a_file_with_which_submit_works_untouched(sandbox: Cluster, tmp_path: Path) -> None:
     project = make_project(tmp_path / "project", sandbox)
-    answer = json.loads(_run(sandbox, project.path, "probe", "--json"))
+    answer = json.loads(sandbox.slurmtrain("probe", "--json", cwd=project.path).stdout)
     assert answer["refused"] is None
     assert answer["values"]["network_interface"] == "lo"
     cluster = Path(answer["file"]).stem
     assert cluster == "sandbox-low"  # `sandbox` is a shipped one
     # Without GPUs that could compute, the ranks train on CPUs.
     overrides = [f"+cluster={cluster}", *SMALL, "train.steps=2", "train.device=cpu", "submit", "--follow"]
-    said = _run(sandbox, project.path, *overrides)
-    assert "finished" in said
-    assert "fits cluster sandbox" in _run(sandbox, project.path, "probe", "--check", cluster)
-
-
-def test_the_facts_of_a_sandbox_are_those_that_it_was_started_with(sandbox: Cluster) -> None:
-    facts = read_facts(lambda command: sandbox.run(command).stdout)  # however long an answer takes
-    low = facts.partition(None)
-    assert low is not None
-    assert (low.name, low.preempt_mode, low.grace_s) == ("low", "REQUEUE", 30.0)
-    (nodes,) = facts.nodes_of("low")
-    assert (nodes.count, nodes.cpus, nodes.gpu_count, nodes.memory_mb) == (8, 4, 4, 4000)
-    assert not facts.keeps_accounts
-
-
-def _run(cluster: Cluster, folder: Path, *words: str) -> str:
-    return cluster.run([sys.executable, "-m", "slurmtrain", *words], cwd=folder).stdout
+    assert "finished" in sandbox.slurmtrain(*overrides, cwd=project.path).stdout
+    assert "fits cluster sandbox" in sandbox.slurmtrain("probe", "--check", cluster, cwd=project.path).stdout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from tests.slurm.project import Project
 from tests.support.raw_text import content, hanging_disk, write_all_formats
 
@@ -11,8 +9,7 @@ from tests.support.raw_text import content, hanging_disk, write_all_formats
 def test_two_tasks_that_are_preempted_make_what_one_process_makes(project: Project) -> None:
     write_all_formats(project.path / "raw")
     fields = ["prepare.inputs=[raw]", "prepare.unit_mb=0.0005", "prepare.valid_fraction=0.2"]
-    alone = [sys.executable, "-m", "slurmtrain", "prepare", *fields, "prepare.output=alone"]
-    project.cluster.run(alone, cwd=project.path)
+    project.cluster.slurmtrain("prepare", *fields, "prepare.output=alone", cwd=project.path)
     expected = content(project.path / "alone")
 
     output = project.path / "by-tasks"

@@ -71,7 +71,7 @@ def test_a_killed_notebook_comes_back_to_its_run_and_to_calls_one_of_which_was_p
         assert notebook.stdout is not None
         run, calls = json.loads(notebook.stdout.readline())
         last = RunDir(next(Path(calls).glob("*-0003")))
-        others = [RunDir(path) for path in Path(calls).glob("*-000[012]")]
+        others = [RunDir(path) for path in sorted(Path(calls).glob("*-000[012]"))]
         wait_until(lambda: (last.path / "tries").exists(), "in its first try")
         wait_until(lambda: all(ended(each) for each in [*others, RunDir(Path(run))]), "ended")
         assert notebook.poll() is None
@@ -91,13 +91,9 @@ def test_a_killed_notebook_comes_back_to_its_run_and_to_calls_one_of_which_was_p
     tries = attempts.all_attempts(last)
     assert [each.reason for each in tries] == ["preempted", "finished"]
     assert all(len(attempts.all_attempts(each)) == 1 for each in others), "one that raises is not called again"
-    sandbox.wait_for(str(others_by(calls, 1).info()["job_ids"][-1]), "FAILED")
+    sandbox.wait_for(str(others[1].info()["job_ids"][-1]), "FAILED")
 
 
 def ended(run: RunDir) -> bool:
     tries = attempts.all_attempts(run)
     return bool(tries) and tries[-1].verdict is not None
-
-
-def others_by(calls: str, number: int) -> RunDir:
-    return RunDir(next(Path(calls).glob(f"*-{number:04d}")))

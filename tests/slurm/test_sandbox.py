@@ -41,21 +41,11 @@ def everybody_in(sandbox: Sandbox) -> set[Process]:
     return {supervisor, *below([supervisor])}
 
 
-def test_a_step_runs_on_two_nodes(sandbox: Cluster) -> None:
-    done = sandbox.run(["srun", "-N2", "-n2", "printenv", "SLURMD_NODENAME"])
-    assert len(set(done.stdout.split())) == 2
-
-
 def test_each_job_sees_the_gpus_it_asked_for(sandbox: Cluster) -> None:
     done = sandbox.run(["srun", "-N2", "-n2", "--gpus-per-node=2", "printenv", "CUDA_VISIBLE_DEVICES"])
     assert done.stdout.split() == ["0,1", "0,1"]
     one_each = sandbox.run(["srun", "-n4", "-N1", "--gpus-per-task=1", "printenv", "CUDA_VISIBLE_DEVICES"])
     assert sorted(one_each.stdout.split()) == ["0", "1", "2", "3"]
-
-
-def test_a_request_that_no_node_can_serve_is_refused(sandbox: Cluster) -> None:
-    for request in ("--gpus-per-node=5", "--cpus-per-task=5", "--mem=5000"):
-        assert sandbox.run(["srun", request, "true"], check=False).returncode != 0
 
 
 def test_another_user_cannot_run_anything_in_somebodys_sandbox(sandbox: Cluster, stranger: Stranger) -> None:

@@ -16,10 +16,9 @@ from tests.support.slurm_cluster import Cluster
 
 
 def words(cluster: Cluster, *overrides: str) -> list[str]:
-    where = ["+cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={cluster.sandbox.slurm_conf}"]
     job = ["cluster.nodes=1", "cluster.tasks_per_node=1", "job=command", "job.command=python objective.py"]
     sweeper = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=7", "hydra.sweeper.n_jobs=2"]
-    return [sys.executable, "-m", "slurmtrain", "-m", *where, *job, *sweeper, *overrides, "submit"]
+    return [sys.executable, "-m", "slurmtrain", "-m", *cluster.words, *job, *sweeper, *overrides, "submit"]
 
 
 # Who is first of all to begin is slow, and ends when four others have; who is sixth does badly, and never ends by itself.

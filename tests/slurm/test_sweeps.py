@@ -58,16 +58,7 @@ class Sweeper:
     cluster: Cluster
 
     def words(self, *overrides: str) -> list[str]:
-        return [
-            "-m",
-            "+cluster=sandbox",
-            "cluster.sandbox=null",
-            f"cluster.slurm_conf={self.cluster.sandbox.slurm_conf}",
-            "cluster.nodes=1",
-            "cluster.tasks_per_node=1",
-            *overrides,
-            "submit",
-        ]
+        return ["-m", *self.cluster.words, "cluster.nodes=1", "cluster.tasks_per_node=1", *overrides, "submit"]
 
     def start(self, *words: str, **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -80,9 +71,7 @@ class Sweeper:
         )
 
     def cli(self, *words: str, check: bool = True, **env: str) -> str:
-        done = self.cluster.run(
-            [sys.executable, "-m", "slurmtrain", *words], cwd=self.path, check=check, env=env, timeout_s=400
-        )
+        done = self.cluster.slurmtrain(*words, cwd=self.path, check=check, env=env, timeout_s=400)
         return done.stdout + (done.stderr if not check else "")
 
     def submit(self, *overrides: str, **env: str) -> Sweep:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -117,58 +116,6 @@ def orphaned(project: Project, lane: Lane) -> Orphaned:
     return Orphaned(run, state, said, left)
 
 
-class Saving(NamedTuple):
-    """A run that is stopped in its first save, and killed in a later one.
-
-    Attributes:
-        unfinished: the folder of the save in which it was killed.
-    """
-
-    run: Run
-    unfinished: Path
-
-
-def saving(project: Project, lane: Lane) -> Saving:
-    """By `cancel`, and by SIGKILL of all ranks. The model's module holds both before their commit.
-
-    The first one until the rank waits for it, as it does before it leaves.
-    """
-    folder = project.path.parent / "held"
-    folder.mkdir()
-    (project.path / "holding.py").write_text(
-        "import pathlib, threading\n"
-        "from paced import Paced\n"
-        "from slurmtrain.checkpoint.checkpointer import Checkpointer\n"
-        "from slurmtrain.checkpoint.store import commit\n"
-        "commits, waits, holding, waiting = commit.commit, Checkpointer.wait, threading.Event(), threading.Event()\n"
-        f"folder = pathlib.Path({str(folder)!r})\n"
-        "def wait(self, *args):\n"
-        "    if holding.is_set():\n"
-        "        waiting.set()\n"
-        "    return waits(self, *args)\n"
-        "def hold(temporary, manifest, incarnation):\n"
-        "    held = folder / str(manifest.step)\n"
-        "    if manifest.step in (20, 40) and not held.exists():\n"
-        "        held.write_text(str(temporary))\n"
-        "        holding.set()\n"
-        "        (waiting if manifest.step == 20 else threading.Event()).wait(600)\n"
-        "    return commits(temporary, manifest, incarnation)\n"
-        "commit.commit, Checkpointer.wait = hold, wait\n"
-    )
-    words = [*LONG, "model._target_=holding.Paced", "checkpoint.every_steps=20", "requeue.in_place=false", *PAIR]
-    run = project.submit(*words, nodes=pair(lane))
-    run.wait_for_step(21)
-    run.cli("cancel", run.run_dir.id)
-    run.wait_for_end()
-    run.cli("resume", run.run_dir.id)
-    run.wait_until((folder / "40").exists, "saving")
-    for pid in run.rank_pids():
-        with contextlib.suppress(ProcessLookupError):  # srun was faster, after the first
-            os.kill(pid, signal.SIGKILL)
-    run.finish()
-    return Saving(run, Path((folder / "40").read_text()))
-
-
 def bereft(project: Project, lane: Lane) -> tuple[Run, str]:
     """One of its nodes dies; the third one of the lane is free. A program that counts; below, a training is requeued."""
     others = ",".join(sorted(set(project.cluster.nodes) - set(lane)))
@@ -200,25 +147,6 @@ def with_a_spare_node(project: Project, lane: Lane) -> tuple[Run, Lane]:
     finally:
         run.cluster.start_node(lane[1])
     return run, lane
-
-
-class Copied(NamedTuple):
-    """A run that goes on from the copies on its nodes, and the folder of these."""
-
-    run: Run
-    copies: Path
-
-
-def copied(project: Project, lane: Lane) -> Copied:
-    """The run directory has no checkpoint yet."""
-    folder = project.path.parent / "copies"
-    folder.mkdir()
-    copies = [f"checkpoint.local={folder}", "checkpoint.local_every_steps=4", "checkpoint.every_steps=0"]
-    run = project.submit(*LONG, *PAIR, *copies, nodes=pair(lane))
-    run.wait_until(lambda: len(list(folder.glob("*/*/n*/checkpoint_???????/COMPLETE"))) == 2, "copied")
-    os.kill(run.rank_pids()[1], signal.SIGKILL)
-    run.finish()
-    return Copied(run, folder)
 
 
 def cancelled(project: Project, node: str) -> Run:
@@ -263,7 +191,7 @@ def time_limited(project: Project, node: str) -> Run:
 
 
 SCENES: tuple[Callable[[Project, Lane], object], ...] = (
-    *(stopped, broken, undisturbed, bereft, with_a_spare_node, saving, copied, orphaned),
+    *(stopped, broken, undisturbed, bereft, with_a_spare_node, orphaned),
 )
 SCENES_ON_ONE_NODE: tuple[Callable[[Project, str], object], ...] = (cancelled, told_too_early)
 Scenes = dict[Callable[..., object], Future[Any]]
@@ -374,22 +302,6 @@ def test_ranks_whose_srun_is_killed_are_recorded_with_the_steps_that_they_have_d
     assert_same_bits(run, scenes[undisturbed].result())
 
 
-def test_told_to_stop_during_the_first_save_it_also_saves_the_step_that_it_has_reached(scenes: Scenes) -> None:
-    """How long a save takes has not been measured by then."""
-    first, second = scenes[saving].result().run.attempts()[:2]
-    assert (first.reason, first.verdict) == ("cancelled", "end"), first.sentence
-    assert first.committed_step == first.last_step == second.first_step and (first.last_step or 0) > 20
-
-
-def test_all_ranks_killed_during_a_save_resume_from_the_checkpoint_before(scenes: Scenes) -> None:
-    run, unfinished = scenes[saving].result()
-    first, second, third = run.attempts()
-    assert second.committed_step == third.first_step == first.last_step
-    assert [(each.verdict, each.restart_count) for each in (second, third)] == [("requeue", 0), ("done", 1)]
-    assert not unfinished.exists()  # what the kill left behind is gone
-    assert_same_bits(run, scenes[undisturbed].result())
-
-
 def test_a_dead_node_is_survived_on_other_nodes(scenes: Scenes) -> None:
     run, dead = scenes[bereft].result()
     first, second = run.attempts()
@@ -405,16 +317,6 @@ def test_a_spare_node_takes_the_place_of_a_dead_one_in_the_same_job(scenes: Scen
     assert (first.nodes, second.nodes) == ([one, dead], [one, spare])
     assert [(each.job_id, each.restart_count) for each in run.attempts()] == [(run.job_id, 0)] * 2
     assert run.step() == STEPS
-
-
-def test_a_restart_in_place_goes_on_from_the_copies_on_the_nodes(scenes: Scenes) -> None:
-    run, folder = scenes[copied].result()
-    first, second = run.attempts()
-    assert (first.verdict, first.committed_step, second.job_id) == ("in-place", None, first.job_id)
-    assert second.first_step and second.first_step % 4 == 0
-    assert run.events("restored")[0]["origin"] == "the copies on the nodes"
-    assert_same_bits(run, scenes[undisturbed].result())
-    assert list(folder.iterdir()) == []
 
 
 def test_scancel_and_cancel_by_verb_save_and_end_and_resume_goes_on_there(scenes: Scenes) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.manifest import read_manifest
-from slurmtrain.observe import read_metrics
+from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.lookup import all_runs

@@ -28,9 +28,9 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.supervise import anything_left
 from slurmtrain.supervise.end_of_attempt import finish_attempt
 from slurmtrain.supervise.platforms.slurm import SlurmJob
+from slurmtrain.supervise.requeue import over_before
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import RunFiles
 
@@ -135,7 +135,7 @@ def judged(run: RunDir, number: int, exit_code: int, *, in_place: bool = False) 
 def started(run: RunDir) -> str:
     """What a job is told to do for a run that SLURM starts: "go", "done", "end" or, with another script, "resubmit"."""
     job = SlurmJob(run, None)
-    return anything_left.look(run, job.config, job.job_id, job.client) or "go"
+    return over_before(run, job.config, job.job_id, job.client) or "go"
 
 
 @dataclass

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +72,11 @@ class Cluster:
     def nodes(self) -> tuple[str, ...]:
         return self.sandbox.nodes
 
+    @property
+    def words(self) -> list[str]:
+        """Overrides with which jobs go to this cluster."""
+        return ["+cluster=sandbox", "cluster.sandbox=null", f"cluster.slurm_conf={self.sandbox.slurm_conf}"]
+
     def env(self, **more: str) -> dict[str, str]:
         """Our environment, pointed at this cluster. SLURM_ variables of a job we may run in ourselves do not leak in."""
         mine = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
@@ -99,6 +106,10 @@ class Cluster:
         if check and done.returncode != 0:
             pytest.fail(f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
         return done
+
+    def slurmtrain(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run our command line, as `run` does."""
+        return self.run([sys.executable, "-m", "slurmtrain", *words], **options)
 
     def sbatch(self, *options: str, script: str, cwd: Path) -> str:
         """Submit the text of a bash script; the job's id."""

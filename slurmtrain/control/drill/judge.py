@@ -40,7 +40,7 @@ SHOW_HINT = (
     'log the loss, as lines {"step": 1, "loss": 2.5} in $SLURMTRAIN_RUN_DIR/metrics.jsonl, or name the checkpoints '
     "(job.checkpoints='out/checkpoint-*')"
 )
-LONGER_HINT = "give it more to do (--steps), or interrupt it earlier (--stop-at, --stop-after)"
+LONGER_HINT = "give it more to do (--steps), or interrupt it earlier (--stop-at)"
 
 
 class Result(StrEnum):

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurmtrain.choices import Backend, JobKind, SnapshotMode
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.control import stop
 from slurmtrain.control.drill.judge import Evidence, Result, Verdict, compare_runs, judge
 from slurmtrain.control.drill.ways import (
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.25  # at the runs' own files
 ASK_EVERY_S = 4.0  # SLURM, about all of them
 LEAVE_S = 20.0  # longest wait for cancelled jobs to be gone
-STOP_AFTER_S = 30.0  # the default of Plan.stop_after_s
+STOP_AFTER_S = 30.0  # after its start, a program that shows no steps is interrupted
 
 
 @dataclass(kw_only=True)
@@ -348,10 +348,10 @@ def is_due(run: ScratchRun, plan: Plan, attempt: Attempt, now: float) -> bool:
         return run.run_dir.interrupted_file.exists()
     if shown := run.shown_step:
         return shown >= plan.stop_at
-    if plan.stop_after_s is None and run.config.job.checkpoints is not None:  # its first checkpoint is still to come
+    if run.config.job.checkpoints is not None:  # its first checkpoint is still to come
         return False
     # A program that restores with our Checkpointer has loaded its libraries and its model when it is stepping.
-    return now - (attempt.stepping or attempt.started) >= (plan.stop_after_s or STOP_AFTER_S)
+    return now - (attempt.stepping or attempt.started) >= STOP_AFTER_S
 
 
 def has_done(run: ScratchRun, plan: Plan, tries: Sequence[Attempt]) -> bool:

@@ -58,7 +58,6 @@ class Plan:
     Attributes:
         steps: how far every run trains. A program that has reached this step is cancelled.
         stop_at: the step after which a run is interrupted.
-        stop_after_s: seconds after its start at which a program that shows no steps is interrupted; None: the default.
         leaving_s: seconds that a training takes to stop, besides its own.
         within_min: minutes after which the drill judges what it has.
     """
@@ -66,7 +65,6 @@ class Plan:
     ways: Sequence[Way] = tuple(Way)
     steps: int = 16
     stop_at: int = 8
-    stop_after_s: float | None = None
     leaving_s: float = 0.0
     within_min: float = 30.0
 

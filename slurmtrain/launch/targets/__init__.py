@@ -12,10 +12,19 @@ import logging
 
 from slurmtrain.choices import Backend, Target
 from slurmtrain.config.fields import merge
+from slurmtrain.config.frozen import load_frozen
+from slurmtrain.config.rules import given_fields
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import given_fields
-from slurmtrain.launch.targets import objects, skypilot
-from slurmtrain.launch.targets.pod import PodRun, check
+from slurmtrain.errors import ClusterError
+from slurmtrain.launch.job import note
+from slurmtrain.launch.submit_once import NotSubmittedError
+from slurmtrain.launch.targets import objects
+from slurmtrain.launch.targets.pod import PodRun, check, labels
+from slurmtrain.runs import ownership
+from slurmtrain.runs.attempts import all_attempts
+from slurmtrain.runs.events import Event
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system import files, kubectl
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +34,7 @@ TARGETS = {
     Target.JOBSET: objects.jobset,
     Target.TRAINJOB: objects.trainjob,
     Target.RAYJOB: objects.rayjob,
-    Target.SKYPILOT: skypilot.task,
+    Target.SKYPILOT: objects.sky_task,
 }
 # Fields that nothing in a manifest stands for: those of SLURM everywhere, and others of some targets.
 WITHOUT_EFFECT = (
@@ -81,3 +90,45 @@ def manifest(config: Config, run: PodRun, *, placeholders: bool = False) -> str:
     return "---\n".join(
         yaml.dump(each, Dumper=Dumper, sort_keys=False, default_flow_style=False, width=120) for each in found
     )
+
+
+# A run on Kubernetes: its manifest lies in its directory, and kubectl hands it over. Each submission is an object with a
+# name of its own, so one that was interrupted can be repeated: what exists stays.
+
+
+def submit(run_dir: RunDir) -> str:
+    """Create the next object of a run, and return its name.
+
+    Raises:
+        ClusterError: Kubernetes refuses it, or cannot be reached.
+        UsageError: the run belongs to somebody else.
+    """
+    ownership.require_own(run_dir)
+    config = load_frozen(run_dir.config_file, with_secrets=False)
+    run = pod_run(run_dir)
+    if run.object_name(config) in [attempt.job_id for attempt in all_attempts(run_dir)]:  # it was created by hand
+        note(run_dir, run.object_name(config))
+        run = pod_run(run_dir)
+    name = run.object_name(config)
+    if run.submission:  # the objects before it have ended
+        kubectl.delete(run_dir.manifest)
+    files.write_text(run_dir.manifest, manifest(config, run))  # the config may have been changed
+    run_dir.event(Event.SUBMITTING, token=name)
+    try:
+        kubectl.create(run_dir.manifest)
+    except ClusterError as error:
+        raise NotSubmittedError(error.message, hint=error.hint) from None
+    note(run_dir, name)
+    return name
+
+
+def pod_run(run_dir: RunDir) -> PodRun:
+    """Return what the next object of a run starts."""
+    return PodRun(run_dir.path, len(run_dir.info()["job_ids"]))
+
+
+def stop_pods(run_dir: RunDir, config: Config) -> None:
+    """Let all pods of a run stop, after which their object starts new ones. Raises as `submit`."""
+    own = labels(config, pod_run(run_dir))
+    selector = ",".join(f"{name}={own[name]}" for name in ("slurmtrain/name", "slurmtrain/run"))
+    kubectl.delete_pods(selector, config.cluster.pods.namespace)

@@ -14,7 +14,8 @@ from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources.protocol import inspect_source
 from slurmtrain.errors import ConfigError
-from slurmtrain.observe import TensorBoardLog, read_metrics
+from slurmtrain.observe.metrics import read_metrics
+from slurmtrain.observe.reporter import TensorBoardLog
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
 from slurmtrain.runtime.distributed_context import DistributedContext

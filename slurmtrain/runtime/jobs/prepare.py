@@ -21,8 +21,7 @@ from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import EXIT_REQUEUE
 from slurmtrain.observe.metrics import MetricsLog
-from slurmtrain.observe.prepare_progress import Preparing
-from slurmtrain.observe.progress import LINE_EVERY_S, format_count
+from slurmtrain.observe.progress import LINE_EVERY_S, Preparing, format_count
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.reasons import LastWord
@@ -75,7 +74,6 @@ def run_prepare(
         manifest = finish(plan, config.prepare.max_bad_share)
         log.info(summary(plan, manifest))
         context.attempt_dir.prepared_file.touch()
-    progress.close()
     if not finished:
         context.attempt_dir.stopping_file.touch()
     if stop_watcher is not None and stop_flag.requested:

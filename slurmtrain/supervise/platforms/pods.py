@@ -45,7 +45,7 @@ from slurmtrain.slurm.environment import (
     own_node_name,
 )
 from slurmtrain.supervise.loop import supervise
-from slurmtrain.supervise.platforms.local_ranks import LocalRanks, Place
+from slurmtrain.supervise.platforms.local import LocalRanks, Place
 from slurmtrain.system import kubectl
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.patience import may_pass
@@ -200,7 +200,7 @@ class FirstPod:
         os.environ[RESTART_VARIABLE] = str(tries.count(own_job_id()))
         last = _last_attempt(run_dir)
         if last is not None and last.reason is None:  # whoever was to judge it is gone
-            from slurmtrain.supervise.abandoned import close_abandoned
+            from slurmtrain.supervise.end_of_attempt import close_abandoned
             from slurmtrain.supervise.hooks import run_hook_of
 
             closed = close_abandoned(run_dir, last.number + 1, self.config, None)

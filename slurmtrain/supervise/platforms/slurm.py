@@ -51,11 +51,8 @@ class SlurmJob:
         self.client = SlurmClient()
         self._run_dir, self._submitted, self._sharing = run_dir, submitted, sharing
         self.job_id = own_job_id() or ""
-        self._read_config()
         self._starts = 0
         self._staged: dict[str, str] = {}
-
-    def _read_config(self) -> None:
         self.config = load_frozen(self._run_dir.config_file, with_secrets=False)
         self.can_start_again = self.config.requeue.starts_in_place
         self._cluster = self.config.cluster
@@ -67,9 +64,9 @@ class SlurmJob:
         first = not (self._run_dir.attempt_numbers() or own_restart_count() or self._run_dir.request_file.exists())
         if first or (self.config.requeue.mode == RequeueMode.OFF and self._sharing == 1):
             return None
-        from slurmtrain.supervise import anything_left
+        from slurmtrain.supervise.requeue import over_before
 
-        over = anything_left.look(self._run_dir, self.config, self.job_id, self.client)
+        over = over_before(self._run_dir, self.config, self.job_id, self.client)
         # Not 0 after another end, which would start jobs that wait for the success of this run.
         return {Verdict.DONE: 0, Verdict.END: 1}.get(over) if over is not None else None
 

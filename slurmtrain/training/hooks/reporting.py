@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from slurmtrain.config.schema import Config, TrainConfig
-from slurmtrain.observe import Reporter
 from slurmtrain.observe.logger import Ending
 from slurmtrain.observe.logger_thread import LoggerThreads
 from slurmtrain.observe.phases import Phase, PhaseTimes, Window
+from slurmtrain.observe.reporter import Reporter
 from slurmtrain.planner.gpus import Peak
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.training.hooks.base import TrainingHook

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.headers import Contents, FileContents, HeaderReader
-from slurmtrain.checkpoint.format.manifest import Box, share
+from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.restore.reader import spans_of
 from tests.support.checkpoint_files import part_of, write_files
 
@@ -126,16 +126,6 @@ def test_a_box_outside_of_its_tensor_is_refused(folder: Path) -> None:
     manifest = write_files(folder, [[("t", Box((2, 0), (3, 2)), torch.zeros(3, 2))]], {"t": tensor})
     with pytest.raises(CheckpointError, match="a piece lies outside of its tensor"):
         HeaderReader(folder, manifest).read(sorted(manifest.files))
-
-
-def test_small_tensors_are_spread_over_all_holders() -> None:
-    for holders in range(2, 10):
-        counts = [0] * holders
-        for number in range(200 * holders):
-            written = [share(Box.whole((16,)), 4, f"layers.{number}.norm", index, holders) for index in range(holders)]
-            (owner,) = (index for index, part in enumerate(written) if part is not None)
-            counts[owner] += 1
-        assert min(counts) > 100 and max(counts) < 300
 
 
 # ------------------------------------------------------------------------------------------------------------ way back

@@ -15,18 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore import reader
-from slurmtrain.checkpoint.restore.reader import Need, share_out
-from slurmtrain.checkpoint.save.staging import Staging
 from tests.support.descriptors import open_below
 
 BLOCK, PIECE = 4096, 1000  # a piece does not divide the block
@@ -170,59 +165,3 @@ def test_after_a_failed_save_no_thread_writes_into_somebody_else_s_file(
     assert others and [Path(other.name).read_bytes() for other in others] == [b""] * len(others)
     for other in others:
         other.close()
-
-
-def test_moments_are_read_straight_into_their_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffer holds the parameters, which are live, and not the optimiser's state, which is twice as much."""
-    (model, optimizer), (fresh, fresh_optimizer) = trained(2), trained(0)
-    with closing(Checkpointer(tmp_path)) as checkpointer:
-        checkpointer.save(1, model=model, optimizer=optimizer).result()
-    parameters = sum(parameter.nbytes for parameter in model.parameters())
-    asked: list[int] = []
-    borrow = Staging.borrow
-
-    def noted(staging: Staging, size: int) -> memoryview:
-        asked.append(size)
-        return borrow(staging, size)
-
-    monkeypatch.setattr(Staging, "borrow", noted)
-    restore(tmp_path, fresh, optimizer=fresh_optimizer)
-    assert parameters < asked[0] < 1.5 * parameters
-    for before, after in zip(optimizer.state.values(), fresh_optimizer.state.values(), strict=True):
-        assert all(torch.equal(before[field], after[field]) for field in before)
-    assert_equal(fresh, model)
-
-
-def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(steps):
-        model(torch.randn(4, 64)).sum().backward()
-        optimizer.step()
-    return model, optimizer
-
-
-# Who reads which block, when several ranks restore.
-
-needs = st.lists(
-    st.dictionaries(
-        st.sampled_from(["a", "b"]),
-        st.dictionaries(st.integers(0, 9), st.integers(1, BLOCK_BYTES), min_size=1),
-        max_size=2,
-    ),
-    min_size=1,
-    max_size=6,
-)
-
-
-@given(needs)
-def test_each_block_is_read_once_by_one_that_needs_much_of_it(needs: list[Need]) -> None:
-    wanted = {(file, number) for need in needs for file, numbers in need.items() for number in numbers}
-    read = []
-    for rank, need in enumerate(needs):
-        for file, numbers in share_out(needs, rank).items():
-            for number in numbers:
-                most = max(other.get(file, {}).get(number, 0) for other in needs)
-                assert 2 * need[file][number] > most
-                read.append((file, number))
-    assert sorted(read) == sorted(wanted)

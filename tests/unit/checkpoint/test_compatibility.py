@@ -192,18 +192,6 @@ def test_a_parameter_in_another_group_is_refused(tmp_path: Path) -> None:
         quiet(tmp_path).restore(model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
-# -------------------------------------------------------------------------------------------------------------- shapes
-
-
-def test_other_shapes_keep_their_initial_values_when_allowed(tmp_path: Path) -> None:
-    """With the optimiser's state of such a parameter: training must go on."""
-    before = saved(tmp_path, Model("a"))
-    model = Model("a", wide=5)
-    initial = values(model)
-    allowed(tmp_path, model, "shapes")
-    assert_equal(values(model), {**before, "layers.a.weight": initial["layers.a.weight"]})
-
-
 # -------------------------------------------------------------------------------------------------------------- dtypes
 
 

@@ -125,12 +125,6 @@ def change(store: Mirror, what: str, by: Callable[[bytes], bytes]) -> None:
     files.pipe_file(at(store, what), by(before))
 
 
-def put_manifest(store: Mirror, name: str, texts: tuple[bytes, str]) -> None:
-    """Make a copy of nothing but manifest.json and COMPLETE."""
-    change(store, f"{name}/manifest.json", lambda _: texts[0])
-    change(store, f"{name}/COMPLETE", lambda _: f"{texts[1]}\n".encode())
-
-
 def flipped(data: bytes) -> bytes:
     return bytes([data[0] ^ 1]) + data[1:]
 
@@ -232,9 +226,10 @@ def test_what_else_lies_there_is_neither_read_nor_removed(store: Mirror, directo
 
 
 def test_a_copy_under_anothers_name_is_refused(store: Mirror, directory: Path) -> None:
-    texts = read_manifest_bytes(checkpoint(directory, 1))
-    for other in (f"checkpoint_0000002.1-{texts[1][:8]}", f"checkpoint_0000001.1-{'0' * 8}"):
-        put_manifest(store, other, texts)
+    text, digest = read_manifest_bytes(checkpoint(directory, 1))
+    for other in (f"checkpoint_0000002.1-{digest[:8]}", f"checkpoint_0000001.1-{'0' * 8}"):
+        change(store, f"{other}/manifest.json", lambda _: text)
+        change(store, f"{other}/COMPLETE", lambda _: f"{digest}\n".encode())
         with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
             store.manifest(other)
 

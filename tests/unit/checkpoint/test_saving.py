@@ -32,7 +32,6 @@ from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save.job import PendingSave, SaveResult
 from slurmtrain.checkpoint.save.plan import make_plan
 from slurmtrain.checkpoint.save.staging import Staging, fingerprint
-from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.checkpoint.tensors import bytes_are_finite
@@ -486,24 +485,6 @@ def test_who_is_told_has_recorded_the_save_before_anybody_may_leave_because_of_i
     saved = pending.result(PATIENCE_S)
     assert recorded == [saved]
     assert run.save(2).result(PATIENCE_S).step == 2, "an error of who is told ends nothing"
-
-
-def test_a_checkpoint_that_is_held_for_somebody_stays(training: Make) -> None:
-    made = training(keep=Keep(last=2))
-    made.save(1).wait()
-    retention.hold(made.directory, 1, "evaluation")
-    for step in (2, 3, 4):
-        made.save(step).wait()
-    made.checkpointer.close()  # which finishes cleaning up, too
-    assert [step_of(path) for path in committed(made.directory)] == [1, 3, 4]
-
-
-def test_a_second_checkpointer_of_the_same_life_is_refused(tmp_path: Path) -> None:
-    first = Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
-    with pytest.raises(CheckpointError, match="already has a Checkpointer in this process"):
-        Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
-    first.close()
-    Checkpointer(tmp_path, incarnation=Incarnation(3, "attempt 3"))
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(training: Make) -> None:

@@ -27,10 +27,6 @@ def before_load(module: nn.Module, hook: Callable[..., None]) -> None:
     module.register_load_state_dict_pre_hook(hook)
 
 
-def after_load(module: nn.Module, hook: Callable[..., None]) -> None:
-    module.register_load_state_dict_post_hook(hook)
-
-
 class Hooked(nn.Linear):
     """A matrix, with hooks on what its state_dict gives and on what it takes back."""
 
@@ -92,7 +88,7 @@ class Derived(nn.Linear):
         self.seeds: Tensor
         self.register_buffer("seeds", torch.rand(3))
         self.table = torch.outer(self.seeds, self.seeds)
-        after_load(self, renew_table)
+        self.register_load_state_dict_post_hook(renew_table)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + x @ self.table
@@ -264,29 +260,6 @@ class Lookahead(torch.optim.Optimizer):
         self.count = state["count"]
 
 
-class Wrapper(torch.optim.Optimizer):
-    """Shows another optimiser's groups and state as its own, as Accelerate's does."""
-
-    def __init__(self, params: Parameters):
-        self.optimizer = torch.optim.AdamW(params, lr=0.01)
-
-    param_groups = property(lambda self: self.optimizer.param_groups)
-    state = property(lambda self: self.optimizer.state)
-    defaults = property(lambda self: self.optimizer.defaults)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        self.optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.optimizer.load_state_dict(state)
-
-
 OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "AdamW, its rate a tensor": lambda params: torch.optim.AdamW(
         params, lr=torch.tensor(0.01), amsgrad=True, foreach=False
@@ -298,7 +271,6 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.01, max_iter=2),
     "lists, numbers, dots": lambda params: Lists(params, lr=0.01),
     "Lookahead": Lookahead,
-    "Wrapper": Wrapper,
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.observe import MetricsLog
+from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.report import prune
 from slurmtrain.report.compare import divergences
 from slurmtrain.runs.events import Event

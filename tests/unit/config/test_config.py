@@ -20,8 +20,8 @@ from slurmtrain.config.evaluation import preflight_config
 from slurmtrain.config.folders import config_groups
 from slurmtrain.config.frozen import config_hash, freeze, load_frozen, to_config, to_values
 from slurmtrain.config.parallel_dims import parallel_dims_of
+from slurmtrain.config.rules import SBATCH_OPTIONS, validate
 from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
-from slurmtrain.config.validate import SBATCH_OPTIONS, validate
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, why_not_built
 from slurmtrain.launch.script import JobPaths, explained_directives
 

@@ -22,8 +22,8 @@ from slurmtrain.config.parallel_dims import (
     parallel_dims_of,
     usable_sizes,
 )
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 from slurmtrain.planner.fit import check_fits
 from slurmtrain.runs.run_dir import RunDir

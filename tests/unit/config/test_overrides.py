@@ -13,8 +13,8 @@ import yaml
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, parse
 from slurmtrain.config.fields import plain
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import EXIT_CONFIG, ConfigError, UsageError
 from tests.support.runs import printed
 

@@ -11,7 +11,7 @@ import pytest
 from slurmtrain.cli.arguments import find_verb, parse
 from slurmtrain.config.compose import compose
 from slurmtrain.config.folders import shipped
-from slurmtrain.config.validate import validate
+from slurmtrain.config.rules import validate
 from slurmtrain.launch.script import dry_run
 from slurmtrain.planner.fit import ROOM, check_fits, memory_of
 from slurmtrain.planner.memory import GIB, in_gb

@@ -16,7 +16,7 @@ from slurmtrain.checkpoint.difference import TensorDifference
 from slurmtrain.choices import RequeueMode
 from slurmtrain.cli.drill import exit_code
 from slurmtrain.config.compose import compose
-from slurmtrain.config.validate import validate
+from slurmtrain.config.rules import validate
 from slurmtrain.control.drill.judge import (
     Comparison,
     Divergence,
@@ -349,7 +349,6 @@ def test_a_tensor_that_differs_is_named_with_how_much() -> None:
             1000.0,
             False,
         ),  # one is still to come
-        (None, ["job.checkpoints='out/step-*'"], Plan(stop_after_s=5.0), Attempt(1, started=100.0), 105.0, True),
     ],
 )
 def test_a_program_is_interrupted_at_its_step_or_by_the_clock_if_it_shows_none(

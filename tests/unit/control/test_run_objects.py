@@ -30,7 +30,7 @@ from slurmtrain.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from slurmtrain.observe import MetricsLog
+from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.report.status import look
 from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.reasons import Reason

@@ -444,16 +444,6 @@ def test_stopped_and_resumed_with_any_ranks_and_micro_batches_the_hash_and_each_
     assert times.min() == total * batch // n and times.max() == -(-total * batch // n)
 
 
-@settings(max_examples=8, deadline=None)
-@given(data=st.data(), n=st.integers(20, 60))
-def test_so_it_is_with_workers(data: st.DataObject, n: int) -> None:
-    stretch = st.tuples(st.integers(1, 4), st.sampled_from([(1, 2), (2, 1), (2, 4)]), st.integers(0, 2))
-    plan = [
-        (steps, *layout, workers) for steps, layout, workers in data.draw(st.lists(stretch, min_size=1, max_size=3))
-    ]
-    assert run(n, plan, 8) == run(n, [(sum(stretch[0] for stretch in plan), 1, 8, 0)], 8)
-
-
 def test_another_order_sample_or_data_set_gives_another_hash() -> None:
     plan = [(3, 1, 4, 0)]
     hashes = [

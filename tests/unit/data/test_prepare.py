@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -38,7 +39,7 @@ from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on,
 from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
-from slurmtrain.observe.prepare_progress import Preparing
+from slurmtrain.observe.progress import Preparing
 from slurmtrain.runtime.jobs.prepare import workers_of
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
@@ -101,11 +102,6 @@ def records_of(path: Path) -> list[tuple[int, Any]]:
     return list(reading.records_of(InputPiece(source, 0, source.size), "text"))
 
 
-def as_bytes(documents: Sequence[str]) -> list[tuple[list[int], int]]:
-    """What documents_of gives for these, prepared as bytes."""
-    return [([*text.encode(), 0], len(text.encode())) for text in documents]
-
-
 # What comes out.
 
 
@@ -114,7 +110,8 @@ def test_every_document_of_every_format_is_there_once_and_in_order(unit_mb: floa
     documents = write_all_formats(tmp_path / "raw")
     manifest = prepare(tmp_path / "raw", tmp_path / "out", unit_mb=unit_mb)
     assert manifest is not None and manifest == read_manifest(tmp_path / "out")
-    assert list(documents_of(tmp_path / "out")) == as_bytes(documents)
+    expected = [([*text.encode(), 0], len(text.encode())) for text in documents]
+    assert list(documents_of(tmp_path / "out")) == expected
     assert sum(source.records for source in manifest.sources) == len(documents)
     assert [source.name for source in manifest.sources][-2:] == ["e/e.parquet", "f/"]
     assert len(manifest.splits["train"].shards) > {1.0: 0, 0.004: 8, 0.0005: 60}[unit_mb]
@@ -349,20 +346,17 @@ BAD = {
 }
 
 
-def lines_with_bad_ones() -> bytes:
-    """Lines 1 to 40: bad ones, a blank one (3), one without text (4); the others say their number."""
-    good = {number: json.dumps({"text": f"line {number}"}) for number in range(1, 41)}
-    lines = {**good, 3: "", 4: '{"text": ""}', **{number: line for number, (line, _) in BAD.items()}}
-    return "".join(f"{lines[number]}\n" for number in range(1, 41)).encode(errors="surrogateescape")
-
-
 def test_bad_records_are_listed_with_their_lines_and_fail_the_job_past_the_share(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw, output = tmp_path / "raw", tmp_path / "out"
     raw.mkdir()
     (raw / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json_lines(["after a byte order mark"]))
-    (raw / "b.jsonl").write_bytes(lines_with_bad_ones())
+    # Lines 1 to 40: bad ones, a blank one (3), one without text (4); the others say their number.
+    lines = [json.dumps({"text": f"line {number}"}) for number in range(1, 41)]
+    for number, line in {3: "", 4: '{"text": ""}', **{number: line for number, (line, _) in BAD.items()}}.items():
+        lines[number - 1] = line
+    (raw / "b.jsonl").write_bytes("\n".join([*lines, ""]).encode(errors="surrogateescape"))
     plan = plan_of(raw, output, unit_mb=0.0001)
     assert len(plan.units) > 20  # most lines stand in a unit that began in the middle of the file
     do_units(plan)
@@ -532,12 +526,9 @@ def test_another_data_set_in_the_same_output_is_refused_by_what_differs(tmp_path
     first, second = (write_tokenizer(tmp_path / f"{name}.json") for name in ("one", "two"))
     second.write_text(second.read_text() + "\n")
     prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(first), eos="none")
-    digests = [load_tokenizer_digest(path) for path in (first, second)]
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (first, second)]
     changes: list[tuple[dict[str, Any], str]] = [
-        (
-            {"tokenizer": str(second), "eos": "none"},
-            f"its sha256 was {digests[0]}, now {digests[1]}",
-        ),
+        ({"tokenizer": str(second), "eos": "none"}, f"its sha256 was {digests[0]}, now {digests[1]}"),
         ({"tokenizer": str(first), "eos": "none", "unit_mb": 2.0}, "prepare.unit_mb was 128.0, now 2.0"),
         ({"tokenizer": str(first), "eos": "none", "text_field": "x"}, "prepare.text_field was text, now x"),
     ]
@@ -547,10 +538,6 @@ def test_another_data_set_in_the_same_output_is_refused_by_what_differs(tmp_path
         assert differs in refused.value.message
     with pytest.raises(ConfigError, match=r"the input b.txt is new"):
         plan_of([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out")
-
-
-def load_tokenizer_digest(path: Path) -> str:
-    return str(load_tokenizer(TokenizerChoice(str(path), eos="none"))[0].facts.sha256)
 
 
 # The verb.

@@ -25,7 +25,6 @@ from slurmtrain.data.format.manifest import Manifest, Shard, Split, TokenizerFac
 from slurmtrain.data.format.packing import best_fit_rows
 from slurmtrain.data.format.tokens import DocumentTokens
 from slurmtrain.data.loading.batches import concatenate, padded
-from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.data.sources.mixture import Mixture
 from slurmtrain.data.sources.prepared import PreparedText
 from slurmtrain.errors import ConfigError, DataError
@@ -343,18 +342,6 @@ def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
     assert len(open_below(tmp_path)) == reading.OPEN_FILES
     reading._opened.cache_clear()
     assert open_below(tmp_path) == []
-
-
-def test_workers_read_what_this_process_reads(data: Path) -> None:
-    train = PreparedText(str(data), 4, packing="best_fit").train
-    train[0]  # its descriptors are there when the workers are forked
-    batches = []
-    for workers in (0, 2):
-        loader = BatchLoader(train, seed=3, global_batch_size=8, micro_batch_size=4, num_workers=workers)
-        batches.append([batch for _ in range(6) for batch in next(loader).micro_batches])
-        loader.close()
-    for here, there in zip(*batches, strict=True):
-        assert all(torch.equal(here[name], there[name]) for name in here) and here.keys() == there.keys()
 
 
 def test_the_index_is_made_once_by_one_of_many(data: Path, capfd: pytest.CaptureFixture[str]) -> None:

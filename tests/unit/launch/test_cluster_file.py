@@ -12,8 +12,8 @@ import yaml
 from msgspec.structs import replace
 
 from slurmtrain.config.compose import compose
+from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.config.validate import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.cluster_file import WIDTH, ClusterFile, describe
 from slurmtrain.launch.queue_check import check_request
@@ -59,7 +59,7 @@ def test_the_file_of_every_recorded_partition_makes_a_config_whose_job_the_clust
         config = compose([f"cluster={file.name}"])
         validate(config)
         assert yaml.safe_load(file.text()) == file.values
-        assert [each for each in check_request(facts, config.cluster) if each.fatal] == []
+        assert not any(fatal for _, fatal in check_request(facts, config.cluster))
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
@@ -117,7 +117,7 @@ def test_a_qos_that_the_partition_denies_is_not_left_to_be_the_default() -> None
     denying = tuple(replace(each, allowed_qos=None, denied_qos=("Normal",)) for each in facts.partitions)
     file = describe(replace(facts, partitions=denying), account="physics")
     assert file.values["qos"] == "debug"
-    assert "of yours, the partition takes debug, high (AllowQos, DenyQos)" in file.text()
+    assert "of yours, the partition takes debug and high (AllowQos, DenyQos)" in file.text()
 
 
 def test_a_time_limit_of_a_minute_leaves_no_time_for_a_warning() -> None:

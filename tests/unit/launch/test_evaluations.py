@@ -16,7 +16,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.evaluation import evaluation_config
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.overrides import normalise
-from slurmtrain.config.validate import validate
+from slurmtrain.config.rules import validate
 from slurmtrain.launch.evaluations import submit_due
 from slurmtrain.report.collect import Point, metrics_of, table_of
 from slurmtrain.report.compare import compare

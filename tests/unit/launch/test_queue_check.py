@@ -119,7 +119,7 @@ def test_what_may_start_is_submitted_with_a_warning_where_it_may_wait(
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_what_every_cluster_has_a_small_job_may_have(name: str) -> None:
-    assert [each for each in check_request(facts_of(name), ClusterConfig(time_limit_min=5)) if each.fatal] == []
+    assert not any(fatal for _, fatal in check_request(facts_of(name), ClusterConfig(time_limit_min=5)))
 
 
 def test_what_the_shell_says_counts_where_the_config_says_nothing(
@@ -171,6 +171,6 @@ def test_a_job_above_a_limit_of_accounting_is_queued_with_a_warning(
 
 def test_a_time_limit_above_that_of_an_account_or_a_qos_is_refused() -> None:
     facts = facts_of("alpha_22_05")
-    (found,) = check_request(facts, ClusterConfig(time_limit_min=1441))
-    assert found.fatal and "account biology allows, 1440" in found.message and "time_limit_min=1440" in found.hint
+    ((error, fatal),) = check_request(facts, ClusterConfig(time_limit_min=1441))
+    assert fatal and "account biology allows, 1440" in str(error) and "time_limit_min=1440" in str(error)
     assert check_request(facts, ClusterConfig(time_limit_min=1440)) == []

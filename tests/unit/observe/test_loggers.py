@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from slurmtrain.choices import WandbMode
-from slurmtrain.observe import Ending, Held, LoggedRun, Logger, MetricsLog, logger_thread
+from slurmtrain.observe import Ending, Held, LoggedRun, Logger, logger_thread
 from slurmtrain.observe.logger_thread import LoggerThread, numbers_of, read_records
+from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.observe.mlflow_logger import shown
 from slurmtrain.observe.textfile import TextFileLogger, render
 from slurmtrain.observe.wandb_logger import why_offline

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.observe import MetricsLog, TensorBoardLog, Throughput, read_metrics
+from slurmtrain.observe.metrics import MetricsLog, read_metrics
+from slurmtrain.observe.reporter import TensorBoardLog
+from slurmtrain.observe.throughput import Throughput
 
 
 def write_steps(path: Path, first: int, last: int, resume_step: int) -> None:

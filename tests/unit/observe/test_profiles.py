@@ -1,4 +1,4 @@
-"""RUN/profile: what it may say, that it is taken once, and that nothing of it ends a training."""
+"""RUN/profile: that it is taken once, and that nothing of it ends a training."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 
 from slurmtrain.config.fields import profiled_steps
 from slurmtrain.errors import ConfigError
-from slurmtrain.observe.profiler import StepProfiler
-from slurmtrain.observe.profiling import ProfileSwitch, Profiling
+from slurmtrain.observe.profiling import ProfileSwitch, Profiling, StepProfiler
 from slurmtrain.runs.run_dir import RunDir
 
 T = TypeVar("T")
@@ -26,18 +25,20 @@ def run(tmp_path: Path) -> RunDir:
 
 
 class OneRank:
-    rank = 0
+    rank, size = 0, 1
 
     def on_rank_0(self, work: Callable[[], T]) -> T:
         return work()
 
 
-@pytest.mark.parametrize(("text", "steps"), [("", 3), ("5\n", 5), ("100", 100)])
-def test_the_file_may_say_how_many_steps(text: str, steps: int, run: RunDir) -> None:
-    run.profile_switch.write_text(text)
+def test_a_touch_asks_once_and_says_who_asked(run: RunDir) -> None:
     switch = ProfileSwitch(run)
-    switch.look()
-    assert switch.take() == steps and switch.steps is None and not run.profile_switch.exists()
+    for touch, asked in ((False, False), (True, True), (False, True)):
+        if touch:
+            run.profile_switch.touch()
+        switch.look()
+        assert switch.asked is asked and not run.profile_switch.exists()
+    assert [event["event"] for event in run.events()] == ["profile file found"]
 
 
 def test_the_steps_of_the_config_are_a_range() -> None:
@@ -47,24 +48,11 @@ def test_the_steps_of_the_config_are_a_range() -> None:
             profiled_steps(wrong)
 
 
-@pytest.mark.parametrize("make", ["link", "folder", "large", "0", "101", "²", "steps=5"])
-def test_a_file_that_cannot_be_read_is_removed_and_the_run_goes_on(
-    make: str, run: RunDir, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = run.profile_switch
-    if make == "link":
-        path.symlink_to("/etc/passwd")
-    elif make == "folder":
-        path.mkdir()
-    elif make == "large":
-        path.write_bytes(bytes(1 << 20))
-    else:
-        path.write_text(make)
-    switch = ProfileSwitch(run)
-    for _ in range(4):
-        switch.look()
-    assert switch.steps is None and not path.exists() and not path.is_symlink()
-    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("no profile: ")
+def test_ranks_that_are_not_there_write_no_profile(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    profiling = Profiling(run, OneRank(), [1, 8], on_gpu=False)
+    profiling.begin(10, steps=3)
+    assert not profiling.active and not run.profiles.exists()
+    assert "observe.profile_ranks=[1, 8], and there are 1 ranks" in caplog.text
 
 
 def test_a_profile_that_cannot_begin_ends_nothing(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,11 +8,6 @@ import pytest
 from slurmtrain.observe.progress import LINE_EVERY_S, ProgressLine, format_count, format_duration
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -27,7 +22,6 @@ def test_a_log_file_gets_plain_lines_now_and_then() -> None:
     for step in range(101, 401):
         clock.now += 1.0
         bar.update(step, loss=2.314, lr=3e-4, tokens_per_s=12345)
-    bar.close()
     began, *lines = stream.getvalue().splitlines()
     assert began == "step 100/400  waiting for the first step"
     assert lines[0] == "step 101/400  loss 2.314  lr 3.0e-4  12.3k tok/s  eta 4:59"
@@ -41,21 +35,6 @@ def test_messages_in_a_log_file_are_lines_of_their_own() -> None:
     bar = ProgressLine(10, stream=stream)
     bar.message("checkpoint at step 5 [green]committed")
     assert stream.getvalue().splitlines()[1:] == ["checkpoint at step 5 [green]committed"]
-
-
-def test_a_terminal_gets_a_bar_and_messages_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    stream, clock = Terminal(), Clock()
-    bar = ProgressLine(400, 100, stream=stream, clock=clock)
-    clock.now = 10.0
-    bar.update(200, loss=2.314, tokens_per_s=12345)
-    bar.message("checkpoint at step 200 [committed]")
-    bar.close()
-    drawn = stream.getvalue()
-    assert "200/400" in drawn and "loss 2.314  12.3k tok/s  eta 0:20" in drawn
-    assert "checkpoint at step 200 [committed]\n" in drawn
-    assert drawn.rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
 def test_other_metrics_and_broken_values_are_shown_too() -> None:

@@ -56,15 +56,11 @@ def test_a_class_that_the_model_does_not_have_is_refused() -> None:
 # The stages of a pipeline, whose module takes a second to import: not every process that collects this file does.
 
 
-def pipelined(*, tied: bool) -> Decoder:
-    return Decoder(vocab_size=16, dim=8, n_layers=4, n_heads=2, max_seq_len=8, tie_embeddings=tied)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_stages_of_a_decoder_have_all_of_it_and_share_a_tied_embedding_alone(tied: bool) -> None:
     from slurmtrain.parallel.pipeline import part, shared_by_ends
 
-    model = pipelined(tied=tied)
+    model = Decoder(vocab_size=16, dim=8, n_layers=4, n_heads=2, max_seq_len=8, tie_embeddings=tied)
     stages = [[name for name, _ in part(model, [number], 4).named_parameters()] for number in range(4)]
     held = [name for stage in stages for name in stage]
     assert set(held) == {name for name, _ in model.named_parameters()}

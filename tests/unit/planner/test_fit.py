@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
-from slurmtrain.config.validate import validate
+from slurmtrain.config.rules import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.parallel.pipeline import Pipeline, stage_numbers
 from slurmtrain.planner.fit import check_fits, in_flight, memory_of

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from slurmtrain.config.compose import compose
-from slurmtrain.config.validate import validate
+from slurmtrain.config.rules import validate
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.checks import memory_by_dry_run
 from slurmtrain.planner.fit import ROOM, check_fits

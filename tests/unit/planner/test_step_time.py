@@ -6,7 +6,7 @@ import pytest
 
 from slurmtrain.config.compose import compose
 from slurmtrain.config.folders import PACKAGE
-from slurmtrain.config.validate import validate
+from slurmtrain.config.rules import validate
 from slurmtrain.planner.hardware import UNCOMPILED, hardware_of
 from slurmtrain.planner.step_time import SLOWED, StepTime, step_time
 

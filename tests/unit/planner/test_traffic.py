@@ -8,7 +8,7 @@ import pytest
 
 from slurmtrain.choices import PpSchedule
 from slurmtrain.config.compose import compose
-from slurmtrain.config.validate import validate
+from slurmtrain.config.rules import validate
 from slurmtrain.planner.hardware import Hardware
 from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.traffic import (

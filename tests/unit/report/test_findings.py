@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.choices import FindingKind
-from slurmtrain.cli.preflight import print_record
+from slurmtrain.cli.other_jobs import print_record
 from slurmtrain.report.facts import read_preflight
 from slurmtrain.runtime.preflight.check import record_of
 from slurmtrain.runtime.preflight.compare import Gathered

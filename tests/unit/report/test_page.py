@@ -425,7 +425,6 @@ def test_tab_completes_runs_and_sweeps_after_report(runs: Path, cli: Cli) -> Non
         (["report", "nobody"], "no run's id begins with 'nobody'"),
         (["report", "last", "--port", "8000"], "--port needs --serve"),
         (["report", "last", "--serve", "--port", "80"], "a port from 1024 to 65535"),
-        (["report", "last", "--serve", "--every", "0"], "--every: '0' is not a number of at least 1"),
         (["report", "last", "--serve", "--out", "x.html"], "--serve does not write files"),
         (["report", "last", "--metric", "loss"], "--metric and --mode are for a sweep"),
         (["report", "last", "--out", "."], "is a folder"),

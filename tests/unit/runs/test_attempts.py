@@ -16,7 +16,7 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.config.schema import Config
 from slurmtrain.runs.attempts import Attempt, stalled_numbers
-from slurmtrain.supervise.abandoned import close_abandoned
+from slurmtrain.supervise.end_of_attempt import close_abandoned
 from slurmtrain.system import files, records
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import RUN_ID, Job, failure, no_waiting, shown

@@ -56,10 +56,6 @@ def write_run(path: Path, **facts: object) -> None:
     (path / "job.sbatch").write_text("#!/bin/bash\n")
 
 
-def write_info(run: RunDir) -> None:
-    run.info_file.write_text(json.dumps({**INFO, "id": run.id}))
-
-
 @pytest.fixture
 def shared(tmp_path: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch, project: Path) -> Path:
     """A folder of runs that everybody can read and write, in which the verbs look."""
@@ -431,7 +427,7 @@ def test_in_a_teams_folder_each_adds_runs_reads_what_is_shared_and_changes_what_
     team: Path, stranger: Stranger, asked: Asked
 ) -> None:
     own = create_run_dir(team, "llama")
-    write_info(own)
+    write_json(own.info_file, {**INFO, "id": own.id})
     theirs = team / f"llama-{stranger.name}" / "20990101-000000-000aa"
 
     def add_and_share() -> None:

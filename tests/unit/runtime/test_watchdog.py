@@ -20,7 +20,7 @@ from slurmtrain.hangs.evidence import Collective
 from slurmtrain.hangs.judge import Report, find_culprits
 from slurmtrain.observe.phases import Phase, PhaseClock
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.supervise import alone
+from slurmtrain.supervise import loop
 from slurmtrain.system import activity, process, redaction
 from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
 
@@ -305,17 +305,17 @@ def test_the_page_shows_first_the_stacks_of_the_rank_that_did_not_come_and_what_
 
 
 def test_a_rank_that_is_alone_and_has_ended_or_beats_is_not_killed(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(alone, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(loop, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(judge, "ALONE_MARGIN_S", 0.05)
     directory, program = AttemptDir(tmp_path), [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(program, stdin=subprocess.PIPE) as rank:
         known = beat(0, pid=rank.pid, born=process.born(rank.pid), idle_s=0.0, limit_s=0.0)
         for each in (replace(known, limit_s=1e9), replace(known, born="1")):
-            with alone.watched(directory):
+            with loop.watched(directory):
                 directory.heartbeat_file.write_bytes(msgspec.json.encode(each))
                 threading.Event().wait(0.5)
         assert rank.poll() is None and not directory.hang_page.exists()
-        with alone.watched(directory):
+        with loop.watched(directory):
             directory.heartbeat_file.write_bytes(msgspec.json.encode(known))
             assert rank.wait(20) == -signal.SIGKILL
     assert "rank 0 on n0 is in a call that holds" in directory.hang_page.read_text()

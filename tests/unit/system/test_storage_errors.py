@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
+from slurmtrain.errors import UnavailableRecordError
 from slurmtrain.runs import run_dir as run_dir_module
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import patience, records
 from slurmtrain.system.files import read_json, write_json
-from slurmtrain.system.patience import Patience, patiently
+from slurmtrain.system.patience import patiently
 
 
 def failing(number: int) -> Any:
@@ -67,13 +67,6 @@ def test_attempts_that_cannot_be_listed_are_an_os_error(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "scandir", failing(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
         RunDir(tmp_path).attempt_numbers()
-
-
-def test_what_no_waiting_mends_is_none(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("target")
-    with pytest.raises(UnreadableRecordError, match="is a link") as caught:
-        read_json(tmp_path / "link")
-    assert not isinstance(caught.value, OSError)
 
 
 @pytest.mark.parametrize("function", ["pread", "write", "open"])
@@ -165,12 +158,3 @@ def test_only_errors_that_may_pass_are_waited_for(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(OSError):
             patiently(storage.read, patience.RESTORE)
         assert storage.asked == 1
-
-
-def test_a_file_that_another_node_has_written_may_be_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = Storage(monkeypatch, errno.ENOENT, errno.ENOENT)
-    assert patiently(storage.read, Patience((0.1,), within_s=60.0), late=tmp_path / "late") == "content"
-    storage = Storage(monkeypatch, *[errno.ENOENT] * 100)
-    with pytest.raises(FileNotFoundError):
-        patiently(storage.read, patience.RESTORE, late=tmp_path / "late", late_s=2.0)
-    assert 1.0 < storage.now <= 2.0 and not list(tmp_path.iterdir())

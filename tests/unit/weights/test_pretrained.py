@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import json
@@ -20,9 +19,6 @@ from slurmtrain.checkpoint import safetensors_files
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.headers import BoxLocation
-from slurmtrain.checkpoint.format.manifest import Box
-from slurmtrain.checkpoint.restore.reader import spans_of
 from slurmtrain.checkpoint.safetensors_files import tensors_of
 from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import decoder_fields, with_sizes
@@ -206,22 +202,6 @@ def test_weights_of_eight_bits_are_refused_and_not_read_as_if_they_were_whole(
             load_pretrained(model, tmp_path / "m")
 
 
-def test_parts_of_tensors_are_read_in_small_pieces(tmp_path: Path) -> None:
-    """The memory of an import is that of its targets and of a piece for each thread."""
-    from safetensors.torch import save_file
-
-    tensor = torch.arange(3000 * 2000, dtype=torch.float32).reshape(3000, 2000)
-    save_file({"a": tensor}, tmp_path / "a.safetensors")
-    stored = tensors_of(tmp_path / "a.safetensors")["a"]
-    into = torch.empty(2990, 700, dtype=torch.float64)
-    wanted = safetensors_files.Wanted(stored, Box((10, 1300), (2990, 700)), into)
-    whole = BoxLocation("a.safetensors", stored.begin, Box.whole(stored.shape))
-    spans = spans_of("a", wanted.box, stored.dtype, [whole])
-    assert len(spans) > 1 and max(span.end - span.begin for span in spans) <= 16 << 20
-    safetensors_files.read([wanted])
-    assert torch.equal(into.float(), tensor[10:, 1300:])
-
-
 # The tokenizer.
 
 
@@ -328,22 +308,6 @@ SMALL_LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
-TEN_TOKENS = torch.arange(20).reshape(2, 10)
-
-
-def test_weights_are_drawn_or_read(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    torch.manual_seed(1)
-    model = HuggingFace(config=SMALL_LLAMA)
-    logits = model(TEN_TOKENS)
-    assert logits.shape == (2, 10, 61) and logits.requires_grad
-    copy.deepcopy(model.model).bfloat16().save_pretrained(tmp_path)  # type: ignore[operator]
-    begun = fill(HuggingFace(path=str(tmp_path)), torch.device("cpu"), 1)
-    load_pretrained(begun, tmp_path)
-    read = begun.state_dict()
-    assert read.keys() == model.state_dict().keys()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(read[name], value.bfloat16().float(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

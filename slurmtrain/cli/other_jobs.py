@@ -1,4 +1,4 @@
-"""preflight: start a job that only checks its nodes, wait for it, and show what it has found. Imports no torch."""
+"""preflight and evaluate: jobs beside the runs, one that only checks its nodes, and one that measures a checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import contextlib
 import io
 import logging
 import sys
+import time
 
+from slurmtrain.checkpoint.format.directory import step_of
 from slurmtrain.choices import Backend, JobKind
-from slurmtrain.cli.json_output import print_json
-from slurmtrain.cli.submit import compose_and_validate, next_steps, say_submitted
+from slurmtrain.cli.checkpoints import Target
+from slurmtrain.cli.columns import print_table
+from slurmtrain.cli.json_output import evaluation_object, print_json
+from slurmtrain.cli.stop import open_run
+from slurmtrain.cli.submit import compose_and_validate, next_steps
 from slurmtrain.cli.units import with_unit
 from slurmtrain.config.evaluation import preflight_config
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.control.submitting import submit_run
 from slurmtrain.errors import EXIT_CONFIG, UsageError
 from slurmtrain.launch.checks import check
+from slurmtrain.launch.evaluations import prepare, submit_due, submit_evaluation
 from slurmtrain.launch.submit import preparing
 from slurmtrain.report.facts import PreflightRecord, Rates, read_preflight
 from slurmtrain.report.page.units import plural
@@ -32,8 +38,12 @@ from slurmtrain.system.records import printable
 log = logging.getLogger(__name__)
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Run the verb and return its exit code: 0 nothing that ends a training, 78 something does, 1 it could not be done."""
+def preflight(arguments: argparse.Namespace) -> int:
+    """Start a job that checks its nodes, and wait for it.
+
+    Returns:
+        The exit code: 0 nothing that ends a training, 78 something does, 1 it could not be done.
+    """
     cwd = current_folder()
     asked, dims = compose_and_validate(arguments)
     if asked.job.kind == JobKind.PREPARE:
@@ -51,9 +61,6 @@ def main(arguments: argparse.Namespace) -> int:
         return _report(run_dir, as_json=arguments.json)
     run_dir, jobs = submit_run(config, parallel_dims_of(config), arguments.overrides, cwd)
     run = run_dir.id
-    if arguments.no_wait:
-        say_submitted(run_dir, jobs, config, as_json=arguments.json)
-        return 0
     log.info("run %s, job %s: waiting; status %s shows for what, cancel %s ends it", run, jobs, run, run)
     try:
         list(as_they_end([run_dir]))
@@ -99,3 +106,39 @@ def print_record(found: PreflightRecord) -> None:
     for each in found.findings:
         how = "ends a training" if each.fatal else "warning"
         print(printable(f"  {how}, {each.kind}: {each.sentence}\n    -> {each.advice}"))
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Measure the checkpoint of a run, here or by a job of its own, and return the exit code."""
+    run_dir = open_run(options.run)
+    if options.due:
+        submit_due(run_dir)
+        return 0
+    checkpoint = Target(run_dir.checkpoints, f"run {run_dir.id}", run=run_dir).of_step(options.step)[-1]
+    step = step_of(checkpoint)
+    evaluation = prepare(run_dir, checkpoint, options.overrides, here=not options.submit, again=options.again)
+    measured_before, code = evaluation.result_file.exists(), 0
+    if not measured_before and options.submit:
+        submit_evaluation(evaluation)
+        job_ids = evaluation.info()["job_ids"]  # a full disk may not let it be noted, which has been told
+        if job_ids:
+            log.info("%s is job %s; status %s", evaluation.path.name, job_ids[-1], evaluation.path)
+    elif not measured_before:
+        now = state(evaluation)
+        if now.alive:
+            raise UsageError(
+                f"{evaluation.path.name} of this run is {now.status}: {now.explanation}",
+                hint=f"status {evaluation.path}",
+            )
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the final answer
+            code = run_local(evaluation)
+    if options.json:
+        found = evaluation_object(evaluation, state(evaluation))
+        about = {"run": run_dir.id, "step": step, "path": str(evaluation.path)}
+        print_json(about | found | {"measured_at": evaluation.measured_at()})
+    elif evaluation.result_file.exists():
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(evaluation.measured_at()))
+        kept = f", measured on {when}; --again measures anew" if measured_before else ""
+        print(f"run {run_dir.id}, step {step}{kept}")
+        print_table(("metric", "value"), [[name, f"{value:.6g}"] for name, value in evaluation.measured().items()])
+    return code
