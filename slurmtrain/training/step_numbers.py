@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slurmtrain.training.ranks import TrainingRanks
+from slurmtrain.training.agreement import TrainingRanks
 
 LAG = 2  # the numbers of a step are known in the second step after it
 PARTS = 3  # integers that a rank adds to the counts of a step; see `NumbersReader.own_part`

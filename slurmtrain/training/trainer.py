@@ -28,11 +28,11 @@ from slurmtrain.parallel.ddp import warm_up_ddp_buckets, without_trace
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.planner.schedule import learning_rate
+from slurmtrain.training.agreement import StopAgreement, TrainingRanks
 from slurmtrain.training.forward_backward import ForwardBackward
 from slurmtrain.training.health import HINT
 from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
 from slurmtrain.training.optim import build_optimizer, set_learning_rate
-from slurmtrain.training.ranks import StopAgreement, TrainingRanks
 from slurmtrain.training.state import Counters, StepResult, TrainingState, all_finite
 from slurmtrain.training.step_numbers import NumbersReader
 
