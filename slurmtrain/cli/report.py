@@ -46,7 +46,8 @@ def main(options: argparse.Namespace) -> int:
         return serve(partial(_page, found, options), port=options.port or 0, every_s=EVERY_S)
     page = _page(found, options)
     content = render(page).encode()
-    path = Path(options.out or f"report-{page.slug}.html")
+    beside = found.path if os.access(found.path, os.W_OK) else Path()  # in the work tree, a snapshot would copy it
+    path = Path(options.out or beside / f"report-{page.slug}.html")
     if options.out == "-":
         sys.stdout.write(content.decode())
     elif path.is_dir():

@@ -267,7 +267,7 @@ VERBS: dict[str, Verb] = {
         "Show a run or a sweep as one HTML page: curves, attempts, goodput, config. It needs no network.",
         (
             option("RUN|SWEEP", RUN_OR_SWEEP, dest="what"),
-            option("--out FILE", "the page (default: report-NAME.html here); - for standard output"),
+            option("--out FILE", "the page (default: report-NAME.html in the run's directory); - for standard output"),
             option("--metric NAME", "for a sweep: compare the points by the best value of this metric"),
             MODE,
             option("--serve", "show the page on this machine, refreshed, until Ctrl-C"),

@@ -68,6 +68,7 @@ HINTS = {
     "account": "cluster.account; `sacctmgr show associations user=$USER` lists yours",
     "partition": "cluster.partition; `sinfo` lists the partitions",
     "qos": "cluster.qos; `sacctmgr show qos` lists them",
+    "generic resource": "cluster.gpus_per_node and cluster.gpu_type; `sinfo -N -o '%N %G'` shows the GPUs of each node",
     "node configuration": "cluster.nodes, spare_nodes, cpus_per_task, gpus_per_node or mem_*: there is not that much; see "
     "`sinfo -N -l`",
     "node count": "cluster.nodes, and cluster.spare_nodes besides; `sinfo` shows how many there are",

@@ -305,9 +305,10 @@ def in_its_words(first: RankFailure | None, attempt_dir: AttemptDir, *, program:
     said = last_line(attempt_dir, first.rank) if program and not first.because_of_peer else None
     if said is None:
         return sentence, None
-    told = (
-        " ended with " not in first.sentence
-    )  # the program has said itself why, and not only its wrapper how it ended
+    if " ended with signal " in first.sentence:  # why it died: what it printed last need not have to do with it
+        return f"{sentence} (last line: {said})", f"{code}: {said}"
+    # The program has said itself why, and not only its wrapper how it ended.
+    told = " ended with " not in first.sentence
     return (sentence if told or said in sentence else f"{said} ({sentence})"), f"{code}: {said}"
 
 

@@ -171,9 +171,11 @@ def find(reference: str, root: Path) -> RunDir:
                     f"{reference} is a sweep, and not a run",
                     hint=f"sweep status {reference} shows its points; the latest runs of it are: {latest}",
                 )
+            if len(called) == 1:
+                raise UsageError(f"{reference!r} is a run's name, and not its ID", hint=f"its ID is {latest}")
             raise UsageError(
-                f"no run's id begins with {reference!r}, which is the name of {len(called)} of them",
-                hint=f"name one by its ID; the latest are: {latest}",
+                f"{reference!r} is the name of {len(called)} runs",
+                hint=f"name one by its ID; `status --name {reference}` lists them; the latest are: {latest}",
             )
         latest = ", ".join(run.id for run in runs[-3:])
         raise UsageError(f"no run's id begins with {reference!r}", hint=f"the latest are: {latest}")

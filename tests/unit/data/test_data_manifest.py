@@ -55,9 +55,8 @@ PREPARED = {"_target_": "slurmtrain.data.PreparedText"}
 
 
 def test_what_was_relative_to_the_shell_that_submits_stays_what_it_was_also_within_a_mixture() -> None:
-    own = {**PREPARED, "path": "tokens", "seq_len": 8}
-    found = with_absolute_paths(own, Path("/home/me/project"))
-    assert found["path"] == "/home/me/project/tokens" and found["seq_len"] == 8
+    own = {**PREPARED, "path": "../tokens", "seq_len": 8}
+    assert with_absolute_paths(own, Path("/home/me/project")) == {**own, "path": "/home/me/tokens"}
     sources = {"web": {**PREPARED, "path": "/data/web"}, "mine": {"_target_": "my.Data", "path": "here"}}
     found = with_absolute_paths({"_target_": "slurmtrain.data.Mixture", "sources": sources}, Path("/cwd"))
     assert found["sources"] == sources

@@ -79,6 +79,10 @@ def test_a_controller_that_was_never_reached_has_no_job_and_is_tried_again(
         (f"{FAILED}Invalid partition specified: low", "cluster.partition; `sinfo` lists the partitions"),
         (f"{FAILED}Invalid account or account/partition combination specified", "cluster.account"),
         (f"{FAILED}Invalid qos specification", "cluster.qos"),
+        (
+            f"{FAILED}Invalid generic resource (gres) specification",
+            "cluster.gpus_per_node and cluster.gpu_type; `sinfo",
+        ),
         (f"{FAILED}Words of a version that nobody has seen", "see `man sbatch`"),
     ],
 )

@@ -439,13 +439,19 @@ def test_a_wrong_command_is_refused_in_a_sentence(runs: Path, words: list[str], 
     assert len(shown.splitlines()) <= 3
 
 
-def test_a_report_goes_to_standard_output_or_into_a_file_named_by_the_run(runs: Path, capsys: Out) -> None:
-    interrupted_run(runs)
+def test_a_report_goes_to_standard_output_or_into_the_directory_of_the_run(
+    runs: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = interrupted_run(runs)
     assert main(["report", "last", "--out", "-"]) == 0
     assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
-    assert os.listdir() == [each for each in os.listdir() if not each.startswith("report-")]
+    name = "report-20260921-141320-512a0.html"
     assert main(["report", "last"]) == 0
-    assert Path("report-20260921-141320-512a0.html").exists()
+    assert (run.path / name).exists() and capsys.readouterr().out.startswith(f"{run.path / name}: ")
+    assert not Path(name).exists()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != run.path)  # root may write anywhere
+    assert main(["report", "last"]) == 0
+    assert Path(name).exists()
 
 
 # What is drawn.

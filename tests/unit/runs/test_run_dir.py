@@ -156,7 +156,11 @@ def test_a_run_is_found_by_its_id_its_beginning_last_or_its_path_and_runs_are_li
 
 
 def test_a_name_of_runs_and_a_sweep_that_are_named_where_a_run_is_meant_are_said_to_be_that(root: Path) -> None:
-    assert "which is the name of 1 of them" in refused("status", "train")
+    assert "'train' is a run's name, and not its ID\n  hint: its ID is 20260101-110000-bbbb" in refused("logs", "train")
+    RunFiles(root / "train" / "20260101-120000-eeee", job_ids=[])
+    assert "'train' is the name of 2 runs\n  hint: name one by its ID; `status --name train` l" in refused(
+        "logs", "train"
+    )
     (root / "train" / "sweep.json").write_text("{}")
     told = refused("logs", "train")
     assert "train is a sweep, and not a run" in told

@@ -103,7 +103,7 @@ PROGRAMS = {
     ),
     # Rank 2 has finished and waits for the others, rank 0 fails for want of rank 1.
     "crashes on rank 1": Program(
-        "case $RANK in 2) exit 0;; 1) until [ -e up ]; do sleep 0.05; done; touch gone; kill -9 $$;; esac\n"
+        "case $RANK in 2) exit 0;; 1) until [ -e up ]; do sleep 0.05; done; touch gone; echo 9 of 9; kill -9 $$;; esac\n"
         "touch up; until [ -e gone ]; do sleep 0.05; done; sleep 0.3; exit 4",
         ("cluster.tasks_per_node=3", "cluster.srun_wait_s=600", OFF),
     ),
@@ -243,7 +243,7 @@ def test_a_rank_that_crashes_ends_those_that_wait_for_it_at_once_and_is_named_be
 ) -> None:
     end = ended("crashes on rank 1", 1)
     (attempt,) = end.status()["attempts"]
-    assert "rank 1: bash ended with signal 9 (SIGKILL)" in attempt["sentence"]
+    assert attempt["sentence"].startswith("crashed: rank 1: bash ended with signal 9 (SIGKILL) (last line: 9 of 9)")
     assert attempt["ended"] - attempt["started"] < 100  # not srun_wait_s=600
 
 
