@@ -70,7 +70,7 @@ def _print(found: Drill) -> None:
     for its, verdict in found.verdicts:
         left = "" if its.left_after_s is None else f"{its.left_after_s:.1f} s"
         bits = ""
-        if its.comparison is not None and its.comparison.reached is not None:
+        if its.comparison is not None and verdict.result in (Result.PASSED, Result.FAILED):
             bits = "the same" if its.comparison.same_bits else "others"
         if left and its.time_s:
             left += f" of {its.time_s:.0f} s"

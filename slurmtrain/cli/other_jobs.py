@@ -26,7 +26,8 @@ from slurmtrain.launch.evaluations import prepare, submit_due, submit_evaluation
 from slurmtrain.launch.submit import preparing
 from slurmtrain.report.facts import PreflightRecord, Rates, read_preflight
 from slurmtrain.report.page.units import plural
-from slurmtrain.report.status.look import as_they_end, state
+from slurmtrain.report.status.look import state
+from slurmtrain.report.status.waiting import as_they_end
 from slurmtrain.runs import attempts
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir

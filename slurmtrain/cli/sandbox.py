@@ -13,7 +13,7 @@ from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import ClusterError
 from slurmtrain.report.page.units import plural
 from slurmtrain.sandbox import SandboxSpec, default_directory, find, up
-from slurmtrain.sandbox.accounting import ACCOUNT, HIGH, LOW
+from slurmtrain.sandbox.files import ACCOUNT, HIGH, LOW
 from slurmtrain.sandbox.spec import CLUSTER_NAME
 from slurmtrain.slurm.command_environment import programs_beside
 from slurmtrain.slurm.node_ledger import ALL, NodeEvent, NodeRecord, append_to_ledger, ledger_file

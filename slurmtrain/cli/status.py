@@ -21,7 +21,7 @@ from slurmtrain.cli.json_output import evaluation_object, goodput_object, print_
 from slurmtrain.errors import UnreadableRecordError, UsageError
 from slurmtrain.report.page.units import plural
 from slurmtrain.report.progress import lowest
-from slurmtrain.report.status.look import states, states_by_path
+from slurmtrain.report.status.look import states
 from slurmtrain.report.status.state import ATTEMPT_HEADER, RunState
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
@@ -101,14 +101,14 @@ class Row(NamedTuple):
     runs: list[RunDir]
     sweep: Sweep | None
 
-    def cells(self, found: Mapping[Path, RunState]) -> list[str]:
+    def cells(self, found: Mapping[RunDir, RunState]) -> list[str]:
         first = self.runs[0]
         if self.sweep is None:
-            now = found[first.path]
+            now = found[first]
             progress, attempts = columns.progress_cells(now), str(len(now.attempts))
             return [first.id, first.path.parent.name, now.status, *progress, attempts, columns.remark(now)]
-        best = lowest(enumerate(found[run.path].progress for run in self.runs))
-        words = f"{plural(len(self.runs), 'point')}: {columns.summary(columns.counts(found[run.path] for run in self.runs))}"
+        best = lowest(enumerate(found[run].progress for run in self.runs))
+        words = f"{plural(len(self.runs), 'point')}: {columns.summary(columns.counts(found[run] for run in self.runs))}"
         words += f"; lowest {best.metric} {best.value:.4f} in {self.runs[best.point].id}" if best is not None else ""
         return [self.sweep.id, "", "sweep", *[""] * len(PROGRESS), "", words]
 
@@ -123,7 +123,7 @@ def _rows_of(runs: Iterable[RunDir]) -> list[Row]:
     return [*rows.values()]
 
 
-def _chosen(runs: list[RunDir], arguments: argparse.Namespace) -> tuple[list[Row], dict[Path, RunState], int]:
+def _chosen(runs: list[RunDir], arguments: argparse.Namespace) -> tuple[list[Row], dict[RunDir, RunState], int]:
     """Return the rows that were asked for, newest first, the states of their runs, and how many rows there are in all.
 
     SLURM is asked about the runs that are shown, and about all if that decides which ones these are.
@@ -136,10 +136,10 @@ def _chosen(runs: list[RunDir], arguments: argparse.Namespace) -> tuple[list[Row
     if limit is None and sys.stdout.isatty() and not arguments.json:
         limit = max(LEAST_ROWS, shutil.get_terminal_size().lines - AROUND_ROWS)
     if arguments.state is None:
-        found = states_by_path(run for row in rows[:limit] for run in row.runs)
+        found = states(run for row in rows[:limit] for run in row.runs)
     else:
-        found = states_by_path(runs)
-        rows = [row for row in rows if arguments.state in {found[run.path].status for run in row.runs}]
+        found = states(runs)
+        rows = [row for row in rows if arguments.state in {found[run].status for run in row.runs}]
     return rows[:limit], found, len(rows)
 
 
@@ -147,8 +147,8 @@ def _show_all(runs: list[RunDir], arguments: argparse.Namespace) -> None:
     """Print all runs, the newest first."""
     rows, found, count = _chosen(runs, arguments)
     if arguments.json:
-        chosen = {run.path for row in rows for run in row.runs if arguments.state in (None, found[run.path].status)}
-        print_json([run_object(run, found[run.path]) for run in runs if run.path in chosen])
+        chosen = {run.path for row in rows for run in row.runs if arguments.state in (None, found[run].status)}
+        print_json([run_object(run, found[run]) for run in runs if run.path in chosen])
         return
     print_table(HEADER, [row.cells(found) for row in rows])
     if len(rows) < count:
@@ -164,13 +164,13 @@ def _show_one(run_dir: RunDir, *, as_json: bool) -> None:
 
     evaluations = run_dir.all_evaluations()
     found = states([run_dir, *evaluations])
-    now = found[run_dir.id]
+    now = found[run_dir]
     if not now.readable:
         raise UnreadableRecordError(now.explanation)
     facts = RunFacts(run_dir, now, time.time())
     if as_json:
         about = {
-            "evaluations": [evaluation_object(each, found[each.id]) for each in evaluations],
+            "evaluations": [evaluation_object(each, found[each]) for each in evaluations],
             "left_out": facts.left_out,
             "slow_ranks": facts.slow_ranks,
             "goodput": goodput_object(facts.goodput) if facts.goodput is not None else None,
@@ -180,7 +180,7 @@ def _show_one(run_dir: RunDir, *, as_json: bool) -> None:
     print("\n".join(_lines(facts)))
     for header, rows in (
         (ATTEMPT_HEADER, [now.attempt_cells(each, facts.now) for each in now.attempts]),
-        (EVALUATIONS_HEADER, [_evaluation_row(each, found[each.id]) for each in evaluations]),
+        (EVALUATIONS_HEADER, [_evaluation_row(each, found[each]) for each in evaluations]),
     ):
         if rows:
             print()

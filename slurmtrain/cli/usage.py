@@ -36,11 +36,8 @@ def main(options: argparse.Namespace) -> int:
         runs = runs_or_refuse(runs_root())
     else:
         named = run_or_sweep(options.name, runs_root())
-        runs = (
-            [named]
-            if isinstance(named, RunDir)
-            else [run for run in named.run_dirs().values() if run.info_file.exists()]
-        )
+        members = [named] if isinstance(named, RunDir) else named.run_dirs().values()
+        runs = [run for run in members if run.info_file.exists()]
     by = Grouping(options.by or (Grouping.USER if options.name is None else Grouping.RUN))
     found = usage_of(runs, by=by, since=options.since, now=time.time())
     if options.json:

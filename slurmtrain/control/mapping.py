@@ -39,8 +39,8 @@ from slurmtrain.control.runs import (
 from slurmtrain.control.submitting import client_of
 from slurmtrain.errors import ClusterError, RunFailedError, UnreadableRecordError, UsageError
 from slurmtrain.launch.named_paths import check_named_paths
-from slurmtrain.report.status.look import as_they_end
 from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.status.waiting import as_they_end
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep

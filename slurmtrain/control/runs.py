@@ -40,8 +40,9 @@ from slurmtrain.launch.submit import preparing
 from slurmtrain.report.checkpoints import StoredCheckpoint, complete_checkpoints
 from slurmtrain.report.collect import metrics_of
 from slurmtrain.report.rank_logs import Tail, attempt_number, last_lines, log_file
-from slurmtrain.report.status.look import as_they_end, state
+from slurmtrain.report.status.look import state
 from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.status.waiting import as_they_end
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir

@@ -483,14 +483,14 @@ def own_folder() -> Path:
     return session.context.run_dir.path / "lightning" if session.context is not None else Path("lightning")
 
 
-def resume_from(*folders: Path | str) -> str | None:
+def resume_from(folder: Path | str | None = None) -> str | None:
     """Return the newest sound checkpoint, for `fit(..., ckpt_path=resume_from())`. All ranks call it together.
 
-    Rank 0 looks and tells the others. A file that is torn or damaged is left out, with a warning;
-    one of SlurmtrainCallback gets a hidden name, so that it does not stand in the way of the next one of that step.
+    Rank 0 looks and tells the others. A file that is torn or damaged gets a hidden name, so that it does not stand in the
+    way of the next one of that step.
 
     Args:
-        folders: where to look for *.ckpt; none: where SlurmtrainCallback saves.
+        folder: that of SlurmtrainCallback, if it was given another one.
 
     Returns:
         None: there is no checkpoint, so that this is a fresh start.
@@ -499,29 +499,13 @@ def resume_from(*folders: Path | str) -> str | None:
     found: Path | None = None
     damaged: list[Path] = []
     if distributed.environment.rank == 0:
-        for path in _newest_first([Path(folder) for folder in folders] or [own_folder()]):
-            reason = _damage(path)
+        for path in sorted((own_folder() if folder is None else Path(folder)).glob(OWN), reverse=True):
+            reason = None if path.is_dir() else damage_of_zip(path)  # a folder has got its name when it was complete
             if reason is None:
                 found = path
                 break
             log.warning("%s is incomplete and is skipped: %s", path, reason)
-            damaged += [path] if path.match(OWN) and not path.is_dir() else []
+            damaged.append(path)
         for path in damaged if found is not None else ():
             set_aside(path)
     return distributed.broadcast_text(str(found or "")) or None
-
-
-def _newest_first(folders: list[Path]) -> list[Path]:
-    found = []
-    for folder in folders:
-        for path in folder.glob("*.ckpt"):
-            with suppress(FileNotFoundError):  # another job of the same folder removes it
-                found.append((path.stat().st_mtime, path.name, path))
-    return [path for *_, path in sorted(found, reverse=True)]
-
-
-def _damage(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint; None if it is whole."""
-    if path.is_dir():  # sharded: one of ours has got its name when it was complete
-        return None if path.match(OWN) else "of a folder that SlurmtrainCallback has not written it cannot be told"
-    return damage_of_zip(path)

@@ -61,7 +61,7 @@ def waiting_for_runs(config: Config, run_dirs: Sequence[RunDir], slurm_conf: str
         UsageError: a run has failed, or is nothing that SLURM can wait for.
     """
     found = states(run_dirs)
-    conditions = [_condition(run_dir, found[run_dir.id], slurm_conf) for run_dir in run_dirs]
+    conditions = [_condition(run_dir, found[run_dir], slurm_conf) for run_dir in run_dirs]
     return with_dependency(config, [condition for condition in conditions if condition])
 
 

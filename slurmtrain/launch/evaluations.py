@@ -108,7 +108,7 @@ def submit_due(run_dir: RunDir) -> None:
             retention.release(run_dir.checkpoints, step, by)
     found = states(evaluation for _, evaluation in submitted)
     for step, evaluation in submitted:
-        if not found[evaluation.id].alive:
+        if not found[evaluation].alive:
             retention.release(run_dir.checkpoints, step, evaluation.path.name)
 
 
@@ -213,7 +213,7 @@ def _job_ids(evaluation: RunDir) -> list[str]:
 def _is_done_or_under_way(evaluation: RunDir) -> bool:
     if evaluation.result_file.exists():
         return True
-    return evaluation.info_file.exists() and states([evaluation])[evaluation.id].alive
+    return evaluation.info_file.exists() and states([evaluation])[evaluation].alive
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from slurmtrain.runs.run_dir import RunDir, made_at
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient
 from slurmtrain.slurm.command_environment import clean_environment
-from slurmtrain.slurm.job_states import GONE
+from slurmtrain.slurm.job_facts import GONE
 from slurmtrain.system import files, trust
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ clusters lie beside it as golden files.
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -42,6 +41,7 @@ EXCLUDED_MAX = 8  # nodes that one run may leave out; so many bad ones are not t
 # script, it is rendered between these letters, which no line has.
 _REMARK = re.compile(r"\{#!\s*(.*?)\s*#\}", re.DOTALL)
 _BEGIN, _END = "\x01", "\x02"
+_templates: dict[bool, jinja2.Template] = {}  # compiled, with and without the reasons
 
 
 def dry_run(config: Config, cwd: Path, source: CodeSource | None = None, *, explain: bool = False) -> str:
@@ -111,6 +111,22 @@ def render_script(config: Config, paths: JobPaths, *, explain: bool = False) -> 
     Args:
         explain: keep the reasons that the template gives, for `_with_reasons`.
     """
+    if explain not in _templates:
+        import jinja2
+
+        environment = jinja2.Environment(
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+            autoescape=False,  # shell text, not HTML; every value goes through the filter `sh` or shlex.quote
+        )
+        environment.filters["sh"] = lambda value: shlex.quote(str(value))
+        environment.filters["sh_secret"] = _quote_secret
+        template = (shipped("jobs") / TEMPLATE).read_text()
+        if explain:
+            template = _REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", template)
+        _templates[explain] = environment.from_string(template)
     folders = [  # of each run, or absolute, as words of the script
         shlex.quote(folder) if folder.startswith("/") else '"$run_dir"/' + shlex.quote(folder)
         for folder in pythonpath_folders(paths.workdir, paths.roots)
@@ -119,7 +135,7 @@ def render_script(config: Config, paths: JobPaths, *, explain: bool = False) -> 
     if config.cluster.exclude:
         with contextlib.suppress(EnvironmentMismatchError):  # a file of nodes, which only sbatch reads
             excluded = expand_nodelist(config.cluster.exclude)
-    return _template(explain).render(
+    return _templates[explain].render(
         version=__version__,
         directives=explained_directives(config, paths),
         run_dirs=paths.run_dirs,
@@ -137,25 +153,6 @@ def render_script(config: Config, paths: JobPaths, *, explain: bool = False) -> 
         restart_delay_s=config.requeue.restart_delay_s,
         excluded_max=EXCLUDED_MAX + len(excluded),
     )
-
-
-@functools.cache
-def _template(explain: bool) -> jinja2.Template:
-    import jinja2
-
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # shell text, not HTML; every value goes through the filter `sh` or shlex.quote
-    )
-    environment.filters["sh"] = lambda value: shlex.quote(str(value))
-    environment.filters["sh_secret"] = _quote_secret
-    template = (shipped("jobs") / TEMPLATE).read_text()
-    if explain:
-        template = _REMARK.sub(lambda match: f"{_BEGIN}{match[1]}{_END}", template)
-    return environment.from_string(template)
 
 
 def _quote_secret(value: str) -> str:

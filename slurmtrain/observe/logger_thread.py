@@ -220,38 +220,20 @@ class LoggerThread:
             log.warning("cannot note what the logger %s has: %s", self.name, error.strerror or error)
 
 
-class LoggerThreads:
-    """All loggers of a run, on rank 0.
+def follow(name: str, run_dir: RunDir, config: Config, attempt: int, say: Callable[[str], None]) -> LoggerThread:
+    """Start the thread of a logger of the config, on rank 0.
 
     Args:
         say: shows a sentence to the person who watches.
     """
-
-    def __init__(self, run_dir: RunDir, config: Config, attempt: int, say: Callable[[str], None]):
-        self._threads = [
-            LoggerThread(
-                name,
-                lambda name=name: build_logger(name, config),  # type: ignore[misc]
-                lambda: logged_run(run_dir, attempt),
-                run_dir.metrics_file,
-                run_dir.logger_file(name),
-                say,
-            )
-            for name in loggers_of(config.observe)
-        ]
-
-    def rewind(self) -> None:
-        """Tell them that records of metrics.jsonl were dropped."""
-        for each in self._threads:
-            each.rewind()
-
-    def close(self, ending: Ending) -> None:
-        """Have all of them close at the same time, and wait for that, but not for long."""
-        deadline = time.monotonic() + CLOSE_S[ending]
-        for each in self._threads:
-            each.close(ending, deadline)
-        for each in self._threads:
-            each.wait()
+    return LoggerThread(
+        name,
+        lambda: build_logger(name, config),
+        lambda: logged_run(run_dir, attempt),
+        run_dir.metrics_file,
+        run_dir.logger_file(name),
+        say,
+    )
 
 
 def loggers_of(observe: ObserveConfig) -> Sequence[str]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from slurmtrain.choices import GradientCompression
 
@@ -25,28 +25,6 @@ def apply_ddp(model: nn.Module, device: torch.device, group: dist.ProcessGroup |
     return nn.parallel.DistributedDataParallel(
         model, device_ids=device_ids, process_group=group, gradient_as_bucket_view=True
     )
-
-
-def clip_whole_gradients(parameters: Sequence[nn.Parameter], limit: float) -> tuple[Tensor, list[Tensor | None]]:
-    """Scale all gradients, which are whole and the same on all ranks, so that their norm is at most `limit`.
-
-    As `nn.utils.clip_grad_norm_`, to the last bit; it does not return the norms that it adds up.
-
-    Args:
-        limit: the greatest norm; 0: gradients are not scaled.
-
-    Returns:
-        The norm before, a scalar; and of each parameter the norm of its gradient before, a scalar; None if it has none.
-    """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return torch.zeros(()), [None] * len(parameters)
-    norms = torch._foreach_norm(gradients)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    if limit:
-        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
-    each = iter(norms)
-    return norm, [next(each) if parameter.grad is not None else None for parameter in parameters]
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ def clip_gradients(
     group: dist.ProcessGroup | None,
     tied_parameters: Sequence[nn.Parameter] = (),
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> tuple[Tensor, list[Tensor | None]]:
+) -> Tensor:
     """Scale all gradients so that their norm is at most `limit`.
 
     `nn.utils.clip_grad_norm_` adds up the parts of DTensors on one mesh; pipeline stages have no mesh in common. Here
@@ -33,8 +33,7 @@ def clip_gradients(
         waiting: returns a context for the sum over the ranks.
 
     Returns:
-        The norm before, a scalar; and of each parameter the norm of this rank's part of its gradient before, a scalar; None
-        if it has no gradient.
+        The norm before, a scalar.
     """
     gradients = [parameter.grad for parameter in parameters if isinstance(parameter.grad, DTensor)]
     twice = {id(parameter.grad) for parameter in tied_parameters}
@@ -52,8 +51,7 @@ def clip_gradients(
     norm = total.sqrt().float()
     if limit:
         torch._foreach_mul_(local, (limit / (norm + 1e-6)).clamp(max=1.0))
-    each = iter(norms)
-    return norm, [next(each) if isinstance(parameter.grad, DTensor) else None for parameter in parameters]
+    return norm
 
 
 def holders(tensor: Tensor) -> int:

@@ -11,12 +11,15 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmtrain.checkpoint.format.directory import newest_committed_step
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.durations import roughly
 from slurmtrain.system.records import TAIL_BYTES, finite, is_count, is_scalar, read_tail, records_with
+
+if TYPE_CHECKING:
+    from slurmtrain.runs.program_checkpoints import ProgramCheckpoint
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def read_progress(
         running_since: when the running attempt began; None when none runs, since an earlier speed says nothing about
             now.
     """
-    own = _by_own_checkpoints(run_dir, own_checkpoints, running_since) if own_checkpoints else Progress()
+    own = _newest_own(run_dir, own_checkpoints) if own_checkpoints else None
     saved = None
     with contextlib.suppress(PermissionError):  # a run of somebody else who shares the run but not its checkpoints
         saved = newest_committed_step(run_dir.checkpoints)
@@ -76,35 +79,33 @@ def read_progress(
         evaluated = max((each for each in jobs if is_count(each.get("step", 0))), key=_step, default={})
     # A program of the user's own may report steps and nothing else.
     paced = (trained or newest) if running_since is not None and (logged or 0.0) >= running_since else {}
-    reached = [saved or 0, own.step or 0, int(newest["step"]) if is_count(newest.get("step")) else 0]
-    pace = finite(paced.get("step_time_s"))
+    reached, times = [saved or 0], [logged]
+    if is_count(newest.get("step")):
+        reached.append(int(newest["step"]))
+    if own is not None:
+        reached.append(own.step or 0)
+        times.append(own.changed)
     return Progress(
         max(reached) or None,
-        steps if steps is not None else own.steps,
+        steps,
         # Also NaN and infinity: a person should see that a loss has diverged.
         loss=trained["loss"] if is_scalar(trained.get("loss")) else None,
         valid_loss=evaluated["valid_loss"] if is_scalar(evaluated.get("valid_loss")) else None,
-        logged=max(filter(None, (logged, own.logged)), default=None),
+        logged=max(filter(None, times), default=None),
         tokens_per_s=finite(paced.get("tokens_per_s")),
-        step_time_s=own.step_time_s if pace is None else pace,
+        step_time_s=finite(paced.get("step_time_s")),
     )
 
 
-def _by_own_checkpoints(run_dir: RunDir, described: Mapping[str, Any], running_since: float | None) -> Progress:
-    """Return what the checkpoints of a program of the user's own show, if it is known where they are."""
-    from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete, seconds_per_step, total_steps
+def _newest_own(run_dir: RunDir, described: Mapping[str, Any]) -> ProgramCheckpoint | None:
+    """Return the newest complete checkpoint of a program of the user's own, if it is known where they are."""
+    from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
 
     pattern, rule = described.get("pattern"), described.get("complete")
-    if not isinstance(pattern, str) or not isinstance(rule, str | None):
-        return Progress()
-    found = []
-    with contextlib.suppress(OSError):
-        found = find_checkpoints(run_dir.program_folders, pattern, rule)
-    newest = newest_complete(found)
-    if newest is None:
-        return Progress()
-    pace = seconds_per_step(found, running_since) if running_since is not None else None
-    return Progress(newest.step, total_steps(newest), logged=newest.changed, step_time_s=pace)
+    if isinstance(pattern, str) and isinstance(rule, str | None):
+        with contextlib.suppress(OSError):
+            return newest_complete(find_checkpoints(run_dir.program_folders, pattern, rule))
+    return None
 
 
 def eta_of_all(waiting: Iterable[Progress], running: Collection[Progress]) -> float | None:

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import socket
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,32 +79,29 @@ def plan(root: Path, *, now: float, words: Collection[str] = ENDED, older_than_s
     runs = [run for run in known if is_own(run)]
     before = {run.path: fingerprint(run) for run in runs}
     evaluations = [each for run in runs for each in run.all_evaluations()]
-    found = states([*(run for run in known if run not in runs), *runs, *evaluations])
-    evaluated = {each.path.parents[1] for each in evaluations if found[each.id].alive}
-    sources = _sources([run for run in known if found[run.id].status not in ENDED])
-    twice = {run_id for run_id, count in Counter(run.id for run in runs).items() if count > 1}
+    found = states([*known, *evaluations])
+    evaluated = {each.path.parents[1] for each in evaluations if found[each].alive}
+    sources = _sources([run for run in known if found[run].status not in ENDED])
     removals, stays = [], {}
     for run in runs:
-        if found[run.id].status not in words or now - _changed(run) < older_than_s:
+        if found[run].status not in words or now - _changed(run) < older_than_s:
             continue
-        reason = _reason_to_stay(run, root, found[run.id], now, sources, twice)
+        reason = _reason_to_stay(run, root, found[run], now, sources)
         if reason is None and run.path in evaluated:
             reason = "an evaluation of it has not ended"
         if reason is not None:
             stays[run.id] = reason
         else:
-            removals.append(Removal(run.path, found[run.id].status, disk_usage(run.path), before[run.path]))
+            removals.append(Removal(run.path, found[run].status, disk_usage(run.path), before[run.path]))
     removals += [
         Removal(path, "left by a removal that was cut short", disk_usage(path))
         for path in sorted(root.glob(f"*/{REMOVED}*"))
         if os.path.isdir(path) and is_mine(path) and not path.is_symlink() and not path.parent.is_symlink()
     ]
-    return PrunePlan(removals, stays, {run.id: found[run.id] for run in runs})
+    return PrunePlan(removals, stays, {run.id: found[run] for run in runs})
 
 
-def _reason_to_stay(
-    run: RunDir, root: Path, state: RunState, now: float, sources: Mapping[Path, str], twice: Collection[str]
-) -> str | None:
+def _reason_to_stay(run: RunDir, root: Path, state: RunState, now: float, sources: Mapping[Path, str]) -> str | None:
     if run.path.parent.parent != root:
         return f"it is a link to {run.path}"
     linked = next((path for path in (run.attempts, run.checkpoints, run.evaluations) if path.is_symlink()), None)
@@ -113,8 +109,6 @@ def _reason_to_stay(
         return f"{linked.name} is a link to {os.path.realpath(linked)}, and slurmtrain removes nothing through a link"
     if state.queued_again:
         return f"job {state.job_id} is in the queue once more, though the run has ended"
-    if run.id in twice:
-        return "there are two runs of this id, and their states cannot be told apart"
     if state.status == RunStatus.LOST:  # no file says "lost": it is the state when nobody knows of the job
         if now - _changed(run) < QUIET_S:
             return f"it looks lost, but something happened to it {now - _changed(run):.0f} s ago: it may be starting"

@@ -112,7 +112,7 @@ def _read_all(run_dirs: Sequence[RunDir], unreadable: list[str]) -> Iterator[tup
                     yield run_dir, history, False
     now = states(still_open) if still_open else {}
     for run_dir, history in still_open.items():
-        state = now[run_dir.id]
+        state = now[run_dir]
         # Where SLURM, or the host of a local run, cannot be asked, the run counts as alive.
         yield run_dir, history, None if state.status == RunStatus.UNKNOWN else state.alive
 

@@ -316,11 +316,6 @@ def read_claim(attempt_dir: AttemptDir) -> Claim:
     return Claim()
 
 
-def claimed_by(attempt_dir: AttemptDir) -> tuple[str | None, int]:
-    """Return job and restart count of the supervisor that has claimed an attempt; the job is None if none has."""
-    return read_claim(attempt_dir)[:2]
-
-
 def claimed_at(run_dir: RunDir, number: int) -> float | None:
     """Return when an attempt was claimed by its supervisor, or opened by rank 0, in unix seconds; None if not known."""
     return read_claim(run_dir.attempt(number)).time or read_attempt(run_dir, number).started or None

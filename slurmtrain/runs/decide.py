@@ -36,8 +36,7 @@ from slurmtrain.runs.reasons import (
     Verdict,
     joined,
 )
-from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.job_states import AFTER_SCANCEL, ENDED_BY_SLURM, JobState
+from slurmtrain.slurm.job_facts import AFTER_SCANCEL, ENDED_BY_SLURM, JobFacts, JobState
 from slurmtrain.slurm.node_ledger import NodeRecord
 from slurmtrain.system.signals import StopCause
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from slurmtrain.errors import ClusterError, UnreadableRecordError
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import is_sweep
-from slurmtrain.runs.run_dir import RunDir, links
-from slurmtrain.slurm.job_states import GONE
+from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.slurm.job_facts import GONE
 from slurmtrain.system.files import read_json
 
 if TYPE_CHECKING:  # `status` of runs outside of SLURM needs none
@@ -62,7 +62,7 @@ def is_anothers(comment: Sequence[str], names: Collection[str]) -> bool:
 
 def links_after(info: dict[str, Any], job_id: str | None) -> list[str]:
     """Return the jobs of the chain that wait for this one."""
-    chain = links(info)
+    chain: list[str] = info.get("chain") or []
     return chain[chain.index(job_id) + 1 :] if job_id in chain else []
 
 

@@ -89,25 +89,6 @@ def newest_complete(found: Sequence[ProgramCheckpoint]) -> ProgramCheckpoint | N
     return next((each for each in reversed(found) if each.problem is None), None)
 
 
-def total_steps(checkpoint: ProgramCheckpoint) -> int | None:
-    """Return to how many steps the whole run is to go, by the state that transformers' Trainer saves; None: it is not known."""
-    try:
-        state = json.loads((checkpoint.path / "trainer_state.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    steps = state.get("max_steps") if isinstance(state, dict) else None
-    return steps if isinstance(steps, int) and steps > 0 else None
-
-
-def seconds_per_step(found: Sequence[ProgramCheckpoint], since: float) -> float | None:
-    """Return the seconds per step between the two newest complete checkpoints that were saved after `since` (unix seconds)."""
-    newest = [each for each in found if each.problem is None and each.step is not None and each.changed >= since][-2:]
-    if len(newest) < 2:
-        return None
-    steps, seconds = (newest[1].step or 0) - (newest[0].step or 0), newest[1].changed - newest[0].changed
-    return seconds / steps if steps > 0 and seconds > 0 else None
-
-
 def problem_of(path: Path, rule: str | None) -> str | None:
     """Say what is missing or cut in a checkpoint; None if it is complete by job.checkpoint_complete.
 

@@ -371,11 +371,6 @@ class RunDir:
                 number += 1
 
 
-def links(info: Mapping[str, Any]) -> list[str]:
-    """Return the jobs of a run's chain (requeue.mode=chain); none for a run that has no chain."""
-    return [str(job_id) for job_id in info.get("chain") or []]
-
-
 def _is_event(value: object) -> bool:
     return type(value) is dict and type(value.get("event")) is str and records.is_time(value.get("time"))
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from slurmtrain.observe.profiling import Profiling
     from slurmtrain.runtime.distributed_context import DistributedContext
     from slurmtrain.runtime.watchdog.watchdog import Watchdog
-    from slurmtrain.training.ranks import StopAgreement
+    from slurmtrain.training.agreement import StopAgreement
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
     from slurmtrain.hangs.beats import Position
     from slurmtrain.runtime.distributed_context import environment_of_process_group, init_distributed
     from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
-    from slurmtrain.training.ranks import StopAgreement
+    from slurmtrain.training.agreement import StopAgreement
 
     load_dynamo_on_demand()
     let_all_workers_ignore_stop_signals()

@@ -42,7 +42,7 @@ from slurmtrain.system.signals import StopCause
 if TYPE_CHECKING:
     from slurmtrain.runtime.distributed_context import DistributedContext
     from slurmtrain.runtime.watchdog.watchdog import Watchdog
-    from slurmtrain.training.ranks import StopAgreement
+    from slurmtrain.training.agreement import StopAgreement
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ class Rank:
     def _work(self) -> int:
         """Train, or do what else the job is; record rank 0's outcome, and return the exit code of this rank."""
         from slurmtrain.hangs.beats import Position
-        from slurmtrain.training.ranks import StopAgreement
+        from slurmtrain.training.agreement import StopAgreement
 
         distributed, stop_watcher = self.distributed, self.stop_watcher
         take_save = stop_watcher.take_save if stop_watcher is not None else lambda: False

@@ -21,8 +21,7 @@ from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
-from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.job_states import JobState
+from slurmtrain.slurm.job_facts import JobFacts, JobState
 from slurmtrain.system.signals import StopCause, StopFlag
 
 log = logging.getLogger(__name__)
@@ -208,8 +207,10 @@ def stated_seconds_left(run_dir: RunDir, number: int) -> float | None:
         limit_s = float(os.environ["SLURM_JOB_END_TIME"]) - float(os.environ["SLURM_JOB_START_TIME"])  # since 23.02
     except (KeyError, ValueError):
         return None
-    claim = attempts.claimed_by(run_dir.attempt(number))
-    while attempts.claimed_by(run_dir.attempt(number - 1)) == claim != (None, 0):
+    claim = attempts.read_claim(run_dir.attempt(number))
+    if claim.job_id is None:
+        return None
+    while attempts.read_claim(run_dir.attempt(number - 1))[:2] == claim[:2]:
         number -= 1
-    began = attempts.claimed_at(run_dir, number) if claim != (None, 0) else None
+    began = attempts.claimed_at(run_dir, number)
     return None if began is None else limit_s - (time.time() - began)

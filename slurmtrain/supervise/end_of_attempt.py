@@ -41,8 +41,7 @@ from slurmtrain.runs.reasons import FAILURES, Reason, RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import JOB_VARIABLE, own_job_id, own_node_name, own_restart_count, own_step_id
-from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.job_states import LIVE
+from slurmtrain.slurm.job_facts import LIVE, JobFacts
 from slurmtrain.slurm.node_ledger import append_to_ledger, ledger_file
 from slurmtrain.supervise import in_place
 from slurmtrain.system.signals import StopCause
@@ -393,7 +392,7 @@ def may_live(attempt: Attempt, attempt_dir: AttemptDir, client: SlurmClient | No
         return False
     job_id, restart_count = attempt.job_id, attempt.restart_count
     if not attempt.started:
-        job_id, restart_count = attempts.claimed_by(attempt_dir)
+        job_id, restart_count, _ = attempts.read_claim(attempt_dir)
     if job_id is None:
         return bool(attempt.started) and attempt.rank_0_lives is not False
     own = job_id == own_job_id()

@@ -37,9 +37,8 @@ def start_hook(run_dir: RunDir, number: int, config: Config) -> list[subprocess.
     """Start the hook for the outcome of attempt `number`, in a process of its own; none where the config has no hooks."""
     if not (config.hooks.on_finish or config.hooks.on_failure or config.hooks.on_preemption):
         return []
-    return [
-        subprocess.Popen([sys.executable, "-m", "slurmtrain", "supervise", str(run_dir.path), "--hook", str(number)])
-    ]
+    command = [sys.executable, "-m", "slurmtrain", "supervise", str(run_dir.path), "--hook", str(number)]
+    return [subprocess.Popen(command)]
 
 
 def run_hook_of(run_dir: RunDir, number: int, config: Config) -> None:

@@ -24,7 +24,7 @@ from slurmtrain.runs.reasons import RunAction, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name
-from slurmtrain.slurm.job_states import JobState
+from slurmtrain.slurm.job_facts import JobState
 from slurmtrain.slurm.nodelist import expand_nodelist, is_dead, is_silent, is_usable
 from slurmtrain.system.signals import STOP_SIGNALS
 

@@ -21,15 +21,14 @@ from slurmtrain.errors import ClusterError, SlurmtrainError
 from slurmtrain.launch.job import submit_existing_script, token
 from slurmtrain.launch.node_exclusion import leave_out
 from slurmtrain.runs import attempts, jobs, requests
-from slurmtrain.runs.attempts import Attempt, came_to_an_end, claimed_by
+from slurmtrain.runs.attempts import Attempt, came_to_an_end, read_claim
 from slurmtrain.runs.decide import is_cancelled
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, GoesOn, Reason, RunAction, Verdict
-from slurmtrain.runs.run_dir import RunDir, links
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_restart_count
-from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.job_states import ENDED, JobState
+from slurmtrain.slurm.job_facts import ENDED, JobFacts, JobState
 from slurmtrain.supervise.end_of_attempt import close_abandoned
 from slurmtrain.supervise.hooks import run_hook_of
 from slurmtrain.system.patience import RESTORE, patiently
@@ -209,7 +208,7 @@ def _ended(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) ->
     again = run_dir.evaluated_run is not None and not run_dir.result_file.exists()
     if last is not None and last.verdict == Verdict.DONE and not again:
         return Verdict.DONE
-    latest = links(info) or info["job_ids"][-1:]
+    latest = info.get("chain") or info["job_ids"][-1:]
     if (job_id in info["job_ids"] and job_id not in latest) or requests.ended_after(run_dir, last) is not None:
         return Verdict.END
     if last is None:
@@ -236,9 +235,9 @@ def _ended(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) ->
 def _is_ours(run_dir: RunDir, last: Attempt, job_id: str) -> bool:
     """Return whether an attempt is of this job, or of its chain; if not, a person may have resumed the run since."""
     info = run_dir.info()
-    if links(info):
+    if info.get("chain"):
         return last.number > int(info.get("chain_after") or 0)
-    job = last.job_id or claimed_by(run_dir.attempt(last.number))[0]
+    job = last.job_id or read_claim(run_dir.attempt(last.number)).job_id
     return own_restart_count() > 0 and job in (job_id, None)
 
 
@@ -246,7 +245,7 @@ def _continues(run_dir: RunDir, last: Attempt, job_id: str) -> bool:
     """Return whether a job was submitted to continue after this attempt of another one: by that job or in its chain."""
     if last.job_id == job_id:
         return False
-    if links(run_dir.info()):
+    if run_dir.info().get("chain"):
         return last.verdict == Verdict.NEXT and _is_ours(run_dir, last, job_id)
     submitted = [each for each in run_dir.events() if each["event"] == Event.SUBMITTED and each.get("job_id") == job_id]
     return bool(submitted) and submitted[-1].get("after_attempt") == last.number

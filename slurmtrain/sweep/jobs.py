@@ -264,7 +264,7 @@ def states_of(sweep: Sweep) -> dict[str, RunState]:
             note_jobs(sweep, number)
     members = sweep.run_dirs()
     now = states([run_dir for run_dir in members.values() if run_dir.info_file.exists()])
-    return {run_id: now.get(run_id, REMOVED) for run_id in members}
+    return {run_id: now.get(run_dir, REMOVED) for run_id, run_dir in members.items()}
 
 
 def will_fail_again(sweep: Sweep, run_ids: Collection[str]) -> dict[str, list[int]]:
@@ -466,7 +466,7 @@ class LocalRuns:
         if left is not None:
             del self._running[left]
             if left.info_file.exists():
-                log.info("%s: %s", _name(left), states([left])[left.id].explanation)
+                log.info("%s: %s", _name(left), states([left])[left].explanation)
         return left
 
 

@@ -26,8 +26,9 @@ from slurmtrain.errors import ClusterError, RunFailedError, SlurmtrainError, Unr
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.report import collect
-from slurmtrain.report.status.look import EndWatch, is_over, state, states
+from slurmtrain.report.status.look import is_over, state, states
 from slurmtrain.report.status.state import WAITING, RunState, RunStatus
+from slurmtrain.report.status.waiting import EndWatch
 from slurmtrain.runs import requests
 from slurmtrain.runs.create import new_run_id
 from slurmtrain.runs.events import Event
@@ -143,7 +144,7 @@ class Runs:
         for run_dir in run_dirs:
             if run_dir not in self._started:
                 self._started.add(run_dir)
-                stopped = run_dir in there and states([run_dir])[run_dir.id].status == RunStatus.STOPPED
+                stopped = run_dir in there and states([run_dir])[run_dir].status == RunStatus.STOPPED
                 if run_dir in there and (stopped or not is_over(run_dir)):
                     self.here.start(run_dir)
                 else:
@@ -172,7 +173,7 @@ class Runs:
         if run_dir is None:
             return []
         self._started.remove(run_dir)  # another trial may have the same config
-        now = states([run_dir])[run_dir.id] if run_dir.info_file.exists() else REMOVED
+        now = states([run_dir])[run_dir] if run_dir.info_file.exists() else REMOVED
         if now.alive:  # since its processes of before are still there, as after a kill
             raise ClusterError(
                 f"run {run_dir.id} cannot be continued here yet: {now.explanation}",

@@ -19,7 +19,7 @@ import random
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard, TypeVar
 
@@ -84,48 +84,7 @@ def read_bytes(path: Path, *, at_most: int = RECORD_BYTES) -> bytes:
         FileNotFoundError, NotADirectoryError: there is none.
         UnreadableRecordError: it is not a regular file, cannot be read, or has more bytes than `at_most`.
     """
-
-    def part(size: int) -> tuple[int, int]:
-        if size > at_most:
-            raise UnreadableRecordError(f"{path} has {size} bytes, and {at_most} is the most that is read of it")
-        return 0, size
-
-    return _read_part(path, part)
-
-
-def _read_part(path: Path, part: Callable[[int], tuple[int, int]]) -> bytes:
-    """Read a part of a file, and if another one takes its name just then, that of the new one.
-
-    NFS calls what was opened before that stale (ESTALE): its server has removed it, although it is open here.
-
-    Args:
-        part: returns first byte and number of bytes of the part of a file of so many bytes.
-
-    Raises: as `open_regular`, or what `part` raises.
-    """
-    for tries_left in reversed(range(STALE_TRIES)):
-        descriptor = open_regular(path)
-        try:
-            begin, length = part(os.fstat(descriptor).st_size)
-            return _read(descriptor, begin, length)
-        except OSError as error:
-            if error.errno != errno.ESTALE or not tries_left:
-                raise _unreadable(path, error) from None
-        finally:
-            os.close(descriptor)
-    raise AssertionError("unreachable")
-
-
-def _read(descriptor: int, begin: int, size: int) -> bytes:
-    """Read `size` bytes from byte `begin` on, or as many as there are.
-
-    Raises:
-        OSError: they cannot be read.
-    """
-    data = os.pread(descriptor, size, begin)
-    while len(data) < size and (more := os.pread(descriptor, size - len(data), begin + len(data))):
-        data += more
-    return data
+    return _read(path, at_most, whole=True)
 
 
 def read_text(path: Path, *, at_most: int = RECORD_BYTES) -> str:
@@ -140,9 +99,35 @@ def read_tail(path: Path, size: int) -> bytes:
         UnreadableRecordError: it is not a regular file, or cannot be read.
     """
     try:
-        return _read_part(path, lambda whole: (max(0, whole - size), min(whole, size)))
+        return _read(path, size, whole=False)
     except (FileNotFoundError, NotADirectoryError):
         return b""
+
+
+def _read(path: Path, at_most: int, *, whole: bool) -> bytes:
+    """Read the last bytes of a file, at most so many, and if another one takes its name just then, those of the new one.
+
+    NFS calls what was opened before that stale (ESTALE): its server has removed it, although it is open here.
+
+    Args:
+        whole: refuse a file that has more.
+    """
+    for tries_left in reversed(range(STALE_TRIES)):
+        descriptor = open_regular(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            if whole and size > at_most:
+                raise UnreadableRecordError(f"{path} has {size} bytes, and {at_most} is the most that is read of it")
+            begin, data = max(0, size - at_most), b""
+            while more := os.pread(descriptor, size - begin - len(data), begin + len(data)):
+                data += more
+            return data
+        except OSError as error:
+            if error.errno != errno.ESTALE or not tries_left:
+                raise _unreadable(path, error) from None
+        finally:
+            os.close(descriptor)
+    raise AssertionError("unreachable")
 
 
 def pieces(path: Path, begin: int = 0) -> Iterator[bytes]:

@@ -22,8 +22,8 @@ from slurmtrain.data.sources.protocol import DatasetSpec, MapDataset, inspect_da
 from slurmtrain.errors import ConfigError, nearest
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.parallel.vocabulary import vocabulary_argmax, whole_vocabulary
+from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import ForwardBackward, loss_sum
-from slurmtrain.training.ranks import StopAgreement
 
 
 class Evaluator:

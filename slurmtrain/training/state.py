@@ -18,8 +18,8 @@ from slurmtrain.observe.phases import PhaseClock
 from slurmtrain.observe.throughput import Throughput
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
+from slurmtrain.training.agreement import AgreedDecision, TrainingRanks
 from slurmtrain.training.health import Health
-from slurmtrain.training.ranks import AgreedDecision, TrainingRanks
 from slurmtrain.training.step_numbers import NumbersReader, StepNumbers
 
 if TYPE_CHECKING:

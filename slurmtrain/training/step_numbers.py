@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slurmtrain.training.ranks import TrainingRanks
+from slurmtrain.training.agreement import TrainingRanks
 
 LAG = 2  # the numbers of a step are known in the second step after it
 PARTS = 3  # integers that a rank adds to the counts of a step; see `NumbersReader.own_part`
@@ -35,8 +35,6 @@ class StepNumbers(NamedTuple):
         grad_norm: norm of all gradients before they were clipped.
         failed_ranks: number of ranks whose loss is not finite.
         failed_rank: that rank, if it is the only one.
-        parameter_norms: norm of the gradient of each of `TrainingState.parameters` before it was clipped, 0-dim tensors
-            on the device; of a sharded one, that of this rank's part. Empty for a step of an earlier attempt.
     """
 
     step: int
@@ -45,7 +43,6 @@ class StepNumbers(NamedTuple):
     grad_norm: float
     failed_ranks: int = 0
     failed_rank: int | None = None
-    parameter_norms: Sequence[Tensor | None] = ()
 
     @property
     def finite(self) -> bool:
@@ -77,7 +74,6 @@ class _Noted:
     samples: tuple[int, int]
     values: Tensor | tuple[float, float]
     tokens: int
-    parameter_norms: Sequence[Tensor | None]
     copied: torch.cuda.Event | None
 
     def read(self) -> tuple[float, float]:
@@ -94,7 +90,7 @@ class _Noted:
         loss_sum, failed, names = sums
         loss = math.nan if failed else loss_sum / _FRACTION / self.tokens
         only = names - 1 if failed == 1 else None
-        return StepNumbers(self.step, self.samples, loss, norm, failed, only, self.parameter_norms)
+        return StepNumbers(self.step, self.samples, loss, norm, failed, only)
 
 
 class NumbersReader:
@@ -109,15 +105,7 @@ class NumbersReader:
         self._waiting: deque[_Noted | StepNumbers] = deque()  # of the last `LAG` steps, oldest first
         self._due: tuple[_Noted, float] | StepNumbers | None = None
 
-    def note(
-        self,
-        step: int,
-        samples: tuple[int, int],
-        loss_sum: Tensor,
-        norm: Tensor,
-        tokens: int,
-        parameter_norms: Sequence[Tensor | None] = (),
-    ) -> None:
+    def note(self, step: int, samples: tuple[int, int], loss_sum: Tensor, norm: Tensor, tokens: int) -> None:
         """Copy the numbers of a step (scalars) from its device, without waiting for the copy."""
         values: Tensor | tuple[float, float]
         copied = None
@@ -128,7 +116,7 @@ class NumbersReader:
             copied.record()
         else:
             values = loss_sum.item(), norm.item()
-        self._waiting.append(_Noted(step, samples, values, tokens, parameter_norms, copied))
+        self._waiting.append(_Noted(step, samples, values, tokens, copied))
 
     def own_part(self) -> list[int]:
         """Return this rank's part of the numbers that are due: integers to be added up over all ranks, for `finish`.

@@ -24,15 +24,15 @@ from slurmtrain.data.loading.batches import RowCounts
 from slurmtrain.data.loading.loader import BatchLoader, Step
 from slurmtrain.errors import DivergedError
 from slurmtrain.observe.phases import Phase, PhaseClock
-from slurmtrain.parallel.ddp import clip_whole_gradients, warm_up_ddp_buckets, without_trace
+from slurmtrain.parallel.ddp import warm_up_ddp_buckets, without_trace
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.planner.schedule import learning_rate
+from slurmtrain.training.agreement import StopAgreement, TrainingRanks
 from slurmtrain.training.forward_backward import ForwardBackward
 from slurmtrain.training.health import HINT
 from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
 from slurmtrain.training.optim import build_optimizer, set_learning_rate
-from slurmtrain.training.ranks import StopAgreement, TrainingRanks
 from slurmtrain.training.state import Counters, StepResult, TrainingState, all_finite
 from slurmtrain.training.step_numbers import NumbersReader
 
@@ -214,7 +214,7 @@ class Trainer:
             profile=hooks.wants_profile(state),
         )
         with phases.within(Phase.OPTIMIZER):
-            norm, gradient_norms = self._clip()
+            norm = self._clip()
         hooks.before_optimizer_step(state, norm)
         with phases.within(Phase.OPTIMIZER):
             self._update(norm)
@@ -224,7 +224,7 @@ class Trainer:
         state.advance(digest)
         if self._wants_numbers:
             samples = state.loader.samples_consumed - self._train.global_batch_size, state.loader.samples_consumed
-            state.numbers.note(state.step, samples, loss_sum, norm, tokens, gradient_norms)
+            state.numbers.note(state.step, samples, loss_sum, norm, tokens)
         step_s = state.throughput.step(
             tokens, data_wait_s, samples=self._train.global_batch_size, flops=self._flops_of(rows)
         )
@@ -270,14 +270,14 @@ class Trainer:
         why = hooks.wants_rollback(state)
         return not self._ranks.all_true(why is None), why
 
-    def _clip(self) -> tuple[Tensor, list[Tensor | None]]:
-        """Scale the gradients so that their norm is at most `optim.grad_clip`.
-
-        Returns:
-            The norm before, and that of each parameter's gradient, as far as this rank has it.
-        """
+    def _clip(self) -> Tensor:
+        """Scale the gradients so that their norm is at most `optim.grad_clip`, and return the norm before."""
         if self._distributed_model.mesh is None:  # the same on all ranks
-            return clip_whole_gradients(self._parameters, self._optim.grad_clip)
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            norm = nn.utils.get_total_norm(gradients)
+            if self._optim.grad_clip:
+                nn.utils.clip_grads_with_norm_(self._parameters, self._optim.grad_clip, norm)
+            return norm
         from slurmtrain.parallel.gradients import clip_gradients  # with DTensors, which take half a second to import
 
         return clip_gradients(

@@ -24,8 +24,8 @@ from slurmtrain.models import Decoder
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system import signals
+from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import build_forward_backward
-from slurmtrain.training.ranks import StopAgreement
 from tests.support.gloo import GlooRanks
 from tests.support.pickles import Evil
 

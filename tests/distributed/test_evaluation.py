@@ -31,8 +31,8 @@ from slurmtrain.runtime.jobs.build_model import build, build_model, distribute_m
 from slurmtrain.runtime.jobs.train import build_evaluator
 from slurmtrain.system import signals
 from slurmtrain.system.signals import StopCause
+from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import build_forward_backward
-from slurmtrain.training.ranks import StopAgreement
 from tests.distributed.test_training import alone, fit, go_on, hold, losses
 from tests.support.gloo import GlooRanks, wait_until
 from tests.support.local_runs import SMALL, Project

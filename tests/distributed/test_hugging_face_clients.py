@@ -64,7 +64,7 @@ class Attempts:
 
     def begin(self) -> None:
         """What the attempt before was told counts no more."""
-        from slurmtrain.training.ranks import StopAgreement
+        from slurmtrain.training.agreement import StopAgreement
 
         self.flag = StopFlag()
         self.messages.clear()

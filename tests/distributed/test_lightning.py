@@ -60,7 +60,7 @@ class Script:
 
     def trainer(self, *, stop_at: int | None = None, callback: Any = None, **arguments: Any) -> Any:
         """A new Trainer; the last rank alone is told to stop while it does step `stop_at`."""
-        from slurmtrain.training.ranks import StopAgreement
+        from slurmtrain.training.agreement import StopAgreement
 
         flag, rank, size = StopFlag(), self.world.environment.rank, self.world.environment.world_size
         self.session.agreement = StopAgreement(flag, self.session.initialised()[0].control_group)

@@ -20,7 +20,7 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.system import signals
-from slurmtrain.training.ranks import AgreedDecision, StopAgreement
+from slurmtrain.training.agreement import AgreedDecision, StopAgreement
 from slurmtrain.training.trainer import Outcome
 from tests.distributed.test_training import losses, trainer
 from tests.support.gloo import GlooRanks

@@ -29,8 +29,8 @@ from slurmtrain.runtime.jobs.train import build_trainer
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
+from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.hooks import TrainingHook
-from slurmtrain.training.ranks import StopAgreement
 from slurmtrain.training.state import StepResult, TrainingState
 from slurmtrain.training.trainer import Outcome, Trainer
 from tests.support.gloo import GlooRanks, wait_until

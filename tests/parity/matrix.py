@@ -26,7 +26,7 @@ from slurmtrain.runtime.jobs.train import build_trainer
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
-from slurmtrain.training.ranks import StopAgreement
+from slurmtrain.training.agreement import StopAgreement
 
 STEPS = 3  # the second is of updated weights, the third of moments that have a history
 # Relative. Loss and gradient are sums over the n = 8 x 64 tokens of a step, whose terms another layout adds in another order:

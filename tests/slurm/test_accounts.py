@@ -17,7 +17,7 @@ import pytest
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.launch.queue_check import check_request
 from slurmtrain.launch.submit_once import RefusedError, SubmitLimitError, check, error_of
-from slurmtrain.sandbox.accounting import ACCOUNT, HIGH, LOW
+from slurmtrain.sandbox.files import ACCOUNT, HIGH, LOW
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.read_facts import read_facts

@@ -116,39 +116,32 @@ class RestoreRequest:
     at_most: int | None = None
 
 
+@dataclass(frozen=True)
 class Restorer:
     """Restores checkpoints of one directory. All ranks call `restore` together.
 
-    Args:
-        ranks, on_host: all ranks, and those of this host.
+    Attributes:
+        ranks, ranks_on_host: all ranks, and those of this host.
         borrow_buffer: returns host memory of a size, to read into.
         changed, verify: see `Checkpointer`.
     """
 
-    def __init__(
-        self,
-        ranks: RankGroup,
-        on_host: RankGroup,
-        identity: CheckpointIdentity,
-        borrow_buffer: Callable[[int], memoryview],
-        mirror_uploader: MirrorUploader | None,
-        node_copies: NodeCopies | None,
-        *,
-        changed: frozenset[str],
-        verify: str,
-    ):
-        self._node_copies = node_copies
-        self._ranks, self._ranks_on_host = ranks, on_host
-        self._identity, self._borrow_buffer, self._mirror_uploader = identity, borrow_buffer, mirror_uploader
-        self._changed, self._verify = changed, verify
+    ranks: RankGroup
+    ranks_on_host: RankGroup
+    identity: CheckpointIdentity
+    borrow_buffer: Callable[[int], memoryview]
+    mirror_uploader: MirrorUploader | None
+    node_copies: NodeCopies | None
+    changed: frozenset[str]
+    verify: str
 
     def restore(self, request: RestoreRequest) -> Restored | None:
         """Load the newest sound checkpoint, or the one that was asked for; None: there is no checkpoint."""
-        if self._node_copies is None:
+        if self.node_copies is None:
             return self._restore_from_directory(request)
-        on_nodes = self._restore_from_nodes(self._node_copies, request) if request.path is None else None
+        on_nodes = self._restore_from_nodes(self.node_copies, request) if request.path is None else None
         restored = on_nodes or self._restore_from_directory(request)
-        self._node_copies.begin(on_nodes.path if on_nodes is not None else None)
+        self.node_copies.begin(on_nodes.path if on_nodes is not None else None)
         return restored
 
     def _restore_from_nodes(self, copies: NodeCopies, request: RestoreRequest) -> Restored | None:
@@ -156,13 +149,13 @@ class Restorer:
         path = copies.newest(request.at_most)
         if path is None:
             return None
-        manifest = self._ranks.all_do(lambda: read_manifest(path))
+        manifest = self.ranks.all_do(lambda: read_manifest(path))
         try:
             damage = self._load(path, manifest, request, copies)
         finally:
             copies.end_restoring()
         if damage:
-            if self._ranks.rank == 0:
+            if self.ranks.rank == 0:
                 log.warning("not from the copies on the nodes: %s: %s", path.name, "; ".join(damage))
             return None
         return _restored(path, manifest, request, origin="the copies on the nodes")
@@ -172,11 +165,11 @@ class Restorer:
         set_aside: list[str] = []
         fetched: dict[Path, str] = {}  # names in the mirror of the copies that were fetched
         while True:
-            choice = self._ranks.on_rank_0(partial(self._choose, request.path, request.at_most))
+            choice = self.ranks.on_rank_0(partial(self._choose, request.path, request.at_most))
             if choice is None:
                 copy = None
-                if self._mirror_uploader is not None:
-                    copy = self._mirror_uploader.fetch(self._ranks, request.at_most)
+                if self.mirror_uploader is not None:
+                    copy = self.mirror_uploader.fetch(self.ranks, request.at_most)
                 if copy is not None:
                     fetched[copy[0]] = copy[1]
                     continue
@@ -194,7 +187,7 @@ class Restorer:
                 raise CheckpointError(
                     f"{path} was requested but is damaged: {'; '.join(damage)}", hint="name another checkpoint"
                 )
-            self._ranks.on_rank_0(partial(self._set_aside, path, fetched.get(path), damage))
+            self.ranks.on_rank_0(partial(self._set_aside, path, fetched.get(path), damage))
             set_aside.append(f"{path.name}: {damage[0]}")
         return _restored(path, manifest, request, set_aside=tuple(set_aside))
 
@@ -212,7 +205,7 @@ class Restorer:
                     f"{path} was requested but does not exist", hint="`checkpoints RUN list` shows what is"
                 )
         else:
-            directory = self._identity.directory
+            directory = self.identity.directory
             with suppress(OSError):
                 refresh(directory)
             for newer in blocks.patiently(partial(newer_without_complete, directory), directory):
@@ -237,8 +230,8 @@ class Restorer:
     def _set_aside(self, path: Path, copy: str | None, damage: list[str]) -> None:
         """Set a damaged checkpoint aside, on rank 0, and the copy in the mirror that it was fetched from."""
         set_aside(path)
-        if copy is not None and self._mirror_uploader is not None:  # it would be fetched again
-            self._mirror_uploader.mirror.set_aside(copy, "; ".join(damage))
+        if copy is not None and self.mirror_uploader is not None:  # it would be fetched again
+            self.mirror_uploader.mirror.set_aside(copy, "; ".join(damage))
         log.warning("%s is damaged and was set aside: %s", path.name, "; ".join(damage))
 
     def _check_never_damaged(self, set_aside: list[str]) -> None:
@@ -248,13 +241,13 @@ class Restorer:
         """
 
         def find() -> list[str]:
-            copies = self._mirror_uploader.mirror.damaged() if self._mirror_uploader is not None else []
-            return damaged(self._identity.directory) + copies
+            copies = self.mirror_uploader.mirror.damaged() if self.mirror_uploader is not None else []
+            return damaged(self.identity.directory) + copies
 
-        set_aside = set_aside or self._ranks.on_rank_0(find)
+        set_aside = set_aside or self.ranks.on_rank_0(find)
         if set_aside:
             raise CheckpointMismatchError(
-                f"every checkpoint in {self._identity.directory} is damaged: {'; '.join(set_aside)}",
+                f"every checkpoint in {self.identity.directory} is damaged: {'; '.join(set_aside)}",
                 hint="look at the *.damaged-* folders; delete them to start from scratch",
             )
 
@@ -272,8 +265,8 @@ class Restorer:
         """
         if request.path is None:
             hint = f"move it away, or start from it on purpose: checkpoint.restore_from={path}"
-            self._identity.check_run(path, manifest, hint=hint)
-        found = self._ranks.gather(lambda: self._read_headers(path, manifest, copies))
+            self.identity.check_run(path, manifest, hint=hint)
+        found = self.ranks.gather(lambda: self._read_headers(path, manifest, copies))
         if damage := sorted({each["damage"] for each in found if "damage" in each}):
             return damage
         files = {name: held for each in found for name, held in each["files"].items()}
@@ -282,17 +275,17 @@ class Restorer:
             contents.check_whole(path)
         except CheckpointError as error:
             return [damage_of(path, error)]
-        own_file: str | None = file_name(self._ranks.rank)
+        own_file: str | None = file_name(self.ranks.rank)
         if own_file not in contents.files or request.as_start:
             own_file = None  # a rank that did not exist, or another training
-        wanted = self._ranks.all_do(lambda: set(module_state.module_tensors(request.objects)))
+        wanted = self.ranks.all_do(lambda: set(module_state.module_tensors(request.objects)))
         on_any_rank = wanted
-        if self._ranks.maximum(int(bool(of_modules(request.objects, contents.facts) - wanted))):
-            on_any_rank = set().union(*self._ranks.gather(lambda: sorted(wanted)))
-        targets, own_targets = self._ranks.all_do(
+        if self.ranks.maximum(int(bool(of_modules(request.objects, contents.facts) - wanted))):
+            on_any_rank = set().union(*self.ranks.gather(lambda: sorted(wanted)))
+        targets, own_targets = self.ranks.all_do(
             lambda: self._find_targets(path, manifest, request, wanted, on_any_rank, own=own_file is not None)
         )
-        in_file = partial(own_name, self._ranks.rank)
+        in_file = partial(own_name, self.ranks.rank)
         damage, own_plain = read_tensors(
             path,
             contents,
@@ -300,10 +293,10 @@ class Restorer:
             targets | {in_file(name): tensor for name, tensor in own_targets.items()},
             own_file,
             live=wanted | {in_file(name) for name in module_state.module_tensors(request.own_objects)},
-            ranks=self._ranks,
-            on_this_host=self._ranks_on_host,
-            digests=self._verify != Verify.OFF,
-            buffer=self._borrow_buffer,
+            ranks=self.ranks,
+            on_this_host=self.ranks_on_host,
+            digests=self.verify != Verify.OFF,
+            buffer=self.borrow_buffer,
             fetch=None if copies is None else partial(copies.fetch, path, manifest),
         )
         if damage:
@@ -312,18 +305,18 @@ class Restorer:
         def load() -> None:
             lenient, convert = "keys" in request.allow, "dtypes" in request.allow
             dropped = manifest.tensors.keys() - targets.keys()
-            own_dropped = own_names(manifest.tensors, self._ranks.rank).keys() - own_targets.keys()
+            own_dropped = own_names(manifest.tensors, self.ranks.rank).keys() - own_targets.keys()
             state.load_objects(
                 request.objects, targets, manifest.state, dropped=dropped, lenient=lenient, convert=convert
             )
             state.load_objects(request.own_objects, own_targets, own_plain, dropped=own_dropped, lenient=True)
 
-        self._ranks.all_do(load)
+        self.ranks.all_do(load)
         return []
 
     def _read_headers(self, path: Path, manifest: Manifest, copies: NodeCopies | None) -> dict[str, Any]:
         """Return what is in this rank's share of the files, or what is wrong with one of them, as values to send."""
-        names = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
+        names = sorted(manifest.files)[self.ranks.rank :: self.ranks.size]
         if copies is not None:
             names = copies.held(path, manifest)
         try:
@@ -352,20 +345,20 @@ class Restorer:
             own: the checkpoint has what this rank has for itself; its tensors are the second ones that are returned.
         """
         objects, own_objects, allow = request.objects, request.own_objects, request.allow
-        saved_config, config = manifest.config, self._identity.config
+        saved_config, config = manifest.config, self.identity.config
         if request.as_start:
             saved_config, config = (
                 {key: each[key] for key in objects if key in each} for each in (saved_config, config)
             )
         asked_for = request.path is not None
-        check_config(path, saved_config, config, allow, changed=self._changed, asked_for=asked_for)
+        check_config(path, saved_config, config, allow, changed=self.changed, asked_for=asked_for)
         facts = manifest.tensors
         alone = check_names(path, objects, wanted, on_any_rank, facts, manifest.state, allow)
         useful = {name: fact for name, fact in facts.items() if name not in alone}
         targets = check_tensors(path, objects, state.templates(objects, useful), facts, allow)
         if not own:
             return targets, {}
-        own_facts = {name: facts[called] for name, called in own_names(facts, self._ranks.rank).items()}
+        own_facts = {name: facts[called] for name, called in own_names(facts, self.ranks.rank).items()}
         names = module_state.module_tensors(own_objects)
         check_names(path, own_objects, names, names, own_facts, None, allow)
         own_templates = state.templates(own_objects, own_facts)

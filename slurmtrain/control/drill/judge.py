@@ -173,6 +173,8 @@ def _left(evidence: Evidence, plan: Plan) -> Verdict | None:
             return _failed("the signal did not reach its ranks, and it trained on", TOLD_HINT)
         return _failed("was killed without a signal before that", _lost_hint(evidence))
 
+    if evidence.is_program and evidence.stopped_at is None:
+        return _not_judged("it was interrupted before it had shown a step, so that nothing was lost", SHOW_HINT)
     done, saved = first.last_step, first.committed_step
     if evidence.is_program or (saved and saved >= (done or 0) and first.exit_code in (None, EXIT_REQUEUE)):
         return None
@@ -295,21 +297,34 @@ class Comparison:
         return self.reached is not None and not (self.divergence or self.tensors or self.state)
 
 
-def compare_logs(a: Log, b: Log, samples_part_at: int | None = None) -> Comparison:
+def compare_logs(a: Log, b: Log, samples_part_at: int | None = None, resumed_at: int | None = None) -> Comparison:
     """Compare what two runs have logged. Values that measure the machine are left out.
+
+    A program that logs every few steps may log means of these. The first ones after a resume are then means of fewer steps, so
+    they are left out if they differ.
 
     Args:
         samples_part_at: the first step after which they have seen different samples; None: they have seen the same.
+        resumed_at: steps done when b was resumed; None: not known.
     """
-    found = [
-        Divergence(each.step, name, each.a, each.b)
-        for name, each in divergences(a, b).items()
-        if not is_measured(name) and not is_detail(name)
-    ]
+    found, after = _differences(a, b), None
+    if resumed_at is not None:
+        after = min((step for step in a.keys() & b.keys() if step > resumed_at), default=None)
+    if after not in (None, (resumed_at or 0) + 1) and any(each.step == after for each in found):
+        a, b = ({step: its for step, its in log.items() if step != after} for log in (a, b))
+        found = _differences(a, b)
     if samples_part_at is not None:
         found.append(Divergence(samples_part_at, HASH))
     first = min(found, key=lambda each: (each.step, TELLING.get(each.name, 9), each.name), default=None)
     return Comparison(sorted(a.keys() & b.keys()), first)
+
+
+def _differences(a: Log, b: Log) -> list[Divergence]:
+    return [
+        Divergence(each.step, name, each.a, each.b)
+        for name, each in divergences(a, b).items()
+        if not is_measured(name) and not is_detail(name)
+    ]
 
 
 def with_checkpoint(
@@ -339,16 +354,17 @@ def _is_random(name: str) -> bool:
     return any(_RANDOM.fullmatch(part) for part in re.split(r"[^\w]+", name.lower()))
 
 
-def compare_runs(undisturbed: RunDir, other: RunDir, job: JobConfig) -> Comparison:
+def compare_runs(undisturbed: RunDir, other: RunDir, job: JobConfig, resumed_at: int | None = None) -> Comparison:
     """Compare what two runs have logged, and every tensor of the newest checkpoint that both have.
 
     Args:
+        resumed_at: steps done when the other one was resumed; None: not known, or it was not.
         job: of both; its `checkpoints` name those of a program.
     """
     runs = (undisturbed, other)
     try:
         a, b = (by_step(read_metrics(run.metrics_file)) for run in runs)
-        found = compare_logs(a, b, compare_data(undisturbed, other).parts_at)
+        found = compare_logs(a, b, compare_data(undisturbed, other).parts_at, resumed_at)
     except UnreadableRecordError as error:
         return Comparison(left=error.message)
     if job.checkpoints is not None:

@@ -53,14 +53,15 @@ from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import DRILLS, RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
-from slurmtrain.slurm.job_states import GONE
+from slurmtrain.slurm.job_facts import GONE
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.25  # at the runs' own files
 ASK_EVERY_S = 4.0  # SLURM, about all of them
 LEAVE_S = 20.0  # longest wait for cancelled jobs to be gone
-STOP_AFTER_S = 30.0  # after its start, a program that shows no steps is interrupted
+STOP_AFTER_S = 30.0  # from the first step of a program that shows none until it is interrupted
+FIRST_STEP_S = 120.0  # longest wait for the first step, or whatever a program shows: libraries load slowly
 
 
 @dataclass(kw_only=True)
@@ -87,7 +88,7 @@ class ScratchRun(Evidence):
         """Compare what it has done with the undisturbed run, if both have finished."""
         self.resumed_at, self.undisturbed = _resumed_at(self.run_dir, self.attempts), undisturbed.explanation
         if self.finished and undisturbed.finished:
-            self.comparison = compare_runs(undisturbed.run_dir, self.run_dir, self.config.job)
+            self.comparison = compare_runs(undisturbed.run_dir, self.run_dir, self.config.job, self.resumed_at)
 
     @property
     def shown_step(self) -> int:
@@ -131,7 +132,7 @@ class Drill:
             if self.client is None or time.monotonic() - asked >= ASK_EVERY_S:
                 asked, now = time.monotonic(), states(run.run_dir for run in self.runs)
                 for run in self.runs:
-                    run.look(now[run.run_dir.id])
+                    run.look(now[run.run_dir])
             line = ", ".join(f"{run.way or 'undisturbed'} {run.explanation.partition(':')[0]}" for run in self.runs)
             if line != said:
                 log.info("%s", line)
@@ -351,7 +352,9 @@ def is_due(run: ScratchRun, plan: Plan, attempt: Attempt, now: float) -> bool:
     if run.config.job.checkpoints is not None:  # its first checkpoint is still to come
         return False
     # A program that restores with our Checkpointer has loaded its libraries and its model when it is stepping.
-    return now - (attempt.stepping or attempt.started) >= STOP_AFTER_S
+    if attempt.stepping:
+        return now - attempt.stepping >= STOP_AFTER_S
+    return now - attempt.started >= FIRST_STEP_S
 
 
 def has_done(run: ScratchRun, plan: Plan, tries: Sequence[Attempt]) -> bool:

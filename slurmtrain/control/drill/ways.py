@@ -14,14 +14,7 @@ from slurmtrain.config.fields import merge
 from slurmtrain.config.frozen import to_config, to_values
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.errors import UsageError, nearest
-from slurmtrain.slurm.facts import (
-    NOT_AT_ALL,
-    ClusterFacts,
-    association_of,
-    first_partition,
-    preemption_of,
-    qos_of,
-)
+from slurmtrain.slurm.facts import NOT_AT_ALL, ClusterFacts, association_of, first_partition, preemption_of, qos_of
 
 INTERRUPTION = "slurmtrain.training.hooks.interruption.Interruption"
 # If a command line has only these words, the site is drilled.

@@ -5,7 +5,7 @@ global batch size. Within them, micro batch m of data-parallel rank r takes
 
     n + m * (micro * dp_size) + r * micro  ...  + micro - 1
 
-or, when samples differ in length, as many of them, chosen so that all ranks have about as much to do (`lengths.balance_ranks`).
+or, when samples differ in length, as many of them, chosen so that all ranks have about as much to do (`order.balance_ranks`).
 So which samples a step sees depends on n and G alone, and never on how many ranks, micro batches or workers share it.
 """
 

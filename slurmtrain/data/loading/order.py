@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from typing import Protocol, overload
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,32 +30,23 @@ _SHIFT_30, _SHIFT_27, _SHIFT_31 = (np.array(shift, dtype=np.uint64) for shift in
 _FACTOR_1, _FACTOR_2 = (np.array(factor, dtype=np.uint64) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-@overload
-def permute(index: int, *, n: int, key: int) -> int: ...
-@overload
-def permute(index: NDArray[np.integer], *, n: int, key: int) -> NDArray[np.int64]: ...
-def permute(index: int | NDArray[np.integer], *, n: int, key: int) -> int | NDArray[np.int64]:
+def permute(index: NDArray[np.integer], *, n: int, key: int) -> NDArray[np.int64]:
     """Return where the permutation `key` of range(n) sends `index`.
 
     Args:
-        index: an int, or an array of integers of any shape, each in range(n).
+        index: integers [B], each in range(n).
         n: size of the domain, 1 to 2^62.
         key: number of the permutation; only its low 64 bits count.
-
-    Returns:
-        An int for an int, an int64 array of the same shape for an array.
 
     Raises:
         ConfigError: n is out of its range.
         IndexError: an index is outside range(n).
     """
     _check_size(n)
-    flat = np.asarray(index, dtype=np.int64).reshape(-1)
-    if flat.size and (flat.min() < 0 or flat.max() >= n):
-        raise IndexError(f"index {flat.min() if flat.min() < 0 else flat.max()} is outside range({n})")
-    keys = np.full(flat.shape, key & _MASK, dtype=np.uint64)
-    permuted = _permute(flat.astype(np.uint64), keys, n).astype(np.int64)
-    return permuted.reshape(np.shape(index)) if isinstance(index, np.ndarray) else int(permuted[0])
+    if index.size and (index.min() < 0 or index.max() >= n):
+        raise IndexError(f"index {index.min() if index.min() < 0 else index.max()} is outside range({n})")
+    keys = np.full(index.shape, key & _MASK, dtype=np.uint64)
+    return _permute(index.astype(np.uint64), keys, n).astype(np.int64)
 
 
 def sample_ids(start: int, count: int, *, n: int, seed: int, shuffle: bool = True) -> NDArray[np.int64]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from slurmtrain.data.format.manifest import InputRecord, Manifest, Split, replace_file
 from slurmtrain.data.format.tokenizers import load_tokenizer
 from slurmtrain.data.prepare.chat_template import TEMPLATE_FILE, files_beside
-from slurmtrain.data.prepare.unit import SPLITS, UnitRecord, read_records, remove_leftovers
+from slurmtrain.data.prepare.unit import SPLITS, UnitRecord, read_records
 from slurmtrain.data.prepare.unit_plan import PreparePlan, file_errors_reported
 from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.errors import ConfigError
@@ -61,7 +62,7 @@ def _finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
         replace_file(plan.output / TEMPLATE_FILE, chat.source.encode())
     manifest = Manifest(facts.dtype, facts, splits, tuple(_sources(plan, records)), chat.facts if chat else None)
     manifest.write(plan.output)
-    remove_leftovers(plan)  # left by an attempt that was killed after it had written the record
+    shutil.rmtree(plan.begun_folder, ignore_errors=True)  # left by processes that were killed
     return manifest
 
 

@@ -1,7 +1,7 @@
 """One unit of work: its records are read, tokenised and written as one shard per split; then a record says that it is done.
 
-A kill at any moment leaves temporary files, which the process that does the unit again removes, or shards without a
-record, which it writes again.
+A kill at any moment leaves temporary files, which are removed when all units are done, or shards without a record, which are
+written again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -27,14 +26,12 @@ from slurmtrain.data.prepare.chat_template import ChatTemplate, RenderedText
 from slurmtrain.data.prepare.conversation import BadRecord, Conversation
 from slurmtrain.data.prepare.reading import records_of
 from slurmtrain.data.prepare.unit_plan import PreparePlan, Settings, Unit
-from slurmtrain.system import process
 from slurmtrain.system.files import fsync_directory
 
 BATCH = 1 << 20  # characters that are tokenised at a time
 READERS = 8  # threads that read records, and how many they take at a time
 STRETCH = 64
 SPLITS = ("train", "valid")
-SILENT_S = 600.0  # a process that has written nothing for so long is gone, if it cannot be asked: a batch takes seconds
 
 
 @dataclass
@@ -125,30 +122,10 @@ def _record_file(plan: PreparePlan, unit: Unit) -> Path:
 
 def _fresh_folder(plan: PreparePlan, unit: Unit) -> Path:
     """Make a folder for temporary files, named after this process, since another attempt or user may be doing the same unit."""
-    remove_leftovers(plan, unit.name)
     folder = plan.begun_folder / f"{unit.name}.{os.uname().nodename}-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)  # left by a process that had our pid before us
-    folder.mkdir()
+    folder.mkdir(parents=True)
     return folder
-
-
-def remove_leftovers(plan: PreparePlan, unit: str = "*") -> None:
-    """Remove the temporary files of processes that were killed, and keep those of processes that still write."""
-    for left in plan.begun_folder.glob(f"{unit}.*"):
-        if not _is_written(left):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _is_written(folder: Path) -> bool:
-    """Return whether the process that a temporary folder is named after may still be writing to it."""
-    host, _, pid = folder.name.partition(".")[2].rpartition("-")
-    try:
-        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-        if host == os.uname().nodename and not process.lives(int(pid)):
-            return False
-    except (OSError, ValueError):
-        return False
-    return time.time() - newest < SILENT_S
 
 
 @dataclass(frozen=True)

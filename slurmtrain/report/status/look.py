@@ -10,26 +10,22 @@ import dataclasses
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurmtrain.errors import ClusterError, UnreadableRecordError, WaitTimeoutError
+from slurmtrain.errors import ClusterError, UnreadableRecordError
 from slurmtrain.report.status.record import Owner, Record, read_record
 from slurmtrain.report.status.state import RunState, state_of, unreadable
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.jobs import is_anothers, names_of
 from slurmtrain.runs.ownership import is_own
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.job_facts import QueuedJob
-from slurmtrain.slurm.job_states import GONE
+from slurmtrain.slurm.job_facts import GONE, QueuedJob
 from slurmtrain.system.trust import name_of
 
 CONFIRMATIONS = 3  # answers without a job after which it is taken for gone
 CONFIRM_EVERY_S = 0.7  # seconds until SLURM is asked again: a controller that has just begun knows no jobs
-LOOK_EVERY_S = 0.5  # at the runs' own files, which say that they have ended
-LOOKS_PER_S = 200  # at most, at the files of all runs together
-ASK_EVERY_S = 20.0  # SLURM, about those that have not: a job may be gone without a word
 
 
 @dataclass(frozen=True)
@@ -63,21 +59,13 @@ class Queue:
         ]
 
 
-def states(run_dirs: Iterable[RunDir]) -> dict[str, RunState]:
-    """Return the state of every run, by id, as `states_by_path`; of a run and copies of the same id that of the run."""
-    runs = list(run_dirs)
-    found = states_by_path(runs)
-    originals = [run_dir for run_dir in runs if found[run_dir.path].copied_from is None]
-    return {run_dir.id: found[run_dir.path] for run_dir in [*runs, *originals]}
-
-
-def states_by_path(run_dirs: Iterable[RunDir]) -> dict[Path, RunState]:
+def states(run_dirs: Iterable[RunDir]) -> dict[RunDir, RunState]:
     """Return the state of every run, with one squeue call for each cluster and each user they belong to.
 
     If a job is missing that should be there, SLURM is asked again: a controller that has just been restarted answers
     with nothing. A run whose files cannot be used is "unreadable", and its sentence says why.
     """
-    found: dict[Path, RunState] = {}
+    found: dict[RunDir, RunState] = {}
     records, me = [], name_of(os.getuid())
     known: dict[str, str | None] = {}  # whom the folders belong to above many runs
     by_owner: dict[Owner, list[Record]] = {}
@@ -85,7 +73,7 @@ def states_by_path(run_dirs: Iterable[RunDir]) -> dict[Path, RunState]:
         try:
             records.append(record := read_record(run_dir, me, known))
         except UnreadableRecordError as error:
-            found[run_dir.path] = unreadable(error)
+            found[run_dir] = unreadable(error)
             continue
         if not (record.local or record.in_pods) and record.job_id and record.distrust is None:
             by_owner.setdefault(record.owner, []).append(record)
@@ -96,9 +84,9 @@ def states_by_path(run_dirs: Iterable[RunDir]) -> dict[Path, RunState]:
         try:
             jobs = queue.of(record) if record.distrust is None else {}
             its = _at_its_link(record, jobs, doubt)
-            found[record.run_dir.path] = state_of(its, jobs.get(its.job_id or "", QueuedJob()), doubt)
+            found[record.run_dir] = state_of(its, jobs.get(its.job_id or "", QueuedJob()), doubt)
         except UnreadableRecordError as error:
-            found[record.run_dir.path] = unreadable(error)
+            found[record.run_dir] = unreadable(error)
     return found
 
 
@@ -108,7 +96,7 @@ def state(run_dir: RunDir) -> RunState:
     Raises:
         UnreadableRecordError: its files cannot be used.
     """
-    now = states([run_dir])[run_dir.id]
+    now = states([run_dir])[run_dir]
     if not now.readable:
         raise UnreadableRecordError(now.explanation)
     return now
@@ -172,92 +160,3 @@ def _at_its_link(record: Record, jobs: dict[str, QueuedJob], doubt: str | None) 
         job_id = ran[-1] if ran else record.chain[0 if doubt is not None else -1]
         return dataclasses.replace(record, job_id=job_id)
     return dataclasses.replace(record, job_id=left[0], following=tuple(left[1:]))
-
-
-# Waiting for runs to end, with few looks at their files and one squeue call now and then.
-
-
-class EndWatch:
-    """Runs whose end is waited for. Others may be added meanwhile.
-
-    Args:
-        ask_first: ask SLURM at once, too; else only what the runs' own files say is seen at first.
-        is_to_come: returns whether a run that nobody has is one that somebody will still start.
-
-    Attributes:
-        seen: what was known of each run when somebody last asked SLURM.
-    """
-
-    def __init__(self, *, ask_first: bool = True, is_to_come: Callable[[RunState], bool] = lambda now: False):
-        self._is_to_come = is_to_come
-        self._waiting: dict[RunDir, None] = {}
-        self._asked = time.monotonic() - (ASK_EVERY_S if ask_first else 0.0)
-        self._revived = set[RunDir]()
-        self.seen: dict[RunDir, RunState] = {}
-
-    @property
-    def waiting(self) -> list[RunDir]:
-        """The runs that have not been seen to end."""
-        return list(self._waiting)
-
-    @property
-    def pause_s(self) -> float:
-        """The seconds before the next look. The files are on a shared file system: there is no event to await."""
-        return max(LOOK_EVERY_S, len(self._waiting) / LOOKS_PER_S)
-
-    def add(self, run_dirs: Iterable[RunDir]) -> None:
-        self._waiting.update(dict.fromkeys(run_dirs))
-
-    def forget(self, run_dirs: Iterable[RunDir]) -> None:
-        """Wait no longer for these."""
-        for run_dir in run_dirs:
-            self._waiting.pop(run_dir, None)
-
-    def look(self) -> Iterator[tuple[RunDir, RunState]]:
-        """Yield the runs that have ended since the last look, with their states.
-
-        Raises:
-            UnreadableRecordError: the files of a run cannot be used.
-        """
-        ask = time.monotonic() - self._asked >= ASK_EVERY_S
-        if ask:
-            self._asked = time.monotonic()
-        looked = [run_dir for run_dir in self._waiting if ask or (run_dir not in self._revived and is_over(run_dir))]
-        now = states(looked)
-        alive = {run_dir for run_dir in looked if now[run_dir.id].alive}
-        self._revived = self._revived | alive if not ask else set()
-        for run_dir in looked:
-            its = self.seen[run_dir] = now[run_dir.id]
-            if not its.alive and not self._is_to_come(its):
-                del self._waiting[run_dir]
-                yield run_dir, its
-
-
-def as_they_end(
-    run_dirs: Iterable[RunDir],
-    *,
-    timeout_s: float | None = None,
-    ask_first: bool = True,
-    is_to_come: Callable[[RunState], bool] = lambda now: False,
-) -> Iterator[tuple[RunDir, RunState]]:
-    """Yield every run as it ends, with its state; those that have ended already come first.
-
-    Args:
-        timeout_s: seconds to wait for all of them.
-        ask_first, is_to_come: as in `EndWatch`.
-
-    Raises:
-        WaitTimeoutError: they have not all ended by then.
-        UnreadableRecordError: the files of a run cannot be used.
-    """
-    began, watch = time.monotonic(), EndWatch(ask_first=ask_first, is_to_come=is_to_come)
-    watch.add(run_dirs)
-    while watch.waiting:
-        yield from watch.look()
-        if watch.waiting:
-            left = watch.pause_s if timeout_s is None else began + timeout_s - time.monotonic()
-            if left <= 0:
-                left_over = watch.waiting
-                which = f"run {left_over[0].id} has" if len(left_over) == 1 else f"{len(left_over)} runs have"
-                raise WaitTimeoutError(f"{which} not ended after {timeout_s:g} s; nothing is changed by that")
-            time.sleep(min(watch.pause_s, left))

@@ -16,9 +16,9 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.reasons import RunAction, Verdict
-from slurmtrain.runs.run_dir import RunDir, links
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.command_environment import trusted_slurm_conf
-from slurmtrain.slurm.job_states import JobState
+from slurmtrain.slurm.job_facts import JobState
 from slurmtrain.system.records import is_job_id
 
 USER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
@@ -136,7 +136,7 @@ def read_record(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -
     check_parts(run_dir)
     info, tries = run_dir.info(whole=True), attempts.all_attempts(run_dir)
     job_id = None if info.get("copied_from") else _latest_job_id(run_dir, info["job_ids"], tries)
-    chain = links(info)
+    chain: list[str] = info.get("chain") or []
     conf = distrust = None
     if info["slurm_conf"] is not None:
         try:

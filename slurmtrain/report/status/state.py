@@ -16,8 +16,7 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, LastWord, Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.job_facts import QueuedJob
-from slurmtrain.slurm.job_states import GONE, JobState
+from slurmtrain.slurm.job_facts import GONE, JobState, QueuedJob
 from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.slurm.pending_reasons import in_words, is_held
 from slurmtrain.system import kubectl

@@ -24,8 +24,8 @@ from slurmtrain.runtime.jobs.train import build_evaluator
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.records import append_line
+from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import build_forward_backward
-from slurmtrain.training.ranks import StopAgreement
 from slurmtrain.training.seeds import seed_everything
 
 log = logging.getLogger(__name__)

@@ -103,18 +103,16 @@ def rank_variables(
             if cluster.network_interface not in ("auto", "none"):
                 raise
             host = environment.node  # not every program makes use of it
-        own = logger_variables(config, context)
-        found = {"host": host, "port": port.take(), "machine": machine(), "variables": own}
+        # Rank 0 alone goes on in the run of W&B and MLflow: several that resume the same run mix their steps in it.
+        variables |= {
+            name: value for name, value in logger_variables(config, context).items() if name not in cluster.env
+        }
+        found = {"host": host, "port": port.take(), "machine": machine()}
         if environment.world_size > 1:
             write_json(published, found)
     else:  # also where there is an address: rank 0 publishes its own when it has looked at the program's checkpoints
         timeout_s = cluster.rendezvous_timeout_s
         found = await_rank_0(published, environment, timeout_s, stop_requested, lambda published: published)
-    of_loggers = found["variables"]
-    if "MLFLOW_RUN_ID" in of_loggers:  # there may be a password in it, which is not published
-        directory = logged_run(context.run_dir, context.number).directory
-        of_loggers = {**of_loggers, "MLFLOW_TRACKING_URI": mlflow_logger.tracking_uri(config.observe.mlflow, directory)}
-    variables |= of_rank(of_loggers, environment.rank, cluster.env)
     host = "127.0.0.1" if environment.rank != 0 and found["machine"] == machine() else found["host"]
     around = os.environ if environment.world_size > 1 else {}
     if not {"MASTER_ADDR", "MASTER_PORT"} <= around.keys():  # an engine tells pods the name of the first, and no port
@@ -165,22 +163,5 @@ def logger_variables(config: Config, context: AttemptContext) -> dict[str, str]:
         else:
             name = config.observe.mlflow.experiment or run.name
             variables |= {"MLFLOW_RUN_ID": run_id, "MLFLOW_EXPERIMENT_NAME": name}
+            variables["MLFLOW_TRACKING_URI"] = mlflow_logger.tracking_uri(config.observe.mlflow, run.directory)
     return variables
-
-
-def of_rank(found: Mapping[str, str], rank: int, own: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of one rank: rank 0 goes on in the run, and what the others log is no part of it.
-
-    W&B knows two ways: only rank 0 logs, or each process has a run of its own in a group. Several that resume the same run
-    mix their steps in it.
-
-    Args:
-        own: those of cluster.env, which stay as they are there.
-    """
-    given = dict(found)
-    if rank != 0 and "WANDB_RUN_ID" in found and "WANDB_RUN_ID" not in own:
-        run_id, suffix = found["WANDB_RUN_ID"], f"rank{rank}"
-        given = {"WANDB_RUN_GROUP": run_id, **found, "WANDB_RUN_ID": f"{run_id}-{suffix}"}
-        if "WANDB_NAME" in found:
-            given["WANDB_NAME"] = f"{found['WANDB_NAME']} {suffix}"
-    return {name: value for name, value in given.items() if name not in own}

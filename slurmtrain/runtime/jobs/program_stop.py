@@ -22,8 +22,7 @@ from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.events import Event
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.job_states import JobState
+from slurmtrain.slurm.job_facts import JobFacts, JobState
 from slurmtrain.system import process
 from slurmtrain.system.files import read_json
 from slurmtrain.system.records import typed_or_none

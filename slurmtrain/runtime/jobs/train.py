@@ -43,6 +43,7 @@ from slurmtrain.runtime.jobs.build_model import build, distribute_model, pretrai
 from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.redaction import redacted
+from slurmtrain.training.agreement import StopAgreement, StopPlanner, TrainingRanks
 from slurmtrain.training.evaluation import Evaluator, MetricSums
 from slurmtrain.training.forward_backward import ForwardBackward, build_forward_backward
 from slurmtrain.training.hooks.base import TrainingHook
@@ -52,7 +53,6 @@ from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
 from slurmtrain.training.hooks.profiling import StepProfiles
 from slurmtrain.training.hooks.reporting import ExternalLoggers, RunReporter, StepReports
 from slurmtrain.training.hooks.stragglers import StragglerWatch
-from slurmtrain.training.ranks import StopAgreement, StopPlanner, TrainingRanks
 from slurmtrain.training.seeds import seed_everything
 from slurmtrain.training.trainer import Trainer
 

@@ -22,9 +22,8 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runtime.addresses import Pauses, look
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.preflight.compare import Gathered, compare, matters
+from slurmtrain.runtime.preflight.compare import Finding, Gathered, compare, error_of, matters, without
 from slurmtrain.runtime.preflight.facts import RankFacts, Readers, gpus_of, node_facts, rank_facts
-from slurmtrain.runtime.preflight.findings import Finding, error_of, without
 from slurmtrain.system.files import write_json
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from slurmtrain.choices import FindingKind
 from slurmtrain.config.schema import Config
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.preflight.findings import Fault, Finding
+from slurmtrain.runtime.preflight.compare import Fault, Finding
 
 Link = tuple[str, str]  # two nodes
 

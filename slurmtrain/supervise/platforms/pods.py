@@ -31,7 +31,7 @@ from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, EnvironmentMismatchError
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.attempts import Attempt, came_to_an_end, claimed_by, read_attempt
+from slurmtrain.runs.attempts import Attempt, came_to_an_end, read_attempt, read_claim
 from slurmtrain.runs.decide import AttemptOutcome
 from slurmtrain.runs.failures import RankFailure
 from slurmtrain.runs.reasons import Verdict
@@ -196,7 +196,7 @@ class FirstPod:
     def begin(self) -> int | None:
         """Return the exit code where nothing is left to do for the run, else None."""
         run_dir = self._run_dir
-        tries = [claimed_by(run_dir.attempt(number))[0] for number in run_dir.attempt_numbers()]
+        tries = [read_claim(run_dir.attempt(number)).job_id for number in run_dir.attempt_numbers()]
         os.environ[RESTART_VARIABLE] = str(tries.count(own_job_id()))
         last = _last_attempt(run_dir)
         if last is not None and last.reason is None:  # whoever was to judge it is gone
@@ -300,7 +300,7 @@ def exit_code_at_start(run_dir: RunDir) -> int | None:
         return EXIT_CONFIG
     if last is None or not came_to_an_end(run_dir, last):
         return None
-    job = last.job_id or claimed_by(run_dir.attempt(last.number))[0]
+    job = last.job_id or read_claim(run_dir.attempt(last.number)).job_id
     return EXIT_CONFIG if job in (own_job_id(), None) else None
 
 

@@ -21,9 +21,9 @@ from slurmtrain.choices import RestoreOnly
 from slurmtrain.config.schema import CheckpointConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.phases import Phase
+from slurmtrain.training.agreement import StopPlanner
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.optim import apply_settings, settings_of
-from slurmtrain.training.ranks import StopPlanner
 from slurmtrain.training.state import StepResult, TrainingState
 
 

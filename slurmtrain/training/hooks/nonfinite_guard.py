@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from torch import Tensor
 
-from slurmtrain.checkpoint.module_state import trained_parameters
 from slurmtrain.choices import OnNonfinite
 from slurmtrain.config.schema import TrainConfig
 from slurmtrain.errors import DivergedError
@@ -96,7 +94,7 @@ def skip_sentence(numbers: StepNumbers, train: TrainConfig) -> str:
 
 
 def _sentence(state: TrainingState, numbers: StepNumbers, finding: Finding, train: TrainConfig) -> str:
-    """Return what went wrong, where, and with which samples. All ranks call it together."""
+    """Return what went wrong, where, and with which samples."""
     health = state.counters.health
     if finding.spike is not None:
         what = f"{_spike(numbers, finding.spike, train)} in step {numbers.step}"
@@ -108,8 +106,7 @@ def _sentence(state: TrainingState, numbers: StepNumbers, finding: Finding, trai
         )
     else:
         what = f"step {numbers.step} has loss {numbers.loss:.4g} and gradient norm {numbers.grad_norm:.4g}{_where(numbers)}"
-    parameters = _parameters(state, numbers)
-    return f"{what}{parameters}; its samples are {_samples(state, numbers)}"
+    return f"{what}; its samples are {_samples(state, numbers)}"
 
 
 def _where(numbers: StepNumbers) -> str:
@@ -123,35 +120,6 @@ def _spike(numbers: StepNumbers, spike: float, train: TrainConfig) -> str:
         f"the loss {numbers.loss:.4g} is {spike:.3g} standard deviations above the median of the {train.spike_window} steps "
         "before"
     )
-
-
-def _parameters(state: TrainingState, numbers: StepNumbers) -> str:
-    """Say of which parameters the gradients are not finite, by the parts of all ranks."""
-    names = [name.partition(".")[2] for name in _names(state)]
-    wrong = [
-        name
-        for name, norm in zip(names, numbers.parameter_norms, strict=False)
-        if norm is not None and not math.isfinite(norm.item())
-    ]
-    parts = state.ranks.gather([names, wrong])
-    everywhere = list(dict.fromkeys(name for known, _ in parts for name in known))
-    found = {name for _, each in parts for name in each}
-    if not found:
-        return ""
-    if len(found) == len(everywhere):
-        return "; the gradients of all parameters are not finite"
-    last = next(name for name in reversed(everywhere) if name in found)
-    if len(found) == 1:
-        return f"; the gradient of {last} is not finite"
-    return f"; the gradients of {len(found)} of {len(everywhere)} parameters are not finite, the last of them is {last}"
-
-
-def _names(state: TrainingState) -> Sequence[str]:
-    """Return the names of `state.parameters`, in their order."""
-    names = {
-        id(parameter): name for name, parameter in trained_parameters({"model": state.distributed_model.model}).items()
-    }
-    return [names[id(parameter)] for parameter in state.parameters]
 
 
 def _samples(state: TrainingState, numbers: StepNumbers) -> str:

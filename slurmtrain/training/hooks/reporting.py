@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from slurmtrain.config.schema import Config, TrainConfig
 from slurmtrain.observe.logger import Ending
-from slurmtrain.observe.logger_thread import LoggerThreads
+from slurmtrain.observe.logger_thread import CLOSE_S, LoggerThread, follow, loggers_of
 from slurmtrain.observe.phases import Phase, PhaseTimes, Window
 from slurmtrain.observe.reporter import Reporter
 from slurmtrain.planner.gpus import Peak
@@ -170,17 +171,21 @@ class ExternalLoggers(TrainingHook):
 
     def __init__(self, run_dir: RunDir, config: Config, attempt: int):
         self._run_dir, self._config, self._attempt = run_dir, config, attempt
-        self._loggers: LoggerThreads | None = None
+        self._threads: list[LoggerThread] = []
 
     def before_first_step(self, state: TrainingState) -> None:
         # The workers of the loader are there: a fork while a thread imports W&B leaves the locks of its imports held.
-        self._loggers = LoggerThreads(self._run_dir, self._config, self._attempt, state.hooks.message)
+        names, say = loggers_of(self._config.observe), state.hooks.message
+        self._threads = [follow(name, self._run_dir, self._config, self._attempt, say) for name in names]
 
     def rolled_back(self, state: TrainingState, from_step: int) -> None:
-        if self._loggers is not None:
-            self._loggers.rewind()
+        for each in self._threads:
+            each.rewind()
 
     def close(self, state: TrainingState) -> None:
-        if self._loggers is not None:
-            ending = Ending.STOPPED if state.stopping else Ending.FAILED
-            self._loggers.close(Ending.FINISHED if state.finished else ending)
+        ending = Ending.FINISHED if state.finished else Ending.STOPPED if state.stopping else Ending.FAILED
+        deadline = time.monotonic() + CLOSE_S[ending]
+        for each in self._threads:  # all at the same time, and not for long
+            each.close(ending, deadline)
+        for each in self._threads:
+            each.wait()

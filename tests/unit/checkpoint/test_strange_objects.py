@@ -260,6 +260,29 @@ class Lookahead(torch.optim.Optimizer):
         self.count = state["count"]
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Shows another optimiser's groups and state as its own, as Accelerate's does."""
+
+    def __init__(self, params: Parameters):
+        self.optimizer = torch.optim.AdamW(params, lr=0.01)
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(state)
+
+
 OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "AdamW, its rate a tensor": lambda params: torch.optim.AdamW(
         params, lr=torch.tensor(0.01), amsgrad=True, foreach=False
@@ -271,6 +294,7 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.01, max_iter=2),
     "lists, numbers, dots": lambda params: Lists(params, lr=0.01),
     "Lookahead": Lookahead,
+    "Wrapper": Wrapper,
 }
 
 

@@ -22,7 +22,7 @@ from slurmtrain.report.compare import divergences
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.files import disk_usage, write_json
+from slurmtrain.system.files import disk_usage
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, printed, shown, submitted_run
@@ -366,17 +366,6 @@ def test_a_link_or_a_copy_of_a_run_is_not_what_is_removed(make: Make, project: P
     run.path.symlink_to(outside)
     assert f"{run.id} stays: it is a link" in printed("runs", "prune", "--state", "finished")
     assert RunDir(outside).exists()
-
-    run.path.unlink()
-    for name in ("train", "copy"):
-        copied = project / "runs" / name / "20260101-000000-000aa"
-        copied.mkdir(parents=True)
-        for file in ("run.json", "config.yaml"):
-            (copied / file).write_bytes((outside / file).read_bytes())
-        (copied / "attempts" / "0001").mkdir(parents=True)
-        write_json(copied / "attempts" / "0001" / "attempt.json", {"number": 1, "started": 1.0, "verdict": "done"})
-    said = printed("runs", "prune", "--state", "finished")
-    assert said.count("there are two runs of this id") == 1 and len(all_runs(Path("runs"))) == 2
 
 
 @pytest.mark.parametrize("what", ["resumed", "read"])

@@ -142,6 +142,10 @@ DONE = told(cause=None, verdict="done")
         ("requeue", PROGRAM, PASSED, "resumed at step 8: the same bits", ""),
         ("requeue", {**PROGRAM, "resumed_at": 5}, PASSED, "resumed at step 5", ""),
         ("requeue", {**PROGRAM, "resumed_at": 0}, FAILED, "began anew", "save"),
+        (
+            "requeue", {**PROGRAM, "attempts": [told(committed_step=None, last_step=None), back(first_step=None)]},
+            NOT_JUDGED, "before it had shown a step", "log the loss",
+        ),
         ("requeue", {**PROGRAM, "attempts": [DONE], "told": False}, NOT_JUDGED, "finished before it could", "--stop-at"),
     ],
 )  # fmt: skip
@@ -333,14 +337,25 @@ def test_a_tensor_that_differs_is_named_with_how_much() -> None:
     assert "optimiser's state" in likely_causes(found, 10)[0]
 
 
+def test_means_over_fewer_steps_are_no_difference_and_a_difference_that_stays_is_one() -> None:
+    whole = {step: {"loss": 1.0 / step} for step in (10, 20, 30, 40)}
+    resumed = {**whole, 20: {"loss": 0.07}}  # the mean of the steps since it was resumed
+    assert compare_logs(whole, resumed, resumed_at=12).same_bits
+    assert not compare_logs(whole, {**resumed, 30: {"loss": 0.04}}, resumed_at=12).same_bits
+    assert not compare_logs(whole, resumed, resumed_at=19).same_bits  # of a single step
+    alone = compare_logs({10: whole[10], 20: whole[20]}, {10: whole[10], 20: resumed[20]}, resumed_at=12)
+    assert alone.same_bits and alone.reached == 10  # nothing shows what it has done since, so it is not judged
+
+
 @pytest.mark.parametrize(
     ("logged", "words", "plan", "attempt", "now", "due"),
     [
         (7, [], PLAN, Attempt(1, started=100.0), 1000.0, False),
         (8, [], PLAN, Attempt(1, started=100.0), 101.0, True),
-        (None, [], PLAN, Attempt(1, started=100.0), 129.0, False),
-        (None, [], PLAN, Attempt(1, started=100.0), 130.0, True),
-        (None, [], PLAN, Attempt(1, started=100.0, stepping=160.0), 170.0, False),  # it took a minute to load
+        (None, [], PLAN, Attempt(1, started=100.0), 219.0, False),  # it is still loading
+        (None, [], PLAN, Attempt(1, started=100.0), 220.0, True),
+        (None, [], PLAN, Attempt(1, started=100.0, stepping=210.0), 239.0, False),
+        (None, [], PLAN, Attempt(1, started=100.0, stepping=210.0), 240.0, True),
         (
             None,
             ["job.checkpoints='out/step-*'"],

@@ -63,6 +63,6 @@ def test_what_cannot_be_ordered_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 samples"):
         sample_ids(0, 1, n=0, seed=0)
     with pytest.raises(IndexError, match="outside range"):
-        permute(12, n=12, key=0)
+        permute(np.array([12]), n=12, key=0)
     with pytest.raises(IndexError, match="-1"):
         permute(np.array([3, -1]), n=12, key=0)

@@ -278,7 +278,7 @@ def test_killed_at_random_moments_and_resumed_it_is_the_undisturbed_one(
         assert process.returncode == 0, said
     assert content(output) == undisturbed
     assert all(path.stat().st_mtime_ns == when for path, when in done.items())  # nothing that was whole was done again
-    assert not list((output / ".prepare/begun").iterdir())
+    assert not (output / ".prepare/begun").exists()
 
 
 def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
@@ -293,23 +293,6 @@ def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
     assert process.returncode == 75 and "the same command continues from there" in said, said
     assert "Traceback" not in said and not any(map(lives, pool))
     assert not (tmp_path / "out/manifest.json").exists()
-
-
-def test_what_somebody_else_is_writing_stays_until_he_is_gone(tmp_path: Path) -> None:
-    (tmp_path / "raw.txt").write_text("a")
-    begun = tmp_path / "out/.prepare/begun"
-    with subprocess.Popen(["sleep", "60"]) as other:
-        theirs = begun / f"00000.{os.uname().nodename}-{other.pid}"
-        theirs.mkdir(parents=True)
-        (theirs / "train.tokens").write_bytes(b"a")
-        elsewhere = begun / "00000.another-host-1"
-        elsewhere.mkdir()
-        prepare(tmp_path / "raw.txt", tmp_path / "out")
-        assert sorted(begun.iterdir()) == sorted([theirs, elsewhere])
-        other.kill()
-    os.utime(elsewhere, (0, 0))
-    prepare(tmp_path / "raw.txt", tmp_path / "out")
-    assert not list(begun.iterdir())
 
 
 def test_a_process_that_is_killed_is_told(raw: Path, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.observe.mlflow_logger import shown
 from slurmtrain.observe.textfile import TextFileLogger, render
 from slurmtrain.observe.wandb_logger import why_offline
-from slurmtrain.runtime.jobs.program_start import of_rank
 from slurmtrain.runtime.leaving import close_client_loggers
 
 
@@ -204,17 +203,6 @@ def test_the_command_that_shows_a_database_of_mlflow_installs_the_server_if_only
     assert shown("sqlite:////home/ann@site/runs/a b/mlflow.db").endswith(
         "'sqlite:////home/ann@site/runs/a b/mlflow.db'"
     )
-
-
-def test_only_rank_0_goes_on_in_the_run_of_a_program() -> None:
-    found = {"WANDB_RUN_ID": "r", "WANDB_NAME": "train r", "WANDB_RESUME": "allow", "MLFLOW_RUN_ID": "m"}
-    assert of_rank(found, 0, {}) == found
-    third = {**found, "WANDB_RUN_ID": "r-rank3", "WANDB_NAME": "train r rank3", "WANDB_RUN_GROUP": "r"}
-    assert of_rank(found, 3, {}) == third
-    assert of_rank({**found, "WANDB_RUN_GROUP": "mine"}, 3, {})["WANDB_RUN_GROUP"] == "mine"
-    for rank in (0, 3):  # what cluster.env sets stays
-        assert "WANDB_NAME" not in of_rank(found, rank, {"WANDB_NAME": "mine"})
-    assert of_rank({"MLFLOW_RUN_ID": "m"}, 3, {}) == {"MLFLOW_RUN_ID": "m"}
 
 
 def test_the_text_for_prometheus_has_one_labelled_gauge_for_each_number() -> None:

@@ -13,9 +13,8 @@ from slurmtrain.choices import FindingKind
 from slurmtrain.cli.other_jobs import print_record
 from slurmtrain.report.facts import read_preflight
 from slurmtrain.runtime.preflight.check import record_of
-from slurmtrain.runtime.preflight.compare import Gathered
+from slurmtrain.runtime.preflight.compare import Fault, Finding, Gathered
 from slurmtrain.runtime.preflight.facts import NodeFacts, RankFacts
-from slurmtrain.runtime.preflight.findings import Fault, Finding
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import T0
 from tests.support.runs import RUN_ID, Job, at_moment, no_waiting, printed, shown

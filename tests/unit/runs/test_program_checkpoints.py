@@ -55,7 +55,7 @@ def test_what_is_incomplete_is_moved_aside_before_a_restart_and_the_program_goes
     assert seen[2] == [aside[0], ".incomplete-checkpoint-20-attempt-3", *aside[1:], "checkpoint-10"]
     assert (project / "elsewhere").is_dir()
     now = shown("status", "last")
-    assert (now["state"], now["step"], now["steps"]) == ("finished", 50, 100)
+    assert (now["state"], now["step"]) == ("finished", 50)
     assert [each["first_step"] for each in now["attempts"]][1:] == [10, 10]
     assert "5 incomplete ones moved aside (the last: checkpoint-20)" in printed("status", "last")
 
@@ -133,20 +133,6 @@ def test_a_file_that_a_kill_has_cut_is_told_by_its_format(job: Job, kind: str) -
         path.write_bytes(whole[:size])
         if not (size == 4 and kind in ("pt", "ckpt")):  # the mere letters PK.. are no torn zip either
             assert step_of(job) is None, size
-
-
-def test_a_run_has_its_time_left_from_checkpoints_alone(job: Job) -> None:
-    now = time.time()
-    job.slurm.add("7", state="RUNNING")
-    for step, at in ((10, now - 100), (30, now - 60)):
-        save(job.run, step, at=at)
-    job.attempt(started=now - 200, kind="command")
-    job.run.update_info(own_checkpoints={"pattern": PATTERN, "complete": RULE})
-    found = shown("status", job.run.id)
-    assert (found["step"], found["steps"], found["logged"]) == (30, 100, pytest.approx(now - 60))
-    assert found["step_time_s"] == pytest.approx(2.0) and found["eta_s"] == pytest.approx(140.0)
-    job.attempt(started=now - 80, kind="command")
-    assert shown("status", job.run.id)["eta_s"] is None  # there is only one since it began
 
 
 # What the start of an attempt does, up to the moment at which its program would start.

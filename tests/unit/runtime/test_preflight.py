@@ -14,9 +14,8 @@ from slurmtrain.choices import FindingKind, JobKind
 from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import ClusterConfig, Config, JobConfig, PreflightConfig
 from slurmtrain.runtime.preflight import facts as readers
-from slurmtrain.runtime.preflight.compare import Gathered, compare
+from slurmtrain.runtime.preflight.compare import Fault, Finding, Gathered, compare, error_of
 from slurmtrain.runtime.preflight.facts import MISSING, NodeFacts, RankFacts
-from slurmtrain.runtime.preflight.findings import Fault, Finding, error_of
 from slurmtrain.runtime.preflight.measure import Rates, slow
 from slurmtrain.system.gpu import GpuFacts
 

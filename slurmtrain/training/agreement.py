@@ -1,4 +1,4 @@
-"""What training knows of the ranks: this one's number, and sums and agreements over all of them."""
+"""Sums and agreements of training over all ranks: on a stop, on a save, on a step that is bad for one of them."""
 
 from __future__ import annotations
 
