@@ -151,14 +151,18 @@ def signal_name(number: int) -> str:
 MOST_NAMES = 40  # that a hint lists
 
 
-def nearest(word: str, names: Iterable[str]) -> str:
-    """Return a hint that names what `word` was probably meant to be, or all names, unless they are very many; else ""."""
+def nearest(word: str, names: Iterable[str], group: str = "") -> str:
+    """Return a hint that names what `word` was probably meant to be, or all names, unless they are very many; else "".
+
+    Args:
+        group: the group of a config that has these names, with a dot at its end.
+    """
     known = sorted(names)
     import difflib  # which a command without an error does without
 
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
     if close:
-        return f"did you mean {' or '.join(close)}?"
+        return f"did you mean {' or '.join(f'{group}{name}' for name in close)}?"
     return f"known are: {', '.join(known)}" if len(known) <= MOST_NAMES else ""
 
 

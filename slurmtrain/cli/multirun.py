@@ -65,7 +65,8 @@ def _preview(composer: Composer, grid: Grid, first: Config, arguments: argparse.
     scripts = preview(plan, current_folder(), arguments.array_parallelism, after)
     print(*scripts, sep="\n", end="")
     how = f"{len(scripts)} array{'s' if len(scripts) > 1 else ''}" if scripts else "this machine, without SLURM"
-    print(f"# {len(grid.points)} points for {how}; what varies: {', '.join(map(short_key, grid.keys)) or 'nothing'}")
+    varied = ", ".join(map(short_key, grid.keys)) or "nothing"
+    print(f"# {plural(len(grid.points), 'point')} for {how}; what varies: {varied}")
     return 0
 
 
@@ -254,7 +255,7 @@ def _search(composer: Composer, choices: Choices, arguments: argparse.Namespace)
         if not arguments.json:
             _say_trials(study)
         running = sum(trial.state == TrialState.RUNNING for trial in study.trials)
-        hint = "repeat the command to continue with other trials"
+        hint = failure.hint or "repeat the command to continue with other trials"
         if running and opened.client is not None:
             hint = f"{running} others go on: the same command waits for them, sweep cancel {name} ends them; {hint}"
         raise RunFailedError(failure.message, hint=hint) from None

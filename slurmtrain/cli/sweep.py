@@ -16,6 +16,7 @@ from slurmtrain.cli.stop import say_which
 from slurmtrain.errors import ClusterError
 from slurmtrain.report import collect
 from slurmtrain.report.collect import format_of, short, table_bytes, write_whole
+from slurmtrain.report.page.units import plural
 from slurmtrain.report.progress import eta_of_all, lowest
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs import lookup
@@ -96,7 +97,7 @@ def _collect(sweep: Sweep, options: argparse.Namespace) -> int:
     if options.output is not None:
         output = Path(options.output)
         write_whole(output, table_bytes(table, options.format or format_of(output)))
-        print(f"{options.output}: {len(table.rows)} points, {len(table.columns)} columns")
+        print(f"{options.output}: {plural(len(table.rows), 'point')}, {len(table.columns)} columns")
     elif options.format is not None:
         sys.stdout.write(table_bytes(table, options.format).decode())
     else:
@@ -127,7 +128,7 @@ def _retry(sweep: Sweep, *, as_json: bool) -> int:
     if as_json:
         print_json({"sweep": sweep.id, "runs": submission.runs, "job_ids": submission.submitted})
     elif submission.submitted:
-        print(f"{len(submission.runs)} runs of {sweep.id} are submitted: job {', '.join(submission.submitted)}")
+        print(f"submitted {plural(len(submission.runs), 'run')} of {sweep.id}: job {', '.join(submission.submitted)}")
         _say_what_fails_again(sweep, submission.runs)
     elif submission.limit is None:
         print(f"there is nothing to retry in {sweep.id}: {columns.summary(columns.counts(states_of(sweep).values()))}")
@@ -152,6 +153,7 @@ def _cancel(sweep: Sweep, *, as_json: bool) -> int:
             f"{sweep.id} runs in the foreground, if at all", hint="Ctrl-C there; cancel RUN ends a single point"
         )
     count = jobs.cancel(sweep, jobs.trusted_client(sweep))
-    said = f"{count} runs of {sweep.id} are told to end" if count else f"nothing of {sweep.id} is running or waiting"
+    ends = f"told {plural(count, 'run')} of {sweep.id} to end"
+    said = ends if count else f"nothing of {sweep.id} is running or waiting"
     emit({"sweep": sweep.id, "cancelled": count}, said, as_json=as_json)
     return 0

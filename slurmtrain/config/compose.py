@@ -112,6 +112,8 @@ class Composer(ConfigRepository):
         self.load_config = functools.cache(self._load)  # type: ignore[method-assign]
         self.parse = functools.lru_cache(maxsize=4096)(functools.partial(parse, config_loader=self))
         self._groups = config_groups(folders)
+        self._groups[SWEEPER] = ["basic", *self.get_group_options(SWEEPER)]
+        self._groups[f"{SWEEPER}/sampler"] = self.get_group_options(f"{SWEEPER}/sampler")
         self._merged: dict[tuple[str, ...], dict[str, Any]] = {}  # by the choices of groups
         # The groups with interpolations of the last config, by their text.
         self._resolved: dict[str, dict[str, Any]] = {}
@@ -209,7 +211,7 @@ class Composer(ConfigRepository):
                 hint=f"a sweep over them: -m {shown(word)} submit; a list: {key}=[...]; a text with commas: "
                 f"{key}='\"a,b\"'",
             )
-        if override.is_hydra_override():
+        if override.is_hydra_override() and key not in groups:
             if key == "hydra.searchpath":
                 raise UsageError(f"{shown(word)}: folders of configs are not read from it", hint="--config-dir FOLDER")
         elif key in groups:
@@ -244,9 +246,9 @@ def set_field(values: dict[str, Any], override: Override, folders: Sequence[Path
         if not isinstance(inside, dict):
             raise UsageError(f"{where} is {shown(inside)}, and has no {name!r} (in {shown(word)!r})")
         if name not in inside and not override.is_add() and not override.is_force_add():
-            hint = nearest(name, inside)
+            hint = nearest(name, inside, f"{where}.".lstrip("."))
             if not override.is_delete():
-                hint = f"{hint}; +{word} adds it" if inside else f"write +{word}"
+                hint = f"{hint} (+{word} adds it)".strip() if inside else f"write +{word}"
             files = [path for folder in folders for path in sorted((folder / where).glob("*.yaml"))]
             having = re.compile(rf"^{re.escape(name)}:", re.MULTILINE)
             if others := [f"{where}={path.stem}" for path in files if having.search(path.read_text(errors="replace"))]:

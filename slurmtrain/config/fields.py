@@ -29,6 +29,7 @@ _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False,
 _NULL = {"None": "null", "True": "true", "False": "false"}
 _HINT = "python -m slurmtrain --cfg job shows all fields; quote text that looks like something else: '\"[a]\"'"
 _UNITS = {"_gb": "GiB", "_mb": "MiB", "_s": "seconds", "_min": "minutes", "_minutes": "minutes"}  # by the ends of names
+_SCALE = {"s": 1, "m": 60, "h": 3600, "d": 86400, "M": 1, "G": 1024, "T": 1024**2}  # of units, by their first letters
 
 
 def typed(values: Any, schema: type[T]) -> T:
@@ -85,7 +86,7 @@ def _group(values: Any, schema: type[T], where: str, problems: list[SlurmtrainEr
     for name in values:
         if name not in kinds:
             what = f"{where.removesuffix('.')} has no field" if where else "there is no config key"
-            problems.append(UsageError(f"{what} {shown(name)!r}", hint=nearest(str(name), kinds)))
+            problems.append(UsageError(f"{what} {shown(name)!r}", hint=nearest(str(name), kinds, where)))
     for name, kind in kinds.items():
         if name not in values or (values[name] is None and getattr(schema, name, MISSING) is None):
             continue  # it has its default
@@ -144,8 +145,12 @@ def _value(key: str, value: Any, kind: Any, *, lines: bool = False) -> Any:
         raise ConfigError(f"{key}={shown(value)} is not known", hint=f"one of: {', '.join(known)}")
     names = [_NAMES.get(each, "text") for each in kinds if each is not type(None)]
     unit = next((words for end, words in _UNITS.items() if key.endswith(end) and not key.endswith("_per_s")), None)
-    number = re.match(r"\d+(?=\s*[A-Za-z])", value) if unit and isinstance(value, str) else None
-    hint = f"{key} is a number of {unit}, without a unit, such as {number[0]}" if number else _HINT
+    number = re.match(r"(\d+)\s*([A-Za-z])", value) if unit and isinstance(value, str) else None
+    hint = _HINT
+    if unit and number:
+        letter, own = number[2].lower() if unit.islower() else number[2].upper(), _SCALE[unit[0]]
+        amount = int(number[1]) * _SCALE.get(letter, own) // own
+        hint = f"{key} is a number of {unit}, without a unit, such as {max(1, amount)}"
     raise wrong(key, value, " or ".join([*names, *(["null"] if type(None) in kinds else [])]), hint)
 
 

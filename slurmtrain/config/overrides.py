@@ -95,10 +95,9 @@ def unknown_field(key: str, where: str = "") -> UsageError | None:
         kinds = schema.__annotations__
         if word not in kinds:
             what = f"{'.'.join(path)} has no field" if path else "there is no config key"
-            hint = None if path else meant(word)
-            return UsageError(
-                f"{what} {word!r}{where}", hint=hint or nearest(word, kinds if path else [*kinds, "experiment"])
-            )
+            names = kinds if path else [*kinds, "experiment"]
+            hint = (None if path else meant(word)) or nearest(word, names, "".join(f"{each}." for each in path))
+            return UsageError(f"{what} {word!r}{where}", hint=hint)
         schema = kinds[word]
         path.append(word)
     return None

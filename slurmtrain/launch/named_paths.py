@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from slurmtrain.checkpoint.format.directory import MANIFEST, committed
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.known_models import HUGGING_FACE, is_our_decoder
-from slurmtrain.config.launched_program import paths_in, repeated_launcher, script_and_module
+from slurmtrain.config.launched_program import IN_A_SHELL, paths_in, repeated_launcher, script_and_module
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources import config_check
 from slurmtrain.errors import ConfigError
@@ -165,6 +165,12 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False, begun: 
         )
     if repeated := repeated_launcher(config):
         warnings.append(repeated)
+    if config.job.kind == JobKind.COMMAND and config.cluster.backend != Backend.KUBERNETES:
+        word, cluster = shlex.split(config.job.command or "")[0], config.cluster
+        bring = (cluster.container.kind, cluster.modules, cluster.setup, cluster.venv, cluster.conda_env)
+        known = os.sep in word or IN_A_SHELL.search(word) or any(bring) or "PATH" in cluster.env or shutil.which(word)
+        if not known:
+            warnings.append(f"job.command: there is no program {word} on this machine's PATH; do the nodes have it?")
     return warnings
 
 

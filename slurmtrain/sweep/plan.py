@@ -91,10 +91,10 @@ class Choices:
             elif override.is_discrete_sweep():
                 choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
                 if not choices[key]:
-                    raise UsageError(f"{key} has no choices", hint="write them with commas: key=1,2,3")
+                    raise UsageError(f"{short_key(key)} has no choices", hint="write them with commas: key=1,2,3")
             else:
                 raise UsageError(
-                    f"{override.input_line!r} gives a range, not choices",
+                    f"{override.input_line.replace('+job.args.', '+', 1)!r} gives a range, not choices",
                     hint="a sweeper that chooses values is needed: hydra/sweeper=optuna",
                 )
         return Grid([tuple(point) for point in itertools.product(*choices.values())], tuple(self.space))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import Pruner
 from slurmtrain.config.compose import Composer
 from slurmtrain.config.schema import Config
@@ -345,11 +346,11 @@ class Search:
                 now.explanation,
                 hint="without the folder of the run, its trial counts as failed, and the search goes on",
             )
-        value, why = None, ""
+        value, why, hint = None, "", None
         try:
             goal, value = result_of(run_dir, now)
         except RunFailedError as failure:
-            why = failure.message
+            why, hint = failure.message, failure.hint
         for number in [number for number, its in self._running.items() if its == run_dir]:
             trial = self._study.trial(number)
             if self._prunes and trial.pruned_at is None:  # others are compared with what it has logged at the end
@@ -367,20 +368,19 @@ class Search:
                 self._study.tell(number, TrialState.PRUNED)
                 self._failed_in_a_row = 0
             else:
-                self._failed(trial, why)
+                self._failed(trial, why, hint)
             del self._running[number]
         if self._full:
             self._begin([])
 
-    def _failed(self, trial: Trial, why: str) -> None:
+    def _failed(self, trial: Trial, why: str, hint: str | None = None) -> None:
         self._study.note(trial.number, why=why)
         self._study.tell(trial.number, TrialState.FAIL)
         self._failed_in_a_row += 1
         log.warning("trial %d (%s) has failed: %s", trial.number, trial.in_words, why)
         if self._failed_in_a_row >= self._most_failures:
-            raise RunFailedError(
-                f"{self._failed_in_a_row} trials in a row have failed (search.max_failures_in_a_row), the last one: {why}"
-            )
+            many = f"{self._failed_in_a_row} trials in a row have failed (search.max_failures_in_a_row)"
+            raise RunFailedError(f"{many}, the last one: {why}", hint=hint)
 
 
 def to_ask(*, left: int, running: int, slots: int, pack: int = 1) -> int:
@@ -413,16 +413,23 @@ def result_of(run_dir: RunDir, now: RunState) -> tuple[collect.Goal, float]:
     """Return goal and best value of a run, as `sweep collect` shows them.
 
     Raises:
-        RunFailedError: it has not finished, or has logged no metric.
+        RunFailedError: it has not finished, or has not logged the metric of the search; only then it has a hint.
     """
     if now.status != RunStatus.FINISHED:
-        raise RunFailedError(f"run {run_dir.id} {now.status}: {now.explanation}", hint=f"status {run_dir.id}")
+        raise RunFailedError(f"run {run_dir.id} {now.status}: {now.explanation}")
     table = collect.table_of([collect.Point(0, {}, run_dir, now)])
-    value = table.column(table.goal.column)[0] if table.goal is not None else None
-    if table.goal is not None and value is None:
+    wanted = run_dir.config_values()["checkpoint"]["best_metric"]
+    # The loss of the training stands for the default, and for no metric that somebody has chosen.
+    if table.goal is None or table.goal.metric not in (wanted, "loss" if wanted == Keep.metric else wanted):
+        # After point, run, state, step and what stands for the metric.
+        names = ", ".join(table.columns[4 + (table.goal is not None) :])
+        raise RunFailedError(
+            f"run {run_dir.id} has finished and logged no metric {wanted!r}, only: {names or 'none at all'}",
+            hint="checkpoint.best_metric=NAME chooses one that the runs log",
+        )
+    value = table.column(table.goal.column)[0]
+    if value is None:
         raise RunFailedError(f"run {run_dir.id} has finished, but its {table.goal.metric} was never finite")
-    if table.goal is None or value is None:
-        raise RunFailedError(f"run {run_dir.id} has finished and logged no metric", hint="set checkpoint.best_metric")
     return table.goal, float(value)
 
 

@@ -40,12 +40,12 @@ def remove_cut_line(path: Path) -> None:
 
 
 class TrialState(StrEnum):
-    """The state of a trial, in Optuna's words."""
+    """The state of a trial, by Optuna's names."""
 
     RUNNING = "running"
     COMPLETE = "complete"
     PRUNED = "pruned"
-    FAIL = "fail"
+    FAIL = "failed"
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,9 @@ def _distribution(override: Any) -> optuna.distributions.BaseDistribution:
             return kind(min(values), max(values), step=abs(value.step))  # type: ignore[arg-type]
         return CategoricalDistribution([*override.sweep_string_iterator()])
     except ValueError as error:
-        raise UsageError(f"{override.input_line!r} is no search space: {error}") from None
+        typed = override.input_line.replace("+job.args.", "+", 1)
+        hint = "the smaller number comes first, and is above 0 with log: interval(1e-4,1e-1)"
+        raise UsageError(f"{typed!r} is no search space: {error}", hint=hint) from None
 
 
 def _grid_values(key: str, each: Any) -> Sequence[Any]:

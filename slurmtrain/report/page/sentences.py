@@ -101,12 +101,23 @@ def how_far(facts: RunFacts, series: Mapping[str, Series], steps: StepTimes | No
     return sentence
 
 
+_NOUNS: dict[str, str] = {
+    Reason.PREEMPTED: "preemption",
+    Reason.CANCELLED: "cancellation",
+    Reason.REQUEUED: "scontrol requeue",
+    Reason.ASKED: "request",
+    Reason.PRUNED: "pruning",
+    Reason.DIVERGED: "divergence",
+    Reason.SUPERSEDED: "a newer attempt",
+}
+
+
 def attempts_sentence(tries: list[Attempt]) -> str:
     """Say how many attempts it took, and why the earlier ones ended."""
     if not tries:
         return "It has not started yet."
     reasons = Counter(units.clean(each.reason, 40) for each in tries if each.reason not in (None, Reason.FINISHED))
-    ends = units.listed(f"{count} ended by {reason}" for reason, count in reasons.most_common())
+    ends = units.listed(f"{count} ended by {_NOUNS.get(reason, reason)}" for reason, count in reasons.most_common())
     in_place = sum(each.verdict == Verdict.IN_PLACE for each in tries)
     again = f" {units.plural(in_place, 'restart')} kept the same job." if in_place else ""
     return f"It took {units.plural(len(tries), 'attempt')}{f': {ends}' if ends else ''}.{again}"

@@ -196,6 +196,16 @@ BAD_CONFIGS = [
     ([*SLURM, *APPTAINER, "cluster.stage.code=true"], "cluster.stage needs ranks without a container", "leave"),
     ([*SLURM, "sweep.pack=2", "cluster.stage.environment=true"], "cluster.stage needs sweep.pack=1", "leave"),
     ([*SLURM, "job.snapshot=none", "cluster.stage.code=true"], "stage.code=true needs job.snapshot=auto", "leave"),
+    (
+        [*SLURM, "cluster.time_limit_min=1h"],
+        "=1h is not a whole number",
+        "a number of minutes, without a unit, such as 60",
+    ),
+    (
+        [*SLURM, "cluster.signal_lead_s=2 min"],
+        "=2 min is not a whole number",
+        "of seconds, without a unit, such as 120",
+    ),
     # Evaluations.
     ([*LOCAL, "eval=job"], "eval.mode=job needs a SLURM cluster", "leave eval.mode out"),
     ([*SLURM, "eval=job", "checkpoint.keep_best=2"], "checkpoint.keep_best=2 needs eval.mode=inline", "leave"),

@@ -101,7 +101,7 @@ def test_a_config_dir_brings_clusters_models_and_a_primary_config(cli: Cli, proj
     refused = cli("--config-dir", "resume", "--cfg", "job", "optim.lrr=1")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == (
-        "slurmtrain: error: optim has no field 'lrr' (in 'optim.lrr=1')\n  hint: did you mean lr?\n"
+        "slurmtrain: error: optim has no field 'lrr' (in 'optim.lrr=1')\n  hint: did you mean optim.lr?\n"
     )
 
 
@@ -129,7 +129,7 @@ def test_own_configs_have_the_nearest_names_too(project: Path) -> None:
     (project / "cluster/jupiter.yaml").write_text("nodes: 1\n")
     (project / "mine.yaml").write_text("defaults: [config, _self_]\ntrain: {stepz: 31}\n")
     said = refusal("submit", "--config-dir", ".", "-cn", "mine")
-    assert "train has no field 'stepz'" in said and "did you mean steps" in said
+    assert "train has no field 'stepz'" in said and "did you mean train.steps" in said
     assert "did you mean jupiter" in refusal("submit", "cluster=jupitr", "--config-dir", ".")
 
 
@@ -354,12 +354,22 @@ def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
         (["submt"], "there is no verb 'submt'", "submit"),
         (["submt", "--", "python", "x.py"], "there is no verb 'submt'", "did you mean submit"),
         (["submit", "xyz"], "cannot read 'xyz'", "known are"),
-        (["submit", "train.stepz=3"], "train has no field 'stepz'", "did you mean steps"),
+        (["submit", "train.stepz=3"], "train has no field 'stepz'", "did you mean train.steps"),
         (["submit", "trian.steps=3"], "there is no config key 'trian'", "did you mean train"),
-        (["submit", "+cluster.node=3"], "cluster has no field 'node'", "nodes"),
-        (["submit", "cluster.container.imag=x"], "cluster.container has no field 'imag'", "did you mean image"),
+        (["submit", "+cluster.node=3"], "cluster has no field 'node'", "did you mean cluster.nodes or "),
+        (
+            ["submit", "cluster.container.imag=x"],
+            "cluster.container has no field 'imag'",
+            "cluster.container.image",
+        ),
         (["submit", "cluster=a100"], "there is no cluster called 'a100'", "a100x4"),
         (["submit", "+cluster=lokal"], "there is no cluster called 'lokal'", "did you mean local"),
+        (["submit", "hydra/sweeper=optunaa"], "there is no hydra/sweeper called 'optunaa'", "did you mean optuna?"),
+        (
+            ["submit", "hydra/sweeper/sampler=tpee"],
+            "there is no hydra/sweeper/sampler called 'tpee'",
+            "did you mean tpe?",
+        ),
         (["submit", "+experiment=smok"], "there is no experiment called 'smok'", "did you mean smoke"),
         (["--dryrun", "submit"], "there is no option '--dryrun'", "--dry-run"),
         (["nodes", "--cluster", "c"], "there is no option '--cluster'", "nodes --help shows what it takes"),
@@ -369,10 +379,14 @@ def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
         (["logs"], "required: RUN", "logs"),
         (["help", "sekrets"], "there is no topic 'sekrets'", "did you mean secrets"),
         (["submit", "--config-name"], "--config-name needs a value", ""),
-        (["submit", "model.layrs=3"], "model has no key 'layrs'", "did you mean n_layers?; +model.layrs=3 adds it"),
+        (
+            ["submit", "model.layrs=3"],
+            "model has no key 'layrs'",
+            "did you mean model.n_layers? (+model.layrs=3 adds it)",
+        ),
         (["submit", "model=tiny", "+model.a.b=1", "model.a.c=2"], "model.a has no key 'c'", "known are: b"),
         (["submit", "model.optm.lr=3"], "model has no key 'optm'", "+model.optm.lr=3 adds it"),
-        (["submit", "~model.layrs"], "model has no key 'layrs'", "did you mean n_layers?"),
+        (["submit", "~model.layrs"], "model has no key 'layrs'", "did you mean model.n_layers?"),
         (["submit", "cluster.env.A=1"], "cluster.env has no key 'A'", "write +cluster.env.A=1"),
         (["submit", "--config-dir", "nowhere"], "there is no such folder", ""),
         (["--config-dir", "nowhere", "--cfg", "job"], "--config-dir nowhere: there is no such folder", ""),

@@ -100,6 +100,15 @@ def test_a_program_that_would_not_be_there_is_said_before_the_queue(
     assert not slurm.submitted and not list(ignoring.glob("runs/*/*"))
 
 
+def test_a_program_that_is_not_on_the_path_is_warned_of_unless_something_may_bring_it(
+    ignoring: Path, slurm: FakeSlurm
+) -> None:
+    for words, times in ([], 1), (["cluster.setup=[true]"], 0):
+        said = refused("+cluster=a100x4", *words, "submit", "--", "pyhton", "seen.py", code=0)
+        assert said.count("warning: job.command: there is no program pyhton on this machine's PATH") == times
+    assert "no program" not in refused("+cluster=a100x4", "submit", "--", "python", "-m", "installed.there", code=0)
+
+
 def test_files_that_the_snapshot_does_not_have_are_named_before_the_queue(
     ignoring: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:

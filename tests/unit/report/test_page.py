@@ -127,7 +127,7 @@ def test_a_report_says_what_the_run_is_how_far_it_got_and_what_was_lost(runs: Pa
         "with 8 ranks on 2 nodes and 8 GPUs",
         "has done 3,000 of 3,000 steps (100 %)",
         "tokens per second (40 % MFU)",
-        "It took 4 attempts: 2 ended by preempted and 1 ended by hang. 1 restart kept the same job.",
+        "It took 4 attempts: 2 ended by preemption and 1 ended by hang. 1 restart kept the same job.",
         "Attempt 2 hung: rank 5 (gpu12) did not come to the all_reduce of step 1571",
         "8 checkpoints were committed. In the median: 412 MB, committed in 2.4 s, and training waited 0.8 s for it.",
         "optim.lr 0.0006 0.003",  # what differs from the defaults

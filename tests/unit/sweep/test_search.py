@@ -87,7 +87,19 @@ def test_a_search_ends_after_failures_in_a_row_and_the_same_command_goes_on_with
     capfd.readouterr()
     assert main([*line, "--json"]) == 0
     trials = json.loads(capfd.readouterr().out)["trials"]
-    assert [trial["state"] for trial in trials] == ["fail", "fail", "complete"]
+    assert [trial["state"] for trial in trials] == ["failed", "failed", "complete"]
+
+
+@pytest.mark.parametrize("metric", ["acc", "loss"])
+def test_a_search_for_a_metric_that_is_not_logged_says_which_are(
+    metric: str, project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (project / "point.sh").write_text(f"""echo '{{"step": 1, "{metric}": 1}}' >$SLURMTRAIN_RUN_DIR/metrics.jsonl""")
+    line = [*HERE, "hydra/sweeper=optuna", "optim.lr=interval(0.1,1)", "search.max_failures_in_a_row=1", "submit"]
+    assert main([*line, "checkpoint.best_metric=accuracy"]) == 1
+    said = capfd.readouterr().err
+    assert f"has finished and logged no metric 'accuracy', only: {metric}\n" in said
+    assert "hint: checkpoint.best_metric=NAME" in said and "other trials" not in said
 
 
 @pytest.mark.parametrize(
@@ -99,7 +111,8 @@ def test_a_search_ends_after_failures_in_a_row_and_the_same_command_goes_on_with
         ("hydra.sweeper.n_trials=x", 2, "hydra.sweeper.n_trials=x: expected a number of trials"),
         ("hydra/sweeper/sampler=grid", 2, "grid needs choices, but optim.lr is an interval"),
         ("hydra.sweeper.sampler.n_startup_trials=x", 2, "the sampler of this search gave up"),
-        ("optim.lr=interval(2,1)", 2, "is no search space"),
+        ("optim.lr=interval(2,1)", 2, "hint: the smaller number comes first"),
+        ("+lr=interval(2,1) -- python x.py ${lr}", 2, "'+lr=interval(2,1)' is no search space"),
         ("optim.lr=3", 2, "a search needs values to choose"),
         ("hydra.sweeper._target_=ax.Sweeper", 2, "works only with hydra/sweeper=optuna"),
         ("cluster=a100x4 eval.mode=job", 2, "eval.mode=job in a search"),
