@@ -164,7 +164,7 @@ def test_two_runs_are_compared_in_config_code_and_metrics(make: Make, project: P
     (b.code / "__pycache__" / "mine.cpython-311.pyc").touch()  # as Python does when the run imports it
     text = printed("runs", "compare", a.id, b.id)
     assert ["optim.lr", "0.003", "0.5"] in [line.split() for line in text.splitlines()]
-    assert "2 files of the snapshots of the code differ: mine.py, other.py" in text
+    assert "2 files of the snapshots of the code differ: mine.py and other.py" in text
     assert "they diverge at step 20 (loss), of the 2 steps that both have logged, 10 to 20" in text
     assert ["loss", "1", "nan", "20:", "1.5", "and", "1.25"] in [line.split() for line in text.splitlines()]
 
