@@ -107,7 +107,7 @@ class Study:
         self._space: dict[str, Any] = {key: _distribution(override) for key, override in space.items()}
         self._settings: dict[str, Any] = dict(sweeper["sampler"])
         if self._settings["_target_"] == GRID:
-            grid = {key: _grid_values(key, each) for key, each in self._space.items()}
+            grid = {key: _grid_values(key.replace("+job.args.", "+", 1), each) for key, each in self._space.items()}
             self._settings["search_space"] = grid
             self.n_trials = min(self.n_trials, math.prod(map(len, grid.values())))
         self._seed = self._settings["seed"]

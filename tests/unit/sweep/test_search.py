@@ -110,6 +110,11 @@ def test_a_search_for_a_metric_that_is_not_logged_says_which_are(
         ("hydra.sweeper.direction=up", 2, "direction"),
         ("hydra.sweeper.n_trials=x", 2, "hydra.sweeper.n_trials=x: expected a number of trials"),
         ("hydra/sweeper/sampler=grid", 2, "grid needs choices, but optim.lr is an interval"),
+        (
+            "+lr=interval(1,2) optim.lr=1,2 hydra/sweeper/sampler=grid -- x.py ${lr}",
+            2,
+            "grid needs choices, but +lr is an interval",
+        ),
         ("hydra.sweeper.sampler.n_startup_trials=x", 2, "the sampler of this search gave up"),
         ("optim.lr=interval(2,1)", 2, "hint: the smaller number comes first"),
         ("+lr=interval(2,1) -- python x.py ${lr}", 2, "'+lr=interval(2,1)' is no search space"),
