@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from slurmtrain.choices import Backend, JobKind, PreflightMode, RequeueMode
 from slurmtrain.config.fields import merge
@@ -50,7 +52,7 @@ def evaluation_config(
     ranks = copy * min(dims.dp_shard, max(1, per_node // copy))
     if here:
         kept = ("cpus_per_task", "env", "python", "rendezvous_timeout_s", "collective_timeout_s")
-        cluster = asdict(ClusterConfig()) | {name: cluster[name] for name in kept}
+        cluster = msgspec.to_builtins(ClusterConfig()) | {name: cluster[name] for name in kept}
         cluster |= {"backend": Backend.LOCAL, "tasks_per_node": ranks, "network_interface": "lo"}
     else:  # the least that its layout allows
         nodes = next(n for n in range(1, most + 1) if n * per_node % ranks == 0 or n == most)
@@ -72,7 +74,7 @@ def evaluation_config(
     if not here and not gpus_given and config.cluster.gpus_per_node == per_node:  # a GPU for each rank
         values["cluster"]["gpus_per_node"] = values["cluster"]["tasks_per_node"]
     values["checkpoint"] |= {"restore_from": checkpoint, "keep_best": 0, "mirror": None}
-    values["hooks"] = asdict(HooksConfig())
+    values["hooks"] = msgspec.to_builtins(HooksConfig())
     values["sweep"]["pack"] = 1
     values["job"] |= {"name": f"eval-{config.job.name}"[:64], "singleton": False}
     if config.requeue.mode == RequeueMode.CHAIN:  # requeueing is forbidden where it is used

@@ -6,20 +6,20 @@ A field's type says all that can be checked by the field alone: `Annotated[int, 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, TypeVar, Union
+from typing import Annotated, Any, TypeGuard, TypeVar, Union
+
+from msgspec import Struct
 
 from slurmtrain.choices import JobKind
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest, shown
 
-T = TypeVar("T")
+S = TypeVar("S", bound=Struct)
 
 LINES = "lines"  # in Annotated: text that may have several lines, such as a command for bash
 MISSING = "???"  # a value that a config file leaves to the person
@@ -32,7 +32,7 @@ _UNITS = {"_gb": "GiB", "_mb": "MiB", "_s": "seconds", "_min": "minutes", "_minu
 _SCALE = {"s": 1, "m": 60, "h": 3600, "d": 86400, "M": 1, "G": 1024, "T": 1024**2}  # of units, by their first letters
 
 
-def typed(values: Any, schema: type[T]) -> T:
+def typed(values: Any, schema: type[S]) -> S:
     """Build an object of the schema from plain values; fields that they lack have their defaults.
 
     Raises:
@@ -52,6 +52,11 @@ def raise_all(problems: list[SlurmtrainError]) -> None:
     if found:
         lines = [f"{each.message} ({each.hint})" if each.hint else each.message for each in found]
         raise type(found[0])(f"{len(found)} things are wrong:\n  " + "\n  ".join(dict.fromkeys(lines)))
+
+
+def is_group(kind: Any) -> TypeGuard[type[Struct]]:
+    """Return whether a type is a group of fields, such as `cluster`, and not a field."""
+    return isinstance(kind, type) and issubclass(kind, Struct)
 
 
 def plain(kind: Any) -> Any:
@@ -77,7 +82,7 @@ def wrong(key: str, value: Any, expected: str, hint: str = _HINT) -> ConfigError
     return ConfigError(f"{key}={written(value)} is not {expected}", hint=hint)
 
 
-def _group(values: Any, schema: type[T], where: str, problems: list[SlurmtrainError]) -> T:
+def _group(values: Any, schema: type[S], where: str, problems: list[SlurmtrainError]) -> S:
     kinds, found = schema.__annotations__, dict[str, Any]()
     if not isinstance(values, Mapping):
         key = where.removesuffix(".") or "the config"
@@ -87,11 +92,11 @@ def _group(values: Any, schema: type[T], where: str, problems: list[SlurmtrainEr
         if name not in kinds:
             what = f"{where.removesuffix('.')} has no field" if where else "there is no config key"
             problems.append(UsageError(f"{what} {shown(name)!r}", hint=nearest(str(name), kinds, where)))
-    for name, kind in kinds.items():
-        if name not in values or (values[name] is None and getattr(schema, name, MISSING) is None):
+    for (name, kind), default in zip(kinds.items(), schema.__struct_defaults__, strict=True):
+        if name not in values or (values[name] is None and default is None):
             continue  # it has its default
-        if dataclasses.is_dataclass(kind):
-            found[name] = _group(values[name], typing.cast("type", kind), f"{where}{name}.", problems)
+        if is_group(kind):
+            found[name] = _group(values[name], kind, f"{where}{name}.", problems)
             continue
         try:
             found[name] = _value(f"{where}{name}", values[name], kind)
@@ -230,8 +235,7 @@ PROFILED_MAX = 100  # steps in one profile: the trace of a step has megabytes
 # What a field alone can be: these stand in the types of the schema, as in `Annotated[int, Range(1)]`.
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(Struct, frozen=True):
     """The numbers that a field takes; `hint` says what to write instead of others."""
 
     least: float | None = None
@@ -255,8 +259,7 @@ class Range:
             raise ConfigError(f"{key}={shown(value)} must be {self}", hint=self.hint)
 
 
-@dataclass(frozen=True)
-class Pattern:
+class Pattern(Struct, frozen=True):
     """The form of a text: a regular expression for all of it, and the same in words."""
 
     regex: str
@@ -269,8 +272,7 @@ class Pattern:
             raise ConfigError(f"{key}={shown(value)!r} is not {self.what}", hint=self.hint)
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(Struct, frozen=True):
     """A default that follows train.steps while a field is null: this fraction of them, at least 1 and at most `most`."""
 
     fraction: float
@@ -288,8 +290,7 @@ def _ends(key: str, value: str | int, what: str, hint: str) -> tuple[int, int]:
     return first, last
 
 
-@dataclass(frozen=True)
-class NodeRange:
+class NodeRange(Struct, frozen=True):
     """The nodes that a job may have: from `least` to `most`. Both are the same for a job of a fixed size."""
 
     least: int

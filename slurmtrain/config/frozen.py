@@ -5,7 +5,6 @@ A secret stays an interpolation on the disk, and gets its value where the config
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -14,6 +13,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from slurmtrain.config import secrets
 from slurmtrain.config.fields import typed
@@ -109,7 +110,7 @@ def to_config(values: Any) -> Config:
 
 def to_values(config: Config) -> dict[str, Any]:
     """Return the config as plain dicts, lists and scalars, in the schema's order."""
-    values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    values: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(config)))
     return values
 
 

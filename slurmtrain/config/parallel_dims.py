@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from slurmtrain.choices import CpMethod, JobKind, PpSchedule, ReduceDtype
 from slurmtrain.config.fields import NodeRange
@@ -32,8 +34,7 @@ Problem = tuple[str, str | None]  # a sentence, and a hint unless another layout
 TRAINS = (JobKind.TRAIN, JobKind.EVALUATE)  # kinds of jobs whose batches are divided among the ranks
 
 
-@dataclass(frozen=True)
-class ParallelDims:
+class ParallelDims(Struct, frozen=True):
     """The sizes of all axes, which determine every rank's coordinates.
 
     Attributes:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import PurePosixPath
 from typing import Any
+
+import msgspec
 
 from slurmtrain.choices import (
     Backend,
@@ -278,8 +279,10 @@ def _secrets(config: Config) -> Iterator[ConfigError]:
                 f"cluster.env.{name} looks like a secret and is written out, so it would be stored on disk in clear text",
                 hint=f"export it in your shell and write cluster.env.{name}='${{oc.env:{name}}}'",
             )
-    in_script = {name: value for name, value in asdict(config.cluster).items() if name not in ("env", "setup")}
-    for where, text in scalars({"cluster": in_script, "hooks": asdict(config.hooks)}):
+    in_script = {
+        name: value for name, value in msgspec.to_builtins(config.cluster).items() if name not in ("env", "setup")
+    }
+    for where, text in scalars({"cluster": in_script, "hooks": msgspec.to_builtins(config.hooks)}):
         if (secret := SECRET_REFERENCE.search(text)) is not None:
             yield ConfigError(
                 f"{where} holds the secret {text!r}, which would be written into the batch script or a process list",

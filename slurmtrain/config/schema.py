@@ -7,8 +7,9 @@ between clusters or models do not belong here but in the yaml files under `conf/
 
 # No `from __future__ import annotations`: the types of the fields are read whenever a config is built, and as text each
 # of them would have to be compiled first.
-from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
+
+from msgspec import Struct, field
 
 from slurmtrain import choices
 from slurmtrain.config.fields import LINES, NodeRange, Pattern, Range, Share, ports_of, profiled_steps
@@ -79,20 +80,18 @@ Seconds = Annotated[int, Range(1, hint="watchdog.enabled=false watches nothing")
 OPEN: Any = None
 
 
-@dataclass
-class ContainerConfig:
+class ContainerConfig(Struct):
     """The container that the ranks run in, if any."""
 
     # null: none; "pyxis" (options of srun); "apptainer" (wraps the command of each rank)
     kind: choices.ContainerKind | None = None
     image: str | None = None  # any image that the runtime accepts: a .sqsh or .sif file, or a registry reference
-    mounts: list[str] = field(default_factory=list)  # each as host:container[:ro]; the run directory is always mounted
+    mounts: list[str] = []  # each as host:container[:ro]; the run directory is always mounted
     # additional options of the runtime, one word each, passed on unchanged
-    args: list[str] = field(default_factory=list)
+    args: list[str] = []
 
 
-@dataclass
-class StageConfig:
+class StageConfig(Struct):
     """Files that each node copies to local storage before the ranks start, so that the ranks import and read them there.
 
     Each node copies once, however many ranks it has. The copies are removed when the job ends.
@@ -101,7 +100,7 @@ class StageConfig:
     code: bool = False  # the run's snapshot of the code
     # the virtual or conda environment of the ranks; packed into one archive at its first use, and again after changes
     environment: bool = False
-    data: list[str] = field(default_factory=list)  # files and folders; data sources that name them read the copies
+    data: list[str] = []  # files and folders; data sources that name them read the copies
     # Local folder on each node; may begin with a variable of the job, as in $SLURM_TMPDIR. null: $TMPDIR, or else /tmp
     dir: Annotated[str, STAGE_DIR] | None = None
     # Time limit of copying; the ranks of nodes that have not finished by then use the shared folders
@@ -113,8 +112,7 @@ class StageConfig:
         return self.code or self.environment or bool(self.data)
 
 
-@dataclass
-class PodsConfig:
+class PodsConfig(Struct):
     """The pods of a run on Kubernetes (cluster.backend=kubernetes, or a manifest of `render --target`), one on each node."""
 
     # The kind of object that `submit` creates: "jobset", "trainjob" or "rayjob"
@@ -125,22 +123,22 @@ class PodsConfig:
     # Folders of the pods: path -> the name of a PersistentVolumeClaim, or any source as in the spec of a pod, such as
     # {hostPath: {path: /lustre}}; with subPath or readOnly: {claim: NAME, subPath: data, readOnly: true}. One of them, which
     # all pods and this machine share, has to contain job.runs_dir under the path that it has here.
-    volumes: dict[Annotated[str, NODE_FOLDER], Any] = field(default_factory=dict)
+    volumes: dict[Annotated[str, NODE_FOLDER], Any] = {}
     # Kueue's LocalQueue, which starts all pods together, or none; null: pods start one by one, as nodes get free
     queue: Annotated[str, KUBERNETES_NAME] | None = None
     gpu_resource: Text = "nvidia.com/gpu"  # the resource that cluster.gpus_per_node counts
     # More resources of each pod, as request and limit: {rdma/hca: 1, ephemeral-storage: 200Gi}. `cpu` and `memory` take the
     # place of what follows from cpus_per_task and mem_*_gb.
-    resources: dict[str, Annotated[str, QUANTITY]] = field(default_factory=dict)
+    resources: dict[str, Annotated[str, QUANTITY]] = {}
     shm_gb: Natural = 16  # size of /dev/shm, which counts as memory of the pod: data workers and NCCL use it; 0: 64 MB
     host_network: bool = False  # use the network of the node, which some set-ups of RDMA need
-    node_selector: dict[str, Annotated[str, KUBERNETES_LABEL]] = field(default_factory=dict)
-    tolerations: list[dict[str, Any]] = field(default_factory=list)
+    node_selector: dict[str, Annotated[str, KUBERNETES_LABEL]] = {}
+    tolerations: list[dict[str, Any]] = []
     # more labels of all objects and pods
-    labels: dict[str, Annotated[str, KUBERNETES_LABEL]] = field(default_factory=dict)
-    annotations: dict[str, str] = field(default_factory=dict)  # annotations of all objects and pods
+    labels: dict[str, Annotated[str, KUBERNETES_LABEL]] = {}
+    annotations: dict[str, str] = {}  # annotations of all objects and pods
     # Environment variables from Secrets: NAME -> SECRET/KEY
-    secrets: dict[Annotated[str, VARIABLE], Annotated[str, SECRET_KEY]] = field(default_factory=dict)
+    secrets: dict[Annotated[str, VARIABLE], Annotated[str, SECRET_KEY]] = {}
     # Group that owns the volumes, where their driver needs one; null: their files stay as they are
     fs_group: Natural | None = None
     # Seconds from SIGTERM to SIGKILL; null: cluster.signal_lead_s, in which a step and a save have to fit, and 30 s more
@@ -150,15 +148,14 @@ class PodsConfig:
     max_restarts: Natural = 20
     ttl_s: Natural | None = None  # delete the object and its pods this long after the end; null: they stay
     # Anything else in the spec of a pod, merged over what is there: {priorityClassName: high, serviceAccountName: train}
-    spec: dict[str, Any] = field(default_factory=dict)
+    spec: dict[str, Any] = {}
     # The same for its container: {envFrom: [...], securityContext: {...}}; `env` adds to what is there
-    container: dict[str, Any] = field(default_factory=dict)
+    container: dict[str, Any] = {}
     # The same for the object that `submit` creates, or SkyPilot's task: {spec: {activeDeadlineSeconds: 86400}}
-    object: dict[str, Any] = field(default_factory=dict)
+    object: dict[str, Any] = {}
 
 
-@dataclass
-class ClusterConfig:
+class ClusterConfig(Struct):
     """The cluster that the job runs on and the resources that it requests; one yaml file per cluster in conf/cluster/."""
 
     # "slurm"; "local": run the same job as processes on this machine, in the foreground; or "kubernetes"
@@ -200,12 +197,12 @@ class ClusterConfig:
     exclude: str | None = None  # nodes that the job must not get, as a SLURM node list
     exclusive: bool = False  # let no other job run on the job's nodes
     # additional sbatch options by their long name; only sbatch validates them. true: an option without a value
-    sbatch: dict[Annotated[str, SBATCH_OPTION], Any] = field(default_factory=dict)
-    srun_args: list[str] = field(default_factory=list)  # additional arguments of srun, appended to ours
+    sbatch: dict[Annotated[str, SBATCH_OPTION], Any] = {}
+    srun_args: list[str] = []  # additional arguments of srun, appended to ours
     srun_wait_s: Natural = 60  # srun kills ranks that are still alive this long after the first rank exited
-    modules: list[str] = field(default_factory=list)  # modules to load with `module load`, before anything else
+    modules: list[str] = []  # modules to load with `module load`, before anything else
     # bash lines that run after the modules are loaded, and may use $SLURMTRAIN_RUN_DIR; if one fails, no rank starts (code 78)
-    setup: list[Lines] = field(default_factory=list)
+    setup: list[Lines] = []
     venv: str | None = None  # virtual environment to activate
     conda_env: str | None = None  # conda environment to activate instead, by name or path
     # Python interpreter of the ranks; null: the one that runs submit, or `python` in the container
@@ -213,7 +210,7 @@ class ClusterConfig:
     container: ContainerConfig = field(default_factory=ContainerConfig)
     stage: StageConfig = field(default_factory=StageConfig)
     pods: PodsConfig = field(default_factory=PodsConfig)
-    env: dict[Annotated[str, VARIABLE], str] = field(default_factory=dict)  # environment variables of every rank
+    env: dict[Annotated[str, VARIABLE], str] = {}  # environment variables of every rank
     network_interface: str = "auto"  # for NCCL and gloo: a name, "auto" (the one that reaches rank 0) or "none"
     # Range of TCP ports, such as 29000-29100, for the rendezvous at rank 0 and for MASTER_PORT; null: any free port.
     # NCCL and gloo choose their own ports in addition.
@@ -221,7 +218,7 @@ class ClusterConfig:
     rendezvous_timeout_s: Positive = 300  # how long ranks wait for each other at the start
     collective_timeout_s: Positive = 1800  # how long a collective may take before the job counts as hung
     # folders that exist only on compute nodes; `submit` does not check paths of the config that are inside them
-    node_paths: list[str] = field(default_factory=list)
+    node_paths: list[str] = []
     slurm_conf: str | None = None  # a slurm.conf to use instead of the machine's own
     sandbox: str | None = None  # name of a running sandbox whose slurm.conf to use
 
@@ -236,8 +233,7 @@ class ClusterConfig:
         return ports_of(self.port_range) if self.port_range is not None else None
 
 
-@dataclass
-class JobConfig:
+class JobConfig(Struct):
     """The program to run, its name, and the snapshot of the code that it uses."""
 
     name: Annotated[str, JOB_NAME] = "train"  # name of the run's folder in runs_dir, and of the job in squeue
@@ -249,7 +245,7 @@ class JobConfig:
     # to that shell. In the words after `submit --`, ${optim.lr} is that field of the config, and ${lr} what +lr=1e-3 sets.
     command: Lines | None = None
     # What ${NAME} stands for in the words after `submit --`; set by +NAME=VALUE, also with choices in a sweep.
-    args: dict[str, str] = field(default_factory=dict)
+    args: dict[str, str] = {}
     # With job.command: the signal that tells its processes to stop, whatever the reason. With "SIGTERM", processes that
     # handle SIGUSR2 get that as the early warning before the time limit. With another signal, they ignore the SIGTERM
     # of SLURM.
@@ -276,8 +272,7 @@ class JobConfig:
     singleton: bool = False  # wait until you have no other job with this name (--dependency=singleton)
 
 
-@dataclass
-class ParallelConfig:
+class ParallelConfig(Struct):
     """How the model is distributed over the ranks.
 
     The product of the axes is the world size. One axis may be -1: it gets the ranks that the others leave.
@@ -294,7 +289,7 @@ class ParallelConfig:
     # "1f1b" or "gpipe"; with two stages per rank: "interleaved_1f1b", "zero_bubble"
     pp_schedule: choices.PpSchedule = choices.PpSchedule.ONE_F_ONE_B
     # class names of the modules that FSDP2 wraps as units; []: chosen by the model, or by size
-    units: list[str] = field(default_factory=list)
+    units: list[str] = []
     # Free gathered parameters between forward and backward; null: yes, except with pp. A number: keep them sharded over
     # groups of this many ranks.
     reshard_after_forward: bool | int | None = None
@@ -309,8 +304,7 @@ class ParallelConfig:
     compile: bool = False  # compile the model with torch.compile, block by block
 
 
-@dataclass
-class OptimConfig:
+class OptimConfig(Struct):
     """AdamW with linear warm-up and cosine decay."""
 
     lr: Annotated[float, Range(above=0, hint="for example optim.lr=3e-4")] = 3e-3
@@ -322,8 +316,7 @@ class OptimConfig:
     grad_clip: Annotated[float, Range(0)] = 1.0  # maximum global gradient norm; 0: no clipping
 
 
-@dataclass
-class LoraConfig:
+class LoraConfig(Struct):
     """Low-rank adapters (LoRA, arXiv:2106.09685): with r > 0 only they are trained and saved; the model is frozen."""
 
     r: Natural = 0  # rank of the adapters; 0: no adapters, all parameters are trained
@@ -331,11 +324,10 @@ class LoraConfig:
     alpha: Annotated[int, Range(1, hint="for example twice lora.r")] = 16
     dropout: Annotated[float, Range(0, below=1)] = 0.0  # dropout probability on the input of the adapters
     # names of the linear layers that get adapters, or their last components; []: all except the output projection
-    target_modules: list[str] = field(default_factory=list)
+    target_modules: list[str] = []
 
 
-@dataclass
-class TrainConfig:
+class TrainConfig(Struct):
     """The length of training, its batches, and what it logs."""
 
     steps: Positive = 200  # optimiser steps
@@ -372,11 +364,10 @@ class TrainConfig:
     deterministic: bool = False
     tensorboard: bool = True  # also write TensorBoard events; needs the extra `tensorboard`
     # Your own hooks in the training loop, called in this order on every rank; each is a config with a _target_.
-    hooks: list[dict[str, Any]] = field(default_factory=list)
+    hooks: list[dict[str, Any]] = []
 
 
-@dataclass
-class CheckpointConfig:
+class CheckpointConfig(Struct):
     """When to save, what to keep, and what to verify.
 
     A save is due at whichever of the three intervals ends first. A stop and the end of training also save.
@@ -419,31 +410,29 @@ class CheckpointConfig:
     # step 0.
     restore_only: choices.RestoreOnly | None = None
     # What may differ from the checkpoint: keys, shapes, dtypes, config, data.
-    allow: list[choices.Allow] = field(default_factory=list)
+    allow: list[choices.Allow] = []
 
 
-@dataclass
-class EvalConfig:
+class EvalConfig(Struct):
     """Metrics on held-out samples, computed every train.eval_every steps and at the end."""
 
     # "inline": training waits for the evaluation; "job": a separate SLURM job evaluates each due checkpoint
     mode: choices.EvalMode = choices.EvalMode.INLINE
     # Additional evaluation sets by name, each a data config with a _target_: a data set, or a source, of which `valid`
     # is used, or else `train`. The sets of the data source itself are "valid" and those in its `evals`.
-    sets: dict[Annotated[str, EVALUATION_SET], Any] = field(default_factory=dict)
+    sets: dict[Annotated[str, EVALUATION_SET], Any] = {}
     # Metrics in addition to the loss: true or false for those in slurmtrain.training.evaluation, or a config with a
     # _target_ for your own.
     metrics: dict[str, Any] = field(
         default_factory=lambda: {"perplexity": True, "bits_per_byte": True, "accuracy": False}
     )
     # Fields of `cluster` that differ for evaluations in a job of their own. {}: one node, if the model fits on it.
-    cluster: dict[str, Any] = field(default_factory=dict)
+    cluster: dict[str, Any] = {}
     # Fields of `parallel` that differ for evaluations in a job of their own. {}: one copy of the model.
-    parallel: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, Any] = {}
 
 
-@dataclass
-class RequeueConfig:
+class RequeueConfig(Struct):
     """What happens to a job that has stopped early.
 
     The modes are:
@@ -480,8 +469,7 @@ class RequeueConfig:
         return self.mode != choices.RequeueMode.OFF if self.in_place is None else self.in_place
 
 
-@dataclass
-class WatchdogConfig:
+class WatchdogConfig(Struct):
     """When a rank that makes no progress counts as hung. The attempt then ends, and the rank at fault is named.
 
     What counts is the time without progress: without a step, or without a batch of an evaluation. Time in which the
@@ -502,15 +490,14 @@ class WatchdogConfig:
     program_s: Seconds = 600
 
 
-@dataclass
-class PreflightConfig:
+class PreflightConfig(Struct):
     """Checks in the allocation before training: whether the ranks and nodes are consistent, and whether each is healthy."""
 
     # "off"; "quick": collect facts and compare them, in well under a second; "full": also measure GPUs and network,
     # which takes about a minute
     mode: choices.PreflightMode = choices.PreflightMode.QUICK
     # kinds of findings that are ignored, as in [clock,packages]
-    ignore: list[choices.FindingKind] = field(default_factory=list)
+    ignore: list[choices.FindingKind] = []
     # largest allowed offset of a node's clock from the others
     clock_offset_s: Annotated[float, Range(above=0, hint="preflight.ignore=[clock] ignores clocks")] = 5.0
     min_free_gb: Annotated[float, Range(0)] = 0.2  # smallest allowed free space where the run writes
@@ -519,22 +506,20 @@ class PreflightConfig:
     exclude_slow: bool = False  # with "full": start again without slow nodes, rather than only reporting them
 
 
-@dataclass
-class WandbConfig:
+class WandbConfig(Struct):
     """Weights & Biases (the extra `wandb`): one W&B run with the same ID over all attempts."""
 
     enabled: bool = False
     project: Annotated[str, PROJECT] | None = None  # null: job.name
     entity: str | None = None  # user or team that owns the project; null: the default of the API key
     group: str | None = None  # group in which W&B shows the run; null: the sweep, if the run is a point of one
-    tags: list[str] = field(default_factory=list)
+    tags: list[str] = []
     # "online"; "offline": files in <run>/wandb, for `wandb sync`; "auto": online if an API key is known and the server
     # answers
     mode: choices.WandbMode = choices.WandbMode.AUTO
 
 
-@dataclass
-class MlflowConfig:
+class MlflowConfig(Struct):
     """MLflow (the extra `mlflow`): one MLflow run over all attempts."""
 
     enabled: bool = False
@@ -542,17 +527,16 @@ class MlflowConfig:
     # <run>/mlflow.db
     tracking_uri: str | None = None
     experiment: Text | None = None  # null: job.name
-    tags: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = {}
 
 
-@dataclass
-class ObserveConfig:
+class ObserveConfig(Struct):
     """What a training measures about itself, and where its numbers go in addition to metrics.jsonl and TensorBoard."""
 
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     # your own loggers by name, each a config with a _target_
-    loggers: dict[Annotated[str, LOGGER], Any] = field(default_factory=dict)
+    loggers: dict[Annotated[str, LOGGER], Any] = {}
     # Folder on rank 0's node from which Prometheus's node exporter reads *.prom files
     # (--collector.textfile.directory). null: none
     textfile_dir: Annotated[str, NODE_FOLDER] | None = None
@@ -566,8 +550,7 @@ class ObserveConfig:
     profile_ranks: list[int] = field(default_factory=lambda: [0])  # ranks that write a profile; []: all
 
 
-@dataclass
-class HooksConfig:
+class HooksConfig(Struct):
     """Bash commands: at most one of them runs after each attempt, on its first node, when all ranks have exited."""
 
     on_finish: Program | None = None  # after the run has finished
@@ -578,16 +561,14 @@ class HooksConfig:
     timeout_s: Positive = 20  # kill a hook after this long; SLURM kills a requeued job after KillWait, often 30 s
 
 
-@dataclass
-class SweepConfig:
+class SweepConfig(Struct):
     """How the points of a sweep (`-m`) share jobs."""
 
     # number of runs that share one array task at the same time, with the CPUs, memory and GPUs of one run
     pack: Positive = 1
 
 
-@dataclass
-class SearchConfig:
+class SearchConfig(Struct):
     """How a search (`-m hydra/sweeper=optuna`) prunes trials, and how many failures it tolerates."""
 
     # "none"; "median": prune a trial whose best value so far is worse than the median of the finished trials at the
@@ -600,12 +581,11 @@ class SearchConfig:
     max_failures_in_a_row: Positive = 5  # end the search after this many failed trials in a row
 
 
-@dataclass
-class PrepareConfig:
+class PrepareConfig(Struct):
     """Settings of `prepare` and job=prepare, which turn raw text into tokenised shards for data=prepared."""
 
     # files, glob patterns (including **), and folders, of which all files are used
-    inputs: list[str] = field(default_factory=list)
+    inputs: list[str] = []
     output: str | None = None  # folder of the prepared data set
     # "auto": by suffix, with or without .gz/.zst; or "jsonl", "parquet" or "text" for all inputs
     format: choices.RawFormat = choices.RawFormat.AUTO
@@ -633,13 +613,12 @@ class PrepareConfig:
     parts: Positive = 1  # number of parts into which the work is divided
 
 
-@dataclass
-class Config:
+class Config(Struct):
     """One experiment. `model` and `data` are open: they have whatever fields their `_target_` accepts."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    model: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = {}
+    data: dict[str, Any] = {}
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -656,7 +635,7 @@ class Config:
     hooks: HooksConfig = field(default_factory=HooksConfig)
     # Environment variables of the ranks that are never written to disk: NAME -> "env" (taken from the submitting shell)
     # or "file:PATH".
-    secrets: dict[Annotated[str, VARIABLE], str] = field(default_factory=dict)
+    secrets: dict[Annotated[str, VARIABLE], str] = {}
     job: JobConfig = field(default_factory=JobConfig)
 
     def __post_init__(self) -> None:

@@ -9,7 +9,6 @@ when they are preempted, and `open_map` finds it again from another process.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import pickle
@@ -21,6 +20,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
+
+from msgspec.structs import replace
 
 from slurmtrain.choices import Backend
 from slurmtrain.config import secrets
@@ -270,7 +271,7 @@ def map_calls(
         its = config.cluster
         of_ranks = "python" if its.container.kind or its.venv or its.conda_env else sys.executable
         command = shlex.join([its.python or of_ranks, "-m", PROGRAM])  # known when all else is composed
-        config = dataclasses.replace(config, job=dataclasses.replace(config.job, command=command))
+        config = replace(config, job=replace(config.job, command=command))
         pickled, arguments = _pickled_calls(function, calls, cwd, config)
         for warning in check_named_paths(config, cwd):
             log.warning(warning)

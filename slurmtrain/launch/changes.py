@@ -15,9 +15,10 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from slurmtrain.checkpoint.format.directory import newest_committed_step
 from slurmtrain.choices import Allow, JobKind

@@ -7,7 +7,6 @@ job imports the same files from there, or refused.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -15,9 +14,11 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from slurmtrain.choices import SnapshotMode
 from slurmtrain.config.schema import ClusterConfig, JobConfig
@@ -57,8 +58,7 @@ print(json.dumps([[each for each in sys.path if isinstance(each, str)], hooks]))
 """
 
 
-@dataclass(frozen=True)
-class CodeSource:
+class CodeSource(Struct, frozen=True):
     """The folders that would be copied, found without copying: a dry run shows the same paths.
 
     Attributes:
@@ -99,7 +99,7 @@ def find_source(job: JobConfig, cwd: Path, cluster: ClusterConfig | None = None)
     interpreter = interpreter_of(cluster) if source.root is not None and cluster is not None else None
     if source.root is None or interpreter is None:
         return source
-    return dataclasses.replace(source, roots=roots_below(source.root, *ask(interpreter)))
+    return replace(source, roots=roots_below(source.root, *ask(interpreter)))
 
 
 def interpreter_of(cluster: ClusterConfig) -> str | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from slurmtrain.choices import Backend
 from slurmtrain.config.schema import Config
@@ -82,7 +83,7 @@ def with_dependency(config: Config, conditions: Sequence[str]) -> Config:
             hint="--after accepts a run with requeue.mode=chain only by itself, and without job.singleton",
         )
     options = {**config.cluster.sbatch, "dependency": ",".join(map(str, every))}
-    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, sbatch=options))
+    return replace(config, cluster=replace(config.cluster, sbatch=options))
 
 
 def _condition(run_dir: RunDir, now: RunState, here: str | None) -> str | None:

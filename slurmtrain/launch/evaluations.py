@@ -10,12 +10,13 @@ is not made again, one that waits is not submitted twice.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.store import retention
@@ -167,9 +168,9 @@ def _config(run_dir: RunDir, checkpoint: Path, overrides: Sequence[str] = (), *,
     validate(config)
     if config.cluster.container.kind:  # the container has the evaluation's folder only
         mounts = [*config.cluster.container.mounts, f"{run_dir.path}:{run_dir.path}"]
-        container = dataclasses.replace(config.cluster.container, mounts=mounts)
-        config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, container=container))
-    return dataclasses.replace(config, job=dataclasses.replace(config.job, kind=JobKind.EVALUATE))
+        container = replace(config.cluster.container, mounts=mounts)
+        config = replace(config, cluster=replace(config.cluster, container=container))
+    return replace(config, job=replace(config.job, kind=JobKind.EVALUATE))
 
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import json
@@ -12,6 +11,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec.structs import replace
 
 from slurmtrain.checkpoint.format.directory import MANIFEST, committed
 from slurmtrain.choices import Backend, JobKind
@@ -100,11 +101,11 @@ def with_absolute_paths(config: Config, cwd: Path) -> Config:
             found = _replaced(found, key.split("."), field.absolute, cwd)
     data, sets = (config_check.with_absolute_paths(each, cwd) for each in (config.data, config.eval.sets))
     model = {**config.model, "path": _path(config.model["path"], cwd)} if _has_weights(config.model) else config.model
-    return dataclasses.replace(found, data=data, model=model, eval=dataclasses.replace(found.eval, sets=sets))
+    return replace(found, data=data, model=model, eval=replace(found.eval, sets=sets))
 
 
 def _replaced(node: Any, keys: Sequence[str], how: Callable[[str, Path], str], cwd: Path) -> Any:
-    """Return a dataclass, or a mapping of some of its fields, with text under a key changed; the same if nothing changes."""
+    """Return a group of fields, or a mapping of some of them, with text under a key changed; the same if nothing changes."""
     name, *rest = keys
     old = node.get(name) if isinstance(node, Mapping) else getattr(node, name, None)
     new = old
@@ -116,7 +117,7 @@ def _replaced(node: Any, keys: Sequence[str], how: Callable[[str, Path], str], c
         new = how(old, cwd)
     if new == old:
         return node
-    return {**node, name: new} if isinstance(node, Mapping) else dataclasses.replace(node, **{name: new})
+    return {**node, name: new} if isinstance(node, Mapping) else replace(node, **{name: new})
 
 
 def _has_weights(model: Mapping[str, Any]) -> bool:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+
+from msgspec import Struct
 
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import Config
@@ -28,8 +30,7 @@ from slurmtrain.slurm.nodelist import expand_nodelist
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Exclusion:
+class Exclusion(Struct, frozen=True):
     """The nodes that a start of a job leaves out.
 
     Attributes:

@@ -8,8 +8,9 @@ refuses no job.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from slurmtrain.config.fields import raise_all
 from slurmtrain.config.schema import ClusterConfig

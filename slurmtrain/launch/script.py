@@ -10,9 +10,10 @@ import contextlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 from slurmtrain import __version__
 from slurmtrain.choices import RequeueMode
@@ -191,8 +192,7 @@ class Line(NamedTuple):
     why: str
 
 
-@dataclass(frozen=True)
-class JobPaths:
+class JobPaths(Struct, frozen=True):
     """The paths that the script needs.
 
     Attributes:

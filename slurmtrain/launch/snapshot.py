@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import os
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from slurmtrain.config.folders import PACKAGE, is_installed_copy, shipped
 from slurmtrain.config.schema import JobConfig
@@ -58,7 +59,7 @@ def take_snapshot(job: JobConfig, source: CodeSource, target: Path) -> CodeRecor
     contents, links = _copy(copied, target)
     inherit_group(target)
     forbid_others_to_write(target)  # the modes of the files are those of the work tree
-    record = dataclasses.replace(git, files=contents, links=links)
+    record = replace(git, files=contents, links=links)
     write_code_record(target, record)
     return record
 
@@ -115,7 +116,7 @@ def _git_state(source: CodeSource, files: Collection[str]) -> CodeRecord:
         return state
     answer = run("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
     diff = answer.stdout if answer.returncode == 0 and len(answer.stdout) <= LONGEST_DIFF else None
-    return dataclasses.replace(state, diff=diff, untracked=tuple(untracked))
+    return replace(state, diff=diff, untracked=tuple(untracked))
 
 
 def _files_of(source: CodeSource, runs: Path, target: Path) -> list[Path]:

@@ -11,6 +11,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from msgspec.structs import replace
+
 from slurmtrain.choices import ActivationCheckpointing, Backend, Device, JobKind, PpSchedule, ReduceDtype
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.config.parallel_dims import (
@@ -149,7 +151,7 @@ def changes_that_fit(config: Config, limit: float) -> list[str]:
     """
     for doublings in range(NODE_DOUBLINGS + 1):
         nodes = config.cluster.node_range.most * 2**doublings
-        larger = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=nodes))
+        larger = replace(config, cluster=replace(config.cluster, nodes=nodes))
         more = [f"cluster.nodes={nodes}"] if doublings else []
         found: dict[frozenset[str], str] = {}  # changed keys -> overrides
         for words, total in sorted(_fitting(larger, limit, more), key=lambda change: _cost(change[0])):
@@ -207,9 +209,9 @@ def forms_of(
         words = [f"train.micro_batch_size={size}"] if halvings else []
         if kind != config.parallel.activation_checkpointing:
             words.append(f"parallel.activation_checkpointing={kind}")
-        changed = dataclasses.replace(parallel, activation_checkpointing=kind)
-        train = dataclasses.replace(config.train, micro_batch_size=size)
-        yield slower + halvings, words, dataclasses.replace(config, parallel=changed, train=train)
+        changed = replace(parallel, activation_checkpointing=kind)
+        train = replace(config.train, micro_batch_size=size)
+        yield slower + halvings, words, replace(config, parallel=changed, train=train)
 
 
 def micro_batch_sizes(config: Config, dims: ParallelDims) -> list[int]:

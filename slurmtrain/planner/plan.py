@@ -5,11 +5,12 @@ All of it is arithmetic on the config, so that it answers at once on a machine w
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from slurmtrain.checkpoint.save.schedule import daly, mean_time_between_failures
 from slurmtrain.choices import ActivationCheckpointing, Backend, JobKind
@@ -313,8 +314,8 @@ def on_nodes(config: Config, nodes: int) -> Config | str:
         size = sized.train.micro_batch_size
         if size is None or size == 1:
             break
-        train = dataclasses.replace(sized.train, micro_batch_size=size // 2 if size % 2 == 0 else 1)
-        sized = dataclasses.replace(sized, train=train)
+        train = replace(sized.train, micro_batch_size=size // 2 if size % 2 == 0 else 1)
+        sized = replace(sized, train=train)
     try:
         parallel_dims_of(sized)
     except ConfigError as error:
@@ -353,7 +354,7 @@ def search(config: Config) -> list[Candidate]:
     if hardware.flops is None:
         raise ConfigError(hardware.notes[0], hint="cluster.peak_tflops=312, for example")
     most = math.inf if limit is None else ROOM * limit
-    free = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=None))
+    free = replace(config, train=replace(config.train, micro_batch_size=None))
     found = []
     longest = max(config.parallel.cp, sequence_length(config) // LONG_SEQUENCE)
     for dims in nearest_layouts(free):
@@ -373,7 +374,7 @@ def _rank(each: Candidate) -> tuple[int, int, float]:
 
 def _forms(config: Config, dims: ParallelDims, most: float, hardware: Hardware) -> Iterator[Candidate]:
     """Yield a layout with every kind of activation checkpointing, and with the micro batches that may be the fastest."""
-    laid = dataclasses.replace(config.parallel, **{axis: getattr(dims, axis) for axis in AXES})
+    laid = replace(config.parallel, **{axis: getattr(dims, axis) for axis in AXES})
     done = set[ActivationCheckpointing]()
     for _, words, form in forms_of(config, dims, tuple(ActivationCheckpointing), laid):
         kind, memory = form.parallel.activation_checkpointing, most_bytes(form, dims)

@@ -7,9 +7,10 @@ needed at once, and shows in full.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from slurmtrain.choices import ActivationCheckpointing, CpMethod
 from slurmtrain.config.parallel_dims import AXES, ParallelDims, sequence_lengths
@@ -177,11 +178,11 @@ def _showing(
 def at_nodes(config: Config, nodes: int) -> Config:
     """Return the config on another number of nodes; if no axis takes what others leave, the data-parallel one grows."""
     before = config.cluster.node_range.most
-    cluster = dataclasses.replace(config.cluster, nodes=nodes)
+    cluster = replace(config.cluster, nodes=nodes)
     parallel = config.parallel
     if -1 not in (parallel.dp_replicate, parallel.dp_shard, parallel.tp, parallel.pp, parallel.cp):
         axis = "dp_shard" if parallel.dp_replicate == 1 and parallel.dp_shard > 1 else "dp_replicate"
         grown = getattr(parallel, axis) * nodes
         if grown % before == 0:
-            parallel = dataclasses.replace(parallel, **{axis: grown // before})
-    return dataclasses.replace(config, cluster=cluster, parallel=parallel)
+            parallel = replace(parallel, **{axis: grown // before})
+    return replace(config, cluster=cluster, parallel=parallel)

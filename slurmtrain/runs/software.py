@@ -10,9 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.run_dir import RUN_DIR_VARIABLE
@@ -26,8 +29,7 @@ log = logging.getLogger(__name__)
 RECORD_BYTES = 64 << 20  # a snapshot of 100,000 small files has 15 MB
 
 
-@dataclass(frozen=True)
-class CodeRecord:
+class CodeRecord(Struct, frozen=True):
     """What a snapshot is.
 
     Attributes:
@@ -46,8 +48,8 @@ class CodeRecord:
     remote: str | None = None
     diff: str | None = ""
     untracked: tuple[str, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
-    links: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = {}
+    links: Mapping[str, str] = {}
 
     @property
     def git(self) -> dict[str, Any]:
@@ -73,7 +75,7 @@ def record_of(code: Path) -> Path:
 
 def write_code_record(code: Path, record: CodeRecord) -> None:
     """Write the record of a snapshot beside it."""
-    write_json(record_of(code), asdict(record))
+    write_json(record_of(code), msgspec.to_builtins(record))
 
 
 def read_code_record(path: Path) -> CodeRecord | None:

@@ -7,13 +7,14 @@ everything that needs it are imported inside functions here.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from msgspec.structs import replace
 
 from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
@@ -284,8 +285,8 @@ class Rank:
         context = self.context
         if context.supervised or self.environment.rank != 0:
             return
-        requeue = dataclasses.replace(self.config.requeue, mode=RequeueMode.OFF)
-        never = dataclasses.replace(self.config, requeue=requeue)
+        requeue = replace(self.config.requeue, mode=RequeueMode.OFF)
+        never = replace(self.config, requeue=requeue)
         outcome = finish_attempt(context.run_dir, context.number, code, never, None)
         run_hook_of(context.run_dir, context.number, self.config)
         log.info("%s. Run %s in %s", outcome.sentence, context.run_dir.id, context.run_dir.path)

@@ -12,7 +12,6 @@ array can be without an answer: its submitter was cut short, and its job is look
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -24,6 +23,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from slurmtrain.choices import Backend
 from slurmtrain.config.frozen import load_frozen
@@ -233,7 +234,7 @@ def _script(sweep: Sweep, number: int) -> str:
         if others:
             config = with_dependency(config, [f"afterany:{':'.join(str(sweep.job_id(each)) for each in others)}"])
     paths, at_once = job_paths([each.path for each in run_dirs], info), tasks_at_once(info["parallelism"], info["pack"])
-    return render_script(config, dataclasses.replace(paths, parallelism=at_once, pack=info["pack"]))
+    return render_script(config, replace(paths, parallelism=at_once, pack=info["pack"]))
 
 
 def _is_over(sweep: Sweep, number: int) -> bool:

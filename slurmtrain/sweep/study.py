@@ -7,7 +7,6 @@ trial. What it chooses then depends on the results so far, and not on how often 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import math
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from slurmtrain.choices import BestMode, Pruner
 from slurmtrain.config.schema import Config, SearchConfig
@@ -227,7 +228,7 @@ def _identity(sweeper: Mapping[str, Any], space: Mapping[str, Any], base: Config
     """Return the identity of a search: fixed values, sampler, choices and pruner, but not how long it searches."""
     how = {key: value for key, value in sweeper.items() if key not in HOW_LONG}
     choices = {key: override.input_line.partition("=")[2] for key, override in space.items()}
-    pruning = {**dataclasses.asdict(base.search), "max_failures_in_a_row": 0}
+    pruning = {**msgspec.to_builtins(base.search), "max_failures_in_a_row": 0}
     return json.dumps([identity_of(base), how, choices, pruning], sort_keys=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointError
@@ -95,7 +95,7 @@ def loaded_wrongly(
     folder: Path,
     name_of: Callable[[str], str | None],
 ) -> list[str]:
-    config = dataclasses.replace(plain, model=model, parallel=dataclasses.replace(plain.parallel, **sizes))
+    config = replace(plain, model=model, parallel=replace(plain.parallel, **sizes))
     laid_out, parameters, *_ = distribute_model(config, parallel_dims_of(config), distributed)
     load_pretrained(laid_out.model, folder)
     wrong = differing(laid_out.model, folder, name_of)

@@ -7,7 +7,6 @@ They are tiny ones, or have the config and the code of a run, of a config or of 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import os
@@ -18,6 +17,8 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from slurmtrain.choices import Backend, JobKind, SnapshotMode
 from slurmtrain.config.rules import validate
@@ -288,9 +289,9 @@ def drill(
     job, client, facts = config.job, None, ClusterFacts()
     may_be_in_place = source is None and job.kind == JobKind.COMMAND and job.snapshot == SnapshotMode.AUTO
     if may_be_in_place and find_source(job, cwd).root is None:  # there, all runs would find the files of each other
-        config = dataclasses.replace(config, job=dataclasses.replace(job, snapshot=SnapshotMode.CWD))
+        config = replace(config, job=replace(job, snapshot=SnapshotMode.CWD))
     if config.cluster.backend != Backend.LOCAL:
-        config = dataclasses.replace(config, cluster=with_choices_of_the_shell(config.cluster, os.environ))
+        config = replace(config, cluster=with_choices_of_the_shell(config.cluster, os.environ))
         client, facts = ask_cluster(config)
     if given is not None:
         config = tiny_config(config, plan, given)

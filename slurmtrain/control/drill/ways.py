@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from slurmtrain.choices import Backend, EvalMode, JobKind, PreflightMode, RequeueMode
 from slurmtrain.config.fields import merge

@@ -7,8 +7,9 @@ pure functions of a config and of where its run lies.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+
+from msgspec.structs import replace
 
 from slurmtrain.choices import Backend, Target
 from slurmtrain.config.fields import merge
@@ -53,10 +54,8 @@ ALSO_WITHOUT_EFFECT = {
 
 def on_engine(config: Config, target: Target) -> Config:
     """Return the config of the same run on another engine, as its supervisor needs it."""
-    pods = dataclasses.replace(config.cluster.pods, target=target)
-    return dataclasses.replace(
-        config, cluster=dataclasses.replace(config.cluster, backend=Backend.KUBERNETES, pods=pods)
-    )
+    pods = replace(config.cluster.pods, target=target)
+    return replace(config, cluster=replace(config.cluster, backend=Backend.KUBERNETES, pods=pods))
 
 
 def warn_of_settings(config: Config) -> None:

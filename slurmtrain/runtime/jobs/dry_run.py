@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -68,7 +69,7 @@ def _distributed_model(config: Config, dims: ParallelDims, rank: int) -> nn.Modu
     try:
         return parallelize(
             model,
-            dataclasses.replace(config.parallel, compile=False),  # compilation would change no size
+            replace(config.parallel, compile=False),  # compilation would change no size
             dims,
             rank=rank,
             device=torch.device("cpu"),

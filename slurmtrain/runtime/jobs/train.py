@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
@@ -282,7 +282,7 @@ def _bound(config: Config, source: SourceSpec) -> dict[str, Any]:
         {
             "model": config.model,
             "data": config.data,
-            "optim": dataclasses.asdict(config.optim),
+            "optim": msgspec.to_builtins(config.optim),
             "train": {
                 "seed": train.seed,
                 "global_batch_size": train.global_batch_size,
@@ -290,7 +290,7 @@ def _bound(config: Config, source: SourceSpec) -> dict[str, Any]:
                 **_order_of_samples(train, source),
             },
             FINGERPRINT: source.fingerprint,
-            **({"lora": dataclasses.asdict(config.lora)} if config.lora.r else {}),
+            **({"lora": msgspec.to_builtins(config.lora)} if config.lora.r else {}),
         }
     )
     return bound

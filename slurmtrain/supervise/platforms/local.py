@@ -7,7 +7,6 @@ them when one fails.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -20,6 +19,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+from msgspec.structs import replace
 
 from slurmtrain.choices import JobKind, RequeueMode
 from slurmtrain.config import secrets
@@ -79,8 +80,8 @@ class ThisMachine:
         """Return the next signal that a person has sent, if there is one: then the run does not start again."""
         if not caught:
             return None
-        never = dataclasses.replace(self.config.requeue, mode=RequeueMode.OFF)
-        self.config = dataclasses.replace(self.config, requeue=never)
+        never = replace(self.config.requeue, mode=RequeueMode.OFF)
+        self.config = replace(self.config, requeue=never)
         return caught.pop(0)
 
     def carry_out(self, number: int, outcome: AttemptOutcome, code: int) -> int | None:

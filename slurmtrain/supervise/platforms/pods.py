@@ -25,6 +25,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from slurmtrain.choices import Backend
 from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
@@ -112,8 +114,8 @@ class PodRanks:
         os.environ.setdefault(JOB_VARIABLE, kubectl.WITHOUT_OBJECT)
         config = load_frozen(run_dir.config_file)
         secrets.take(config.secrets)
-        cluster = dataclasses.replace(config.cluster, backend=Backend.KUBERNETES)
-        self.config = dataclasses.replace(config, cluster=cluster)
+        cluster = replace(config.cluster, backend=Backend.KUBERNETES)
+        self.config = replace(config, cluster=cluster)
         self.count = cluster.node_range.most
         if pod.count not in (None, self.count) or pod.index >= self.count:
             raise EnvironmentMismatchError(

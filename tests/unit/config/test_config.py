@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from slurmtrain.choices import Allow, JobKind, PpSchedule, PreflightMode, RequeueMode
 from slurmtrain.config.compose import compose
@@ -94,8 +94,8 @@ def test_every_field_is_in_the_frozen_config_in_the_order_of_the_schema() -> Non
         cluster.stage.code=true watchdog.min_s=300
         search.pruner=median preflight=off observe.textfile_dir=/x lora.r=8"""
     values = yaml.safe_load(freeze(compose([*rates, *others.split()])))
-    assert list(values) == [field.name for field in dataclasses.fields(Config)]
-    assert list(values["cluster"]) == [field.name for field in dataclasses.fields(ClusterConfig)]
+    assert list(values) == list(Config.__struct_fields__)
+    assert list(values["cluster"]) == list(ClusterConfig.__struct_fields__)
 
 
 # Secrets.
@@ -157,7 +157,7 @@ def test_the_hash_ignores_key_order_name_place_and_cluster() -> None:
     values = to_values(config)
     backwards = {key: dict(reversed(value.items())) for key, value in reversed(values.items())}
     elsewhere = compose(["cluster=a100x4", "job.name=other", "job.runs_dir=/elsewhere", "job.snapshot=none"])
-    elsewhere = dataclasses.replace(elsewhere, secrets={"A": "env"}, hooks=HooksConfig(on_finish="date"))
+    elsewhere = replace(elsewhere, secrets={"A": "env"}, hooks=HooksConfig(on_finish="date"))
     assert config_hash(to_config(backwards)) == config_hash(elsewhere) == config_hash(config)
     assert len(config_hash(config)) == 12
 
@@ -179,10 +179,8 @@ def test_everything_shipped_is_valid_as_it_is(cluster: str, experiment: list[str
 
 def working(ranks: int, micro: int | None, accumulation: int) -> Config:
     config = compose_once()
-    train = dataclasses.replace(
-        config.train, micro_batch_size=micro, global_batch_size=ranks * (micro or 1) * accumulation
-    )
-    return dataclasses.replace(config, train=train, cluster=ClusterConfig(nodes=ranks))
+    train = replace(config.train, micro_batch_size=micro, global_batch_size=ranks * (micro or 1) * accumulation)
+    return replace(config, train=train, cluster=ClusterConfig(nodes=ranks))
 
 
 _composed: list[Config] = []
@@ -233,7 +231,7 @@ def test_a_wild_value_is_accepted_or_refused_with_a_sentence_never_a_crash(
 
 
 def test_every_option_that_the_script_writes_itself_is_kept_from_cluster_sbatch() -> None:
-    cluster = dataclasses.replace(compose(["cluster=a100x4"]).cluster, mem_per_cpu_gb=1, mem_per_gpu_gb=1, exclude="n1")
+    cluster = replace(compose(["cluster=a100x4"]).cluster, mem_per_cpu_gb=1, mem_per_gpu_gb=1, exclude="n1")
     for name in ("partition", "account", "qos", "constraint", "reservation"):
         setattr(cluster, name, "x")
     lines = explained_directives(Config(cluster=cluster), JobPaths([Path("/a/b"), Path("/a/c")], "code", "python"))

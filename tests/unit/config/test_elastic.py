@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
@@ -34,10 +34,10 @@ BASE = compose(["cluster=a100x4", "train.global_batch_size=96"])
 
 
 def elastic(nodes: int | str, batch: int = 96) -> Config:
-    return dataclasses.replace(
+    return replace(
         BASE,
-        cluster=dataclasses.replace(BASE.cluster, nodes=nodes),
-        train=dataclasses.replace(BASE.train, global_batch_size=batch),
+        cluster=replace(BASE.cluster, nodes=nodes),
+        train=replace(BASE.train, global_batch_size=batch),
     )
 
 
@@ -99,8 +99,8 @@ def test_nodes_that_could_not_be_used_at_all_are_not_asked_for() -> None:
 
 def test_a_layout_of_fixed_size_says_that_an_axis_has_to_take_the_nodes() -> None:
     fixed = elastic("2-4")
-    fixed.parallel = dataclasses.replace(fixed.parallel, dp_replicate=8)
-    validate(dataclasses.replace(fixed, cluster=dataclasses.replace(fixed.cluster, nodes=2)))
+    fixed.parallel = replace(fixed.parallel, dp_replicate=8)
+    validate(replace(fixed, cluster=replace(fixed.cluster, nodes=2)))
     fixed.parallel.dp_replicate = 16
     with pytest.raises(ConfigError, match=r"is not 8, the ranks of cluster\.nodes=2") as refusal:
         validate(fixed)
@@ -130,7 +130,7 @@ def test_a_model_that_fits_only_on_the_most_nodes_is_refused() -> None:
     smallest, largest = extreme_sizes(config)
     assert (smallest.cluster.nodes, largest.cluster.nodes) == (2, 8)
     config.cluster.gpu_memory_gb = 15
-    check_fits(dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=8)), validate(largest))
+    check_fits(replace(config, cluster=replace(config.cluster, nodes=8)), validate(largest))
     with pytest.raises(ConfigError, match="16 ranks = 16 data-parallel groups"):
         check_fits(config, validate(config))
 

@@ -80,7 +80,7 @@ def page() -> str:
     """Return the page as Markdown."""
     values = to_values(compose(["job.runs_dir=runs"]))  # which SLURMTRAIN_RUNS changes
     nodes = ast.parse(_source()).body
-    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef) and node.decorator_list}
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef) and node.bases}
     sections = [HEAD]
     for group, kind in schema.Config.__annotations__.items():
         if kind.__name__ not in classes:

@@ -409,7 +409,7 @@ def test_the_runs_of_ones_own_differ_in_nothing_but_the_interruption() -> None:
     config = compose(["experiment=smoke", "train.hooks=[{_target_: mine.Hook}]", "observe.wandb.enabled=true"])
     one, other = (scratch_config(config, PLAN, way, Path("/d")) for way in (None, Way.EARLY_SIGNAL))
     assert other.train.hooks[:-1] == one.train.hooks == [{"_target_": "mine.Hook"}]
-    assert dataclasses.replace(other, train=one.train, job=one.job, requeue=one.requeue) == one
+    assert msgspec.structs.replace(other, train=one.train, job=one.job, requeue=one.requeue) == one
     assert one.train.steps == PLAN.steps and not one.observe.wandb.enabled
 
 

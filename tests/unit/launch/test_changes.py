@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
@@ -33,7 +33,7 @@ from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import printed, refused, submitted_run
 
 OURS = compose(["cluster=a100x4", "cluster.nodes=4", "job.runs_dir=/runs"])
-THEIRS = dataclasses.replace(OURS, model={"_target_": "mine.Model", "width": 8})
+THEIRS = replace(OURS, model={"_target_": "mine.Model", "width": 8})
 
 
 LLAMA = """{"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

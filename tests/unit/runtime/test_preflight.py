@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from slurmtrain.choices import FindingKind, JobKind
 from slurmtrain.config.compose import compose
@@ -111,7 +112,7 @@ NOTHING_WRONG: dict[str, tuple[Gathered, Config]] = {
     "ranks of the job are on the GPU": (with_node(gpus({"used_gb": 30.0, "processes": (4012, 4013)}), "n3"), CONFIG),
     "other programs of the job are on the GPU": (
         with_node(gpus(OTHER_PROGRAM), "n3"),
-        replace(CONFIG, job=JobConfig(kind=JobKind.COMMAND)),
+        structs.replace(CONFIG, job=JobConfig(kind=JobKind.COMMAND)),
     ),
     "other jobs have slices of the GPU": (with_node(IN_SLICES, "n3"), CONFIG),
     "other jobs have GPUs of the node": (with_node(OF_OTHER_JOBS, "n3"), CONFIG),
@@ -120,7 +121,7 @@ NOTHING_WRONG: dict[str, tuple[Gathered, Config]] = {
     "a package is installed on one node": (with_node(shared("versions", debugpy="1.8"), "n0"), CONFIG),
     "the config says to ignore it": (
         with_node({**gpus({"ecc_errors": 2, "needs": None, "remap_pending": None}), "clock": (-1000.0, -999.9)}, "n3"),
-        replace(CONFIG, preflight=IGNORED),
+        structs.replace(CONFIG, preflight=IGNORED),
     ),
 }
 
@@ -279,7 +280,7 @@ def test_gpus_that_slurm_shows_only_to_other_ranks_are_not_missing(
 ) -> None:
     facts = replace(SOUND, ranks=[replace(each, cpus=None) for each in SOUND.ranks[:ranks]])
     facts = with_node({"gpus": tuple(GpuFacts(index) for index in range(gpus))}, "n0", facts=facts)
-    found = compare(facts, replace(CONFIG, cluster=replace(CONFIG.cluster, gpus_per_node=asked)))
+    found = compare(facts, structs.replace(CONFIG, cluster=structs.replace(CONFIG.cluster, gpus_per_node=asked)))
     assert [each.kind for each in found] == [FindingKind.GPU_MISSING] * missing
 
 

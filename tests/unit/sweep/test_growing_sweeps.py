@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from slurmtrain.choices import Backend
 from slurmtrain.config.compose import Composer
@@ -71,7 +71,7 @@ def test_a_point_whose_line_was_cut_short_is_asked_for_anew(sweep_plan: SweepPla
         assert [point["point"] for point in json.loads(cli("sweep", "status", "last", "--json").stdout)["points"]] == [
             0
         ]
-        other = dataclasses.replace(sweep_plan.first, job=dataclasses.replace(sweep_plan.first.job, command="false"))
+        other = replace(sweep_plan.first, job=replace(sweep_plan.first.job, command="false"))
     with opened.alone():
         opened.add({"optim.lr": "2"}, other)
     assert file.read_text().startswith(whole) and [point.number for point in opened.sweep.points()] == [0, 1]
@@ -79,8 +79,8 @@ def test_a_point_whose_line_was_cut_short_is_asked_for_anew(sweep_plan: SweepPla
 
 
 def test_a_point_that_was_removed_is_submitted_anew(sweep_plan: SweepPlan, slurm: FakeSlurm, project: Path) -> None:
-    cluster = dataclasses.replace(sweep_plan.first.cluster, backend=Backend.SLURM)
-    on_slurm = SweepPlan(dataclasses.replace(sweep_plan.first, cluster=cluster), search="the same")
+    cluster = replace(sweep_plan.first.cluster, backend=Backend.SLURM)
+    on_slurm = SweepPlan(replace(sweep_plan.first, cluster=cluster), search="the same")
     client = SlurmClient(None)
     opened = open_sweep(on_slurm, [], client)
     for job_id, removed in (("101", False), ("102", True), ("102", False)):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from optuna.storages.journal import JournalFileBackend
 
 from slurmtrain.choices import Pruner
@@ -432,7 +433,7 @@ def test_a_trial_that_was_started_is_not_checked_again(searches: Searches) -> No
     opened = searches.open()
     searches.go(opened, "killed")
     assert [trial.run for trial in searches.trials(opened)] == list(opened.sweep.run_dirs())
-    searches.go(replace(opened, look=refused))
+    searches.go(dataclasses.replace(opened, look=refused))
     trials = searches.trials(opened)
     assert ["the data are gone" in trial.why for trial in trials] == [False] * 3 + [True] * 5
     assert TrialState.COMPLETE in {trial.state for trial in trials[:3]} and started(opened) == ["once\n"] * 3
