@@ -6,7 +6,9 @@ import functools
 import hashlib
 import os
 import shutil
-from collections.abc import Collection, Mapping
+import subprocess
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -22,6 +24,7 @@ from slurmtrain.runs.software import CodeRecord, read_code_record, write_code_re
 from slurmtrain.system.modes import folder_mode, forbid_others_to_write, inherit_group
 from slurmtrain.system.process_facts import without_user
 
+Answer = subprocess.CompletedProcess[str]
 IN_PLACE_S = 5.0  # seconds for git to say whether a work tree that is not copied has changes
 LONGEST_DIFF = 1 << 20  # characters of a diff that is kept; the snapshot has the files, however much differs
 
@@ -41,12 +44,22 @@ def take_snapshot(job: JobConfig, source: CodeSource, target: Path) -> CodeRecor
     """
     target.mkdir(mode=folder_mode(target.parent))
     copied: dict[str, str] = {}  # where from, by the path in the snapshot
-    if source.root is not None:
-        files = _files_of(source, runs=Path.cwd() / job.runs_dir, target=target)
-        if source.record is None:
-            _check_size(files, source.root, job.snapshot_max_mb)
-        copied = {str(file): os.path.join(source.root, file) for file in files}
-    git = source.record or _git_state(source, copied)
+    folder = source.root or Path(source.workdir)
+    # Perhaps a work tree is so large that it runs in place for that.
+    ask = functools.partial(run_git, folder, patience_s=None if source.git else IN_PLACE_S)
+    others = "--untracked-files=all" if source.git else "--untracked-files=no"
+    questions = [
+        ("status", "--porcelain=v2", "--branch", "--no-renames", "-z", others),
+        ("config", "--get", "remote.origin.url"),
+    ]
+    with ThreadPoolExecutor(2) as beside:  # git answers these while it lists the files
+        answers = [] if source.record else [beside.submit(ask, *words) for words in questions]
+        if source.root is not None:
+            files = _files_of(source, runs=Path.cwd() / job.runs_dir, target=target)
+            if source.record is None:
+                _check_size(files, source.root, job.snapshot_max_mb)
+            copied = {str(file): os.path.join(source.root, file) for file in files}
+    git = source.record or _git_state(source, copied, ask, *(each.result() for each in answers))
     (target.parent / source.workdir).mkdir(parents=True, exist_ok=True)  # a folder that git knows no files of
     if not is_installed_copy() and os.path.join("slurmtrain", "__main__.py") not in copied:
         # An editable install: this package's own code is a work tree, too.
@@ -83,22 +96,24 @@ def _copy(copied: Mapping[str, str], target: Path) -> tuple[dict[str, str], dict
     return files, links
 
 
-def _git_state(source: CodeSource, files: Collection[str]) -> CodeRecord:
+def _git_state(
+    source: CodeSource, files: Collection[str], ask: Callable[..., Answer], status: Answer, remote: Answer
+) -> CodeRecord:
     """Return what git says of the code, without its files; of code that is not copied what it says soon.
+
+    Args:
+        files: those that are copied.
+        ask: asks git.
+        status, remote: its answers, beside the list of files, on what has changed and on its `origin`.
 
     Raises:
         ConfigError: the code is git's, and git fails.
     """
-    folder = source.root or Path(source.workdir)
-    # Perhaps a work tree is so large that it runs in place for that.
-    run = functools.partial(run_git, folder, patience_s=None if source.git else IN_PLACE_S)
-    others = "--untracked-files=all" if source.git else "--untracked-files=no"
-    status = run("status", "--porcelain=v2", "--branch", "--no-renames", "-z", others)
     if status.returncode == TIMED_OUT:
-        return CodeRecord(run("rev-parse", "HEAD").stdout.strip() or None, dirty=None, diff=None)
+        return CodeRecord(ask("rev-parse", "HEAD").stdout.strip() or None, dirty=None, diff=None)
     if status.returncode:
         if source.git:
-            raise git_failed(folder, status)
+            raise git_failed(source.root or Path(source.workdir), status)
         return CodeRecord()
     lines = [line for line in status.stdout.split("\0") if line]
     head = dict(line.split(" ", 2)[1:] for line in lines if line.startswith("# branch."))
@@ -110,11 +125,11 @@ def _git_state(source: CodeSource, files: Collection[str]) -> CodeRecord:
     branch = None if head.get("branch.head") == "(detached)" else head.get("branch.head")
     if not source.git and revision is None:
         return CodeRecord()
-    remote = run("config", "--get", "remote.origin.url").stdout.strip()
-    state = CodeRecord(revision, dirty, branch, without_user(remote) if remote else None)
+    url = remote.stdout.strip()
+    state = CodeRecord(revision, dirty, branch, without_user(url) if url else None)
     if not dirty or revision is None:
         return state
-    answer = run("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
+    answer = ask("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
     diff = answer.stdout if answer.returncode == 0 and len(answer.stdout) <= LONGEST_DIFF else None
     return replace(state, diff=diff, untracked=tuple(untracked))
 
