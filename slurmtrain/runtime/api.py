@@ -143,10 +143,8 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
     from slurmtrain.data.loading.workers import let_all_workers_ignore_stop_signals
     from slurmtrain.hangs.beats import Position
     from slurmtrain.runtime.distributed_context import environment_of_process_group, init_distributed
-    from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
     from slurmtrain.training.agreement import StopAgreement
 
-    load_dynamo_on_demand()
     let_all_workers_ignore_stop_signals()
     sys.excepthook = _record_and_show
     environment = Environment.detect()

@@ -174,12 +174,9 @@ class Rank:
     def join(self, find_or_create: Callable[[], RunDir]) -> None:
         """Meet the other ranks, and agree with them on run and attempt where no supervisor has named them."""
         from slurmtrain.runtime.distributed_context import init_distributed
-        from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
         from slurmtrain.training.seeds import use_deterministic_kernels
 
         config, environment, given = self.config, self.environment, self.given
-        if not config.parallel.compile:
-            load_dynamo_on_demand()
         if config.train.deterministic:
             use_deterministic_kernels()
         self.timeline.mark("interpreter and imports")
