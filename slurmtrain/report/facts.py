@@ -22,7 +22,7 @@ from slurmtrain.system import records
 from slurmtrain.system.records import Count, Number, printable
 
 if TYPE_CHECKING:
-    from slurmtrain.runs.gpu_use import GpuTotals, NodeGpus
+    from slurmtrain.runs.gpu_use import GpuUse
     from slurmtrain.slurm.node_ledger import Blamed
 
 MOST_EVENTS = 20_000  # of the newest ones
@@ -103,14 +103,14 @@ class RunFacts:
         return self.tried(lambda: goodput_of(self.run_dir, alive=alive, now=self.now), None)
 
     @cached_property
-    def gpus(self) -> GpuTotals | None:
+    def gpus(self) -> GpuUse | None:
         """How busy its GPUs were, as its attempts have sampled them; None if none has."""
         folders = [self.run_dir.attempt(each.number) for each in self.attempts]
         if not (sampled := [folder for folder in folders if folder.gpu_files()]):
             return None
         from slurmtrain.runs.gpu_use import read_gpu_use, total_of
 
-        found: list[NodeGpus] = []
+        found: list[GpuUse] = []
         for folder in sampled:
             found += self.tried(partial(read_gpu_use, folder), [])
         return total_of(found)

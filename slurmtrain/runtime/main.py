@@ -23,11 +23,11 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
 from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.gpu_use import start_gpu_sampler
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.gpu_sampler import start_gpu_sampler
 from slurmtrain.runtime.leaving import fail, leave, show, undeterred
 from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.runtime.stop_watcher import ANSWER_S, StopWatcher, stated_seconds_left
