@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slurmtrain.system.json_text import json_text
+from slurmtrain.system.texts import json_text
 
 if TYPE_CHECKING:
-    from slurmtrain.report.gpu_hours.goodput import Goodput
+    from slurmtrain.report.goodput import Goodput
     from slurmtrain.report.status.state import RunState
     from slurmtrain.report.usage import Row
     from slurmtrain.runs.run_dir import RunDir

@@ -23,7 +23,7 @@ from slurmtrain.planner.plan import PARAMETER_BYTES, WORTH_IT, Candidate, Plan, 
 from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.step_time import StepTime, sequence_length
 from slurmtrain.report.page.units import plural
-from slurmtrain.system.durations import roughly
+from slurmtrain.system.texts import roughly
 
 SHOWN = 10  # layouts of `--search` that are printed
 SCALES = {  # bytes in units of 10^9, as file systems and networks count them

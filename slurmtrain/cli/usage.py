@@ -11,11 +11,11 @@ from slurmtrain.choices import Grouping
 from slurmtrain.cli.columns import one_line, print_table
 from slurmtrain.cli.json_output import print_json, usage_object
 from slurmtrain.cli.status import run_or_sweep, runs_or_refuse
-from slurmtrain.report.gpu_hours.goodput import HOLDS_NO_GPUS, Cause, Goodput
+from slurmtrain.report.goodput import HOLDS_NO_GPUS, Cause, Goodput
 from slurmtrain.report.page.units import hours, percent
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.durations import roughly
 from slurmtrain.system.paths import runs_root
+from slurmtrain.system.texts import roughly
 
 if TYPE_CHECKING:
     from slurmtrain.report.usage import Usage

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 from slurmtrain.choices import Grouping
 from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.report.gpu_hours.causes import of_history
-from slurmtrain.report.gpu_hours.goodput import Goodput, over_all
-from slurmtrain.report.gpu_hours.history import History, read_history
+from slurmtrain.report.goodput import Goodput, over_all
+from slurmtrain.report.gpu_hours import History, of_history, read_history
 from slurmtrain.report.status.look import states
 from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.gpu_use import GpuUse, read_gpu_use, total_of

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from slurmtrain.checkpoint.checkpointer import Checkpointer
     from slurmtrain.observe.profiling import Profiling
     from slurmtrain.runtime.distributed_context import DistributedContext
-    from slurmtrain.runtime.watchdog.watchdog import Watchdog
+    from slurmtrain.runtime.watchdog import Watchdog
     from slurmtrain.training.agreement import StopAgreement
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
 
     def watch(met: DistributedContext) -> None:
         if watchdog and session.context is not None:
-            from slurmtrain.runtime.watchdog.watchdog import Watchdog
+            from slurmtrain.runtime.watchdog import Watchdog
 
             own_limits = replace(limits, min_s=limits.program_s if watchdog is True else watchdog)
             # The ranks of a program may end at different times, so one that is gone has not failed.

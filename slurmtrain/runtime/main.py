@@ -27,9 +27,8 @@ from slurmtrain.runs.gpu_use import start_gpu_sampler
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
-from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.attempt_context import AttemptContext, Timeline
 from slurmtrain.runtime.leaving import fail, leave, show, undeterred
-from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.runtime.stop_watcher import ANSWER_S, StopWatcher, stated_seconds_left
 from slurmtrain.slurm.client import SlurmClient, run_command
 from slurmtrain.slurm.environment import Environment, check_world_size, rank_or_zero
@@ -41,7 +40,7 @@ from slurmtrain.system.signals import StopCause
 
 if TYPE_CHECKING:
     from slurmtrain.runtime.distributed_context import DistributedContext
-    from slurmtrain.runtime.watchdog.watchdog import Watchdog
+    from slurmtrain.runtime.watchdog import Watchdog
     from slurmtrain.training.agreement import StopAgreement
 
 log = logging.getLogger(__name__)
@@ -203,7 +202,7 @@ class Rank:
     def _watch(self, distributed: DistributedContext) -> None:
         """Start the watch over this rank's main thread, unless watchdog.enabled is false."""
         if self.config.watchdog.enabled:
-            from slurmtrain.runtime.watchdog.watchdog import Watchdog
+            from slurmtrain.runtime.watchdog import Watchdog
 
             self.watchdog = Watchdog(self.config.watchdog, distributed, self.context.attempt_dir)
 

@@ -18,7 +18,7 @@ import pytest
 from slurmtrain.sandbox import Sandbox
 from slurmtrain.sandbox.directory import START, Cell, recorded
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.versions import Difference
+from slurmtrain.slurm.parse_values import Difference
 from slurmtrain.system.process import kill_trees
 from tests.support.gloo import wait_until
 
