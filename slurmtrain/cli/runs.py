@@ -132,7 +132,7 @@ def _sentences(found: Comparison, tolerance: float) -> Iterator[str]:
     if found.unrecorded:
         yield f"what {' and '.join(found.unrecorded)} used is not known: no attempt recorded it"
     elif not found.environment:
-        yield "they ran with the same packages, driver, image and variables"
+        yield "they ran with the same packages, driver and image"
 
     if not data.steps:
         yield "which samples they have seen is not known: no step has the hash in both logs"

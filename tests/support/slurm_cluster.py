@@ -45,7 +45,7 @@ def kill_node(sandbox: Sandbox, node: str, *, only_daemon: bool = False) -> None
 
 
 def runs(sandbox: Sandbox, node: str) -> bool:
-    return any(cell.daemon.alive() for cell in cells(sandbox, node))
+    return any(cell.daemon.lives() for cell in cells(sandbox, node))
 
 
 def start_node(sandbox: Sandbox, node: str) -> None:
