@@ -19,7 +19,7 @@ from slurmtrain.sandbox import Sandbox
 from slurmtrain.sandbox.directory import START, Cell, recorded
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.parse_values import Difference
-from slurmtrain.system.process import kill_trees
+from slurmtrain.system.process import kill_trees, send
 from tests.support.gloo import wait_until
 
 
@@ -38,7 +38,7 @@ def kill_node(sandbox: Sandbox, node: str, *, only_daemon: bool = False) -> None
     """
     if only_daemon:
         for cell in cells(sandbox, node):
-            cell.daemon.signal(signal.SIGKILL)
+            send(signal.SIGKILL, [cell.daemon.pid])
     else:
         kill_trees(cell.process for cell in cells(sandbox, node))
     wait_until(lambda: not runs(sandbox, node), f"{node} has ended")
