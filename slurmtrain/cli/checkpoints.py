@@ -34,10 +34,10 @@ from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.attempts import all_attempts
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records, trust
-from slurmtrain.system.durations import roughly
 from slurmtrain.system.files import disk_usage
 from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
+from slurmtrain.system.texts import roughly
 from slurmtrain.system.trust import user_in_words
 
 HEADER = ("checkpoint", "size", "age", "layout", "metrics", "state")

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from slurmtrain.system.durations import roughly
 from slurmtrain.system.records import printable
+from slurmtrain.system.texts import roughly
 
 if TYPE_CHECKING:
     from slurmtrain.report.status.state import RunState

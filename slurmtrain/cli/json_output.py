@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slurmtrain.system.json_text import json_text
+from slurmtrain.system.texts import json_text
 
 if TYPE_CHECKING:
-    from slurmtrain.report.gpu_hours.goodput import Goodput
+    from slurmtrain.report.goodput import Goodput
     from slurmtrain.report.status.state import RunState
     from slurmtrain.report.usage import Row
     from slurmtrain.runs.run_dir import RunDir
@@ -132,8 +132,7 @@ def usage_object(row: Row) -> dict[str, Any]:
 
     who, runs     id of the run, or name of the user; number of runs. Beside them all of `goodput_object`
     gpus          what NVML has shown of the GPUs: sampled_s and idle_s (GPUs x seconds; idle: next to no kernels ran),
-                  utilization (mean percent) and power_w (mean watts of a GPU), null if nothing was sampled; lost_s (GPUs x
-                  seconds without an answer), ecc_errors, and xids, each as node, GPU and number of the Xid error
+                  and utilization (mean percent), null if nothing was sampled
     """
-    gpus = fields_of(row.gpus, "sampled_s idle_s utilization power_w lost_s ecc_errors xids")
+    gpus = fields_of(row.gpus, "sampled_s idle_s utilization")
     return {**fields_of(row, "who runs"), **goodput_object(row.goodput), "gpus": gpus}

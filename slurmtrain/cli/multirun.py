@@ -14,13 +14,11 @@ from slurmtrain.cli.json_output import print_json
 from slurmtrain.cli.submit import next_steps
 from slurmtrain.config.compose import BASIC_SWEEPER, Composer
 from slurmtrain.config.folders import search_folders
-from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, RunFailedError, UsageError
-from slurmtrain.launch.checks import check, warn_of_memory
+from slurmtrain.launch.checks import check
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.planner.fit import share_of_gpu
 from slurmtrain.report.page.units import plural
 from slurmtrain.sweep.plan import Choices, Grid, SweepPlan, choices_of, naming_point, preview, short_key, validated
 from slurmtrain.system.paths import current_folder
@@ -71,25 +69,17 @@ def _preview(composer: Composer, grid: Grid, first: Config, arguments: argparse.
 
 
 def _planned(composer: Composer, grid: Grid, arguments: argparse.Namespace) -> SweepPlan:
-    """Compose and check all points, and raise if one is too large. Only the largest is built, since each would take seconds."""
-    largest: tuple[float, int, Config, ParallelDims] | None = None
+    """Compose and check all points, and raise if one is too large."""
     plan: SweepPlan | None = None
     said, cwd = set[str](), current_folder()
     for number, (config, dims) in enumerate(validated(composer, grid)):
         with naming_point(grid, number):
             later, look = arguments.after is not None, not arguments.dry_run
             check(config, dims, cwd, later=later, look_at_files=look, said=said)
-        share = share_of_gpu(config, dims) or 0.0
-        if largest is None or share > largest[0]:
-            largest = share, number, config, dims
         config = with_absolute_paths(config, cwd)
         plan = plan or SweepPlan(config)
         plan.add(config)
     assert plan is not None
-    assert largest is not None
-    _, number, config, dims = largest
-    with naming_point(grid, number):
-        warn_of_memory(config, dims)
     return plan
 
 
@@ -229,7 +219,6 @@ def _search(composer: Composer, choices: Choices, arguments: argparse.Namespace)
     def look(config: Config) -> None:
         dims = validate(config)
         check(config, dims, current_folder())
-        warn_of_memory(config, dims)
         if asks is not None:
             asks(config)
 

@@ -13,7 +13,7 @@ from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.slurm import node_ledger
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.node_ledger import ALL, FAULTS, NodeEvent, NodeRecord
-from slurmtrain.system.durations import roughly
+from slurmtrain.system.texts import roughly
 
 # What a run is submitted with unless its config says otherwise: no run is asked here.
 POLICY = node_ledger.BlamePolicy(RequeueConfig().blame_threshold, 3600 * RequeueConfig().blame_expiry_h)

@@ -18,7 +18,6 @@ from slurmtrain.cli.stop import open_run
 from slurmtrain.cli.submit import compose_and_validate, next_steps
 from slurmtrain.cli.units import with_unit
 from slurmtrain.config.evaluation import preflight_config
-from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.control.submitting import submit_run
 from slurmtrain.errors import EXIT_CONFIG, UsageError
 from slurmtrain.launch.checks import check
@@ -60,7 +59,7 @@ def preflight(arguments: argparse.Namespace) -> int:
         with contextlib.redirect_stdout(io.StringIO() if arguments.json else sys.stdout):
             run_local(run_dir)
         return _report(run_dir, as_json=arguments.json)
-    run_dir, jobs = submit_run(config, parallel_dims_of(config), arguments.overrides, cwd)
+    run_dir, jobs = submit_run(config, arguments.overrides, cwd)
     run = run_dir.id
     log.info("run %s, job %s: waiting; status %s shows for what, cancel %s ends it", run, jobs, run, run)
     try:

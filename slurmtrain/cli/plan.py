@@ -16,16 +16,14 @@ from slurmtrain.config.parallel_dims import (
     usable_sizes,
 )
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ConfigError
-from slurmtrain.planner.fit import most_bytes
+from slurmtrain.planner.fit import ROOM, changes_that_fit, most_bytes
 from slurmtrain.planner.memory import in_gb
-from slurmtrain.planner.plan import PARAMETER_BYTES, WORTH_IT, Candidate, Plan, first_not_worth_it, plan_of, search
+from slurmtrain.planner.plan import PARAMETER_BYTES, WORTH_IT, Plan, first_not_worth_it, plan_of
 from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.step_time import StepTime, sequence_length
 from slurmtrain.report.page.units import plural
-from slurmtrain.system.durations import roughly
+from slurmtrain.system.texts import roughly
 
-SHOWN = 10  # layouts of `--search` that are printed
 SCALES = {  # bytes in units of 10^9, as file systems and networks count them
     "count": ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")),
     "bytes": ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")),
@@ -38,12 +36,6 @@ def main(arguments: argparse.Namespace) -> int:
     asked, _ = compose_and_validate(arguments)
     config = at_most(asked)
     plan = plan_of(config, parallel_dims_of(config), tokens=arguments.tokens)
-    found = search(config) if arguments.search else []
-    if arguments.search and not found:
-        limit = "" if plan.memory_limit is None else f" into {in_gb(plan.memory_limit)} GB"
-        raise ConfigError(
-            f"no layout of {plan.dims.world_size} ranks fits{limit}", hint="more nodes, or a smaller model or batch"
-        )
     notes = _notes(plan, asked)
     if arguments.json:
         names = (
@@ -56,11 +48,8 @@ def main(arguments: argparse.Namespace) -> int:
                 **fields_of(plan, names),
                 "sentence": None if plan.step is None else _more_nodes(plan),
                 "notes": notes,
-                "search": [fields_of(each, "overrides memory step") | {"layout": str(each.dims)} for each in found],
             }
         )
-    elif found:
-        _print_search(found)
     else:
         _print(plan, notes)
     return 0
@@ -146,7 +135,10 @@ def _sizes(plan: Plan) -> dict[str, str]:
     total, _, parts = str(plan.fullest).partition(" GB ")
     of = f" of {in_gb(plan.memory_limit)}" if plan.memory_limit is not None else ""
     where = f" on stage {plan.fullest.stage}" if dims.pp > 1 else ""
-    fits = "" if plan.fits else "; it does not fit: plan --search shows what does"
+    fits = ""
+    if not plan.fits and plan.memory_limit is not None:
+        changes = changes_that_fit(plan.config, ROOM * plan.memory_limit)
+        fits = f"; it does not fit; what would: {'; or '.join(changes) or 'a smaller model or batch'}"
     return {
         "layout": f"{plural(plan.nodes, 'node')} x {cluster.tasks_per_node} {what}: {dims}",
         "model": f"{parameters} parameters, computed in {plan.hardware.dtype}",
@@ -207,19 +199,3 @@ def _more_nodes(plan: Plan) -> str:
     if plan.no_further is not None:
         return f"More than {most} cannot share this step. {plan.no_further[0].upper()}{plan.no_further[1:]}"
     return f"Up to {most} each doubling is worth it: at least {WORTH_IT:.0%} of twice the speed"
-
-
-def _print_search(found: list[Candidate]) -> None:
-    """Print the fastest of the layouts that fit."""
-    rows = []
-    for each in found[:SHOWN]:
-        mfu = "" if each.step.mfu is None else f"{each.step.mfu:.1%}"
-        bubble = f"{each.step.bubble_share:.1%}" if each.dims.pp > 1 else ""
-        exposed = f"{each.step.communication_s / each.step.expected_s:.1%}"
-        speed = [quantity(each.step.expected_s, "seconds"), quantity(each.step.tokens_per_s, "count")]
-        rows.append([*speed, mfu, in_gb(each.memory), bubble, exposed, " ".join(each.overrides) or "as it is"])
-    fits = "fits" if len(found) == 1 else "fit; the fastest by arithmetic first"
-    print(f"{plural(len(found), 'layout')} of {plural(found[0].dims.world_size, 'rank')} {fits}")
-    print_table(["step", "tokens/s", "mfu", "GB", "bubble", "communication", "overrides"], rows)
-    shown = f"{min(SHOWN, len(found))} of {len(found)}; --json has all"
-    print_sentence(f"{shown}. What is within a few percent is worth measuring, for a few steps each", 0)

@@ -11,7 +11,6 @@ from typing import Any
 from slurmtrain.cli.checkpoints import remove_all
 from slurmtrain.cli.columns import one_line, print_doubts, print_table
 from slurmtrain.cli.json_output import fields_of, print_json
-from slurmtrain.cli.status import say_unreadable
 from slurmtrain.errors import UsageError
 from slurmtrain.observe.metrics import is_detail, is_measured
 from slurmtrain.report import prune
@@ -39,7 +38,6 @@ def _prune(arguments: argparse.Namespace) -> int:
             "this would remove every run that has ended, with its checkpoints",
             hint=f"say which: --older-than DAYS, or --state {' '.join(prune.ENDED)}; --dry-run shows them",
         )
-    say_unreadable(lookup.runs_and_unreadable(runs_root())[1])
     decided = prune.plan(
         runs_root(),
         now=time.time(),
@@ -134,7 +132,7 @@ def _sentences(found: Comparison, tolerance: float) -> Iterator[str]:
     if found.unrecorded:
         yield f"what {' and '.join(found.unrecorded)} used is not known: no attempt recorded it"
     elif not found.environment:
-        yield "they ran with the same packages, driver, image and variables"
+        yield "they ran with the same packages, driver and image"
 
     if not data.steps:
         yield "which samples they have seen is not known: no step has the hash in both logs"

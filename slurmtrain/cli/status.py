@@ -26,9 +26,9 @@ from slurmtrain.report.status.state import ATTEMPT_HEADER, RunState
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.system.durations import roughly
 from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
+from slurmtrain.system.texts import roughly
 
 if TYPE_CHECKING:
     from slurmtrain.report.facts import RunFacts
@@ -77,19 +77,10 @@ def runs_or_refuse(root: Path) -> list[RunDir]:
     Raises:
         UsageError: there are none.
     """
-    runs, closed = lookup.runs_and_unreadable(root)
-    say_unreadable(closed)
+    runs = lookup.all_runs(root)
     if not runs:
         raise lookup.nothing_under(root, "runs")
     return runs
-
-
-def say_unreadable(closed: list[Path]) -> None:
-    """Log how many folders are left out because they belong to another user."""
-    if closed:
-        what = "1 folder is" if len(closed) == 1 else f"{len(closed)} folders are"
-        first = printable(str(closed[0]))
-        log.warning("%s not shown, being somebody else's: %s cannot be read", what, first)
 
 
 # All runs.

@@ -24,8 +24,8 @@ from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complet
 from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.system.durations import roughly
 from slurmtrain.system.paths import current_folder, runs_root
+from slurmtrain.system.texts import roughly
 
 log = logging.getLogger(__name__)
 

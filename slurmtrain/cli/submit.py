@@ -15,7 +15,7 @@ from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError
-from slurmtrain.launch.checks import check, warn_of_memory
+from slurmtrain.launch.checks import check
 from slurmtrain.report.page.units import plural
 from slurmtrain.system.paths import current_folder, runs_root
 
@@ -71,13 +71,12 @@ def main(arguments: argparse.Namespace) -> int:
     if local:
         from slurmtrain.launch.submit import preparing
 
-        warn_of_memory(config, dims)
         with preparing(config, overrides, cwd, source) as run_dir:
             pass
         return _run_here(run_dir, config)
     from slurmtrain.control.submitting import submit_run
 
-    run_dir, job_id = submit_run(config, dims, overrides, cwd, source)
+    run_dir, job_id = submit_run(config, overrides, cwd, source)
     say_submitted(run_dir, job_id, config, as_json=arguments.json)
     if arguments.json or not arguments.follow:
         return 0

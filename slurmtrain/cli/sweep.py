@@ -23,9 +23,9 @@ from slurmtrain.runs import lookup
 from slurmtrain.runs.sweep_dir import Point, Sweep
 from slurmtrain.sweep import jobs
 from slurmtrain.sweep.jobs import states_of
-from slurmtrain.system.durations import roughly
 from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
+from slurmtrain.system.texts import roughly
 
 log = logging.getLogger(__name__)
 

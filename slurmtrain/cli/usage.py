@@ -11,20 +11,20 @@ from slurmtrain.choices import Grouping
 from slurmtrain.cli.columns import one_line, print_table
 from slurmtrain.cli.json_output import print_json, usage_object
 from slurmtrain.cli.status import run_or_sweep, runs_or_refuse
-from slurmtrain.report.gpu_hours.goodput import HOLDS_NO_GPUS, Cause, Goodput
+from slurmtrain.report.goodput import HOLDS_NO_GPUS, Cause, Goodput
 from slurmtrain.report.page.units import hours, percent
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.durations import roughly
 from slurmtrain.system.paths import runs_root
+from slurmtrain.system.texts import roughly
 
 if TYPE_CHECKING:
     from slurmtrain.report.usage import Usage
-    from slurmtrain.runs.gpu_use import GpuTotals
+    from slurmtrain.runs.gpu_use import GpuUse
 
 log = logging.getLogger(__name__)
 
 UNPRODUCTIVE = [cause for cause in Cause if cause is not Cause.PRODUCTIVE and cause not in HOLDS_NO_GPUS]
-REASONS_SHOWN, XIDS_SHOWN = 3, 4  # in a line
+REASONS_SHOWN = 3  # in a line
 LEAST_SHOWN = 0.005  # share of the held time below which a cause is not worth a word
 
 
@@ -66,7 +66,7 @@ def table_of(found: Usage, by: Grouping) -> tuple[list[str], list[tuple[str, ...
         "lost GPU h" if gpus else "lost h": [hours(lost) if (lost := _lost_s(each)) else "" for each in spent],
     }
     columns = {name: cells for name, cells in columns.items() if any(cells)}
-    columns[""] = ["; ".join(filter(None, [_why_lost(row.goodput), *_complaints(row.gpus)])) for row in rows]
+    columns[""] = [_why_lost(each) for each in spent]
     return [*columns], [*zip(*columns.values(), strict=True)]
 
 
@@ -93,26 +93,10 @@ def in_a_line(found: Goodput) -> str:
     return "; ".join(filter(None, parts))
 
 
-def gpus_in_a_line(found: GpuTotals) -> str:
-    """Return a sentence such as "busy 87 % of the time, idle 3 %, 512 W each; Xid 79 on n1 GPU 3"; "" without samples."""
-    busy = []
-    if found.sampled_s > 0:
-        power = f", {found.power_w:.0f} W each" if found.power_w else ""
-        share = percent((found.utilization or 0.0) / 100)
-        busy = [f"busy {share} of the time, idle {_percent(found.idle_share)}{power}"]
-    return "; ".join([*busy, *_complaints(found)])
-
-
-def _complaints(found: GpuTotals) -> list[str]:
-    """Return what GPUs have complained about, in phrases."""
-    xids = [f"{xid} on {one_line(node)} GPU {gpu}" for node, gpu, xid in found.xids[:XIDS_SHOWN]]
-    errors = "error" if found.ecc_errors == 1 else "errors"
-    phrases = {
-        f"{found.ecc_errors} uncorrectable ECC {errors}": found.ecc_errors,
-        f"Xid {', '.join(xids)}": xids,
-        f"no answer from GPUs for {roughly(found.lost_s)}": found.lost_s > 0,
-    }
-    return [phrase for phrase, happened in phrases.items() if happened]
+def gpus_in_a_line(found: GpuUse) -> str:
+    """Return a sentence such as "busy 87 % of the time, idle 3 %"; "" without samples."""
+    busy = percent((found.utilization or 0.0) / 100)
+    return f"busy {busy} of the time, idle {_percent(found.idle_share)}" if found.sampled_s > 0 else ""
 
 
 def _lost_s(found: Goodput) -> float:

@@ -356,7 +356,6 @@ VERBS: dict[str, Verb] = {
     "plan": Verb(
         "Compute memory, time, checkpoints and cost of a run; say whether more nodes help. By arithmetic, without GPUs.",
         (
-            option("--search", "rank the layouts that fit, the fastest first"),
             option("--tokens N", "cost of N tokens (15T, 300B, 1.5e12), not train.steps", token_count),
             JSON,
         ),

@@ -33,7 +33,7 @@ from slurmtrain.errors import (
     UnreadableRecordError,
     UsageError,
 )
-from slurmtrain.launch.checks import check, warn_of_memory
+from slurmtrain.launch.checks import check
 from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.submit import preparing
@@ -242,20 +242,19 @@ def submit(
     with submitting:
         found, dims, overrides = config_of(config, cwd, command=command, config_dir=config_dir)
         check(found, dims, cwd)
-        run_dir, _ = start(found, dims, overrides, cwd)
+        run_dir, _ = start(found, overrides, cwd)
     return Run(run_dir.path)
 
 
 def start(
-    config: Config, dims: ParallelDims, overrides: Sequence[str], cwd: Path, source: CodeSource | None = None
+    config: Config, overrides: Sequence[str], cwd: Path, source: CodeSource | None = None
 ) -> tuple[RunDir, subprocess.Popen[bytes] | None]:
     """Submit a run with a checked config, or start it on this machine in the background; return it, and its launcher there.
 
     The arguments and errors are those of `submit_run`.
     """
     if config.cluster.backend != Backend.LOCAL:
-        return submit_run(config, dims, overrides, cwd, source)[0], None
-    warn_of_memory(config, dims)
+        return submit_run(config, overrides, cwd, source)[0], None
     with preparing(config, overrides, cwd, source) as run_dir:
         pass
     words = ["resume", str(run_dir.path)]

@@ -12,10 +12,8 @@ from itertools import islice
 from pathlib import Path
 
 from slurmtrain.choices import Backend
-from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.checks import warn_of_memory
 from slurmtrain.launch.code_source import CodeSource, find_source
 from slurmtrain.launch.job import check_slurm_is_here, interrupted, submit
 from slurmtrain.launch.named_paths import with_absolute_paths
@@ -36,7 +34,6 @@ MOST_REQUESTS = 100  # of a sweep that are compared with the cluster; those of i
 
 def submit_run(
     config: Config,
-    dims: ParallelDims,
     overrides: Sequence[str],
     cwd: Path,
     source: CodeSource | None = None,
@@ -45,7 +42,6 @@ def submit_run(
 
     Args:
         config: a config of a cluster of SLURM's or of Kubernetes, after all checks.
-        dims: its parallel dims.
         overrides: for the record.
         cwd: the folder to which paths are relative, and of whose code a snapshot is taken.
         source: the code of a run; None: that of `cwd`.
@@ -57,7 +53,6 @@ def submit_run(
         ConfigError: the run directory cannot be made, or the snapshot is refused.
         ClusterError: SLURM is not there, refuses, or does not answer.
     """
-    warn_of_memory(config, dims)
     if config.cluster.backend == Backend.KUBERNETES:
         from slurmtrain.launch import targets
 

@@ -16,7 +16,7 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.planner.gpus import gpu_of
 from slurmtrain.report.page.units import listed
 from slurmtrain.slurm.facts import ClusterFacts, Limit, NodeGroup, Partition, association_of, qos_of, wall_limit
-from slurmtrain.system.durations import roughly
+from slurmtrain.system.texts import roughly
 
 WIDTH = 112
 COMMENT_COLUMN = 26

@@ -19,8 +19,8 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import was_preempted
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm import versions
 from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.parse_values import STARTS_PREEMPTED_JOBS_ONCE_MORE
 from slurmtrain.system.paths import runs_root
 
 log = logging.getLogger(__name__)
@@ -115,12 +115,12 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
     """Let jobs that wait for the success of this attempt's job wait for it no more, since the run has finished in it.
 
     They were submitted with --after this run. A job that was ever preempted may not end yet, or not as a success: see
-    `slurm.versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`.
+    `slurm.parse_values.STARTS_PREEMPTED_JOBS_ONCE_MORE`.
     """
     job_id = attempt.job_id
     if job_id is None or not (attempt.restart_count or was_preempted(run_dir, attempt)):
         return
-    if not versions.STARTS_PREEMPTED_JOBS_ONCE_MORE.applies_to(client.version()):
+    if not STARTS_PREEMPTED_JOBS_ONCE_MORE.applies_to(client.version()):
         return
     try:
         freed = client.pass_on_dependents(job_id, None)

@@ -10,7 +10,7 @@ from slurmtrain.choices import ContainerKind
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.runs.attempt_dir import rank_log_name
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from slurmtrain.slurm.versions import PERCENT_SIGNS_READ_TWICE, Version
+from slurmtrain.slurm.parse_values import PERCENT_SIGNS_READ_TWICE, Version
 
 OF_RANKS = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, "OMP_NUM_THREADS", "PYTHONPATH")  # what the supervisor sets for ranks
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"

@@ -26,8 +26,7 @@ from slurmtrain.config.known_models import check_sizes
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.attention import CausalAttention, Mask, positions_in_documents
 from slurmtrain.models.initial import Normal, initialize
-from slurmtrain.planner.flops import FROZEN, TRAINED, ModelFlops, attention_flops
-from slurmtrain.planner.shape import default_hidden_dim
+from slurmtrain.planner.shape import FROZEN, TRAINED, ModelFlops, attention_flops, default_hidden_dim
 
 INIT_STD = 0.02  # GPT-2 (Radford et al. 2019)
 
@@ -184,7 +183,7 @@ class Decoder(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def training_flops(self) -> ModelFlops:
-        """Return the operations of a training step, see `planner.flops`; matrices that are not trained count less."""
+        """Return the operations of a training step, see `planner.shape`; matrices that are not trained count less."""
         looked_up = None if self.output is None else self.embedding.weight
         multiplied = [each for each in self.parameters() if each.ndim == 2 and each is not looked_up]
         per_token = sum(each.numel() * (TRAINED if each.requires_grad else FROZEN) for each in multiplied)

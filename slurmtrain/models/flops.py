@@ -1,4 +1,4 @@
-"""The floating-point operations of training a model, whatever it is, as far as they can be counted; see `planner.flops`."""
+"""The floating-point operations of training a model, whatever it is, as far as they can be counted; see `planner.shape`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from slurmtrain.planner.flops import FROZEN, TRAINED, ModelFlops, attention_flops
+from slurmtrain.planner.shape import FROZEN, TRAINED, ModelFlops, attention_flops
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.flops import transformers_flops
-from slurmtrain.planner.flops import ModelFlops
+from slurmtrain.planner.shape import ModelFlops
 
 PREFIX = "model."  # of the names of its parameters, before those that transformers gives them
 
@@ -57,7 +57,7 @@ class HuggingFace(nn.Module):
         return logits_BSV
 
     def training_flops(self) -> ModelFlops | None:
-        """Return the operations of a training step, see `planner.flops`; None: not all matrices are used for each token."""
+        """Return the operations of a training step, see `planner.shape`; None: not all matrices are used for each token."""
         return transformers_flops(self.model)
 
     @staticmethod

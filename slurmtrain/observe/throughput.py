@@ -42,7 +42,7 @@ class Throughput:
             tokens, samples: number of tokens and of samples of the step, over all ranks.
             data_wait_s: seconds of it that this rank has waited for its data.
             flops: floating-point operations of the step over all ranks, with dense and with attended attention, see
-                `planner.flops`.
+                `planner.shape`.
         """
         now = self._clock()
         seconds, self._since = now - self._since, now

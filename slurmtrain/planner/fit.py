@@ -1,7 +1,7 @@
 """Estimate a config's bytes on each GPU before anything is submitted, and find changes with which it would fit.
 
-Estimates are arithmetic, so that hundreds of layouts can be tried on a login node. `runtime/jobs/dry_run.py` builds the real
-model.
+Estimates are arithmetic, so that hundreds of layouts can be tried on a login node. The sizes of a model of the user's own are
+not known.
 """
 
 from __future__ import annotations
@@ -70,16 +70,6 @@ def memory_of(config: Config, dims: ParallelDims) -> list[StageMemory] | None:
     return [dataclasses.replace(each, parameters=each.parameters + adapters, **trained) for each in stages]
 
 
-def share_of_gpu(config: Config, dims: ParallelDims) -> float | None:
-    """Return the share of its GPU's memory that the fullest rank takes, by arithmetic; None: not known."""
-    limit = config.cluster.gpu_memory_gb
-    if config.cluster.node_range.elastic:
-        shares = [share_of_gpu(sized, parallel_dims_of(sized)) for sized in extreme_sizes(config)]
-        return None if None in shares else max(filter(None, shares))
-    stages = memory_of(config, dims) if limit is not None else None
-    return max(stage.total for stage in stages) / (limit * GIB) if stages and limit is not None else None
-
-
 def check_host_memory(config: Config, dims: ParallelDims, memory: int | None, *, has_gpu: bool) -> None:
     """Compare what a job on CPUs keeps in memory with the memory that it has, if that is known: it would swap, or be killed.
 
@@ -109,11 +99,8 @@ def check_host_memory(config: Config, dims: ParallelDims, memory: int | None, *,
         )
 
 
-def check_fits(config: Config, dims: ParallelDims, stages: list[StageMemory] | None = None) -> None:
+def check_fits(config: Config, dims: ParallelDims) -> None:
     """Compare the memory of each stage with `cluster.gpu_memory_gb`, if that is set; of a range of nodes, for its ends.
-
-    Args:
-        stages: memory of the model as it was built; None: an estimate by arithmetic, if possible.
 
     Raises:
         ConfigError: the model cannot fit; the message gives the bytes, and changes with which it would fit.
@@ -125,7 +112,7 @@ def check_fits(config: Config, dims: ParallelDims, stages: list[StageMemory] | N
         for sized in extreme_sizes(config):
             check_fits(sized, parallel_dims_of(sized))
         return
-    stages = stages or memory_of(config, dims)
+    stages = memory_of(config, dims)
     if stages is None:
         return
     fullest = max(stages, key=lambda stage: stage.total)

@@ -1,4 +1,4 @@
-"""A run before it is submitted: memory, time, checkpoints and cost of a config, and whether another layout or more nodes help.
+"""A run before it is submitted: memory, time, checkpoints and cost of a config, and whether more nodes help.
 
 All of it is arithmetic on the config, so that it answers at once on a machine without GPUs and without torch.
 """
@@ -7,36 +7,29 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from slurmtrain.checkpoint.save.schedule import daly, mean_time_between_failures
-from slurmtrain.choices import ActivationCheckpointing, Backend, JobKind
+from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.config.parallel_dims import (
-    AXES,
     ParallelDims,
-    as_overrides,
     is_possible,
-    nearest_layouts,
     parallel_dims_of,
 )
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
-from slurmtrain.planner.fit import ROOM, forms_of, memory_of, most_bytes
+from slurmtrain.planner.fit import memory_of
 from slurmtrain.planner.gpus import gpu_of
 from slurmtrain.planner.hardware import Hardware, hardware_of
 from slurmtrain.planner.memory import ADAM_STATES, GIB, StageMemory
 from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.step_time import StepTime, at_nodes, sequence_length, step_time
 
-ALIKE = 1.01  # the arithmetic does not tell steps apart whose times differ by less than this factor
 DOUBLINGS = 5  # of the nodes that are looked at
-# Tokens of a sequence that a rank keeps at least before `search` divides sequences: context parallelism is for long ones, as
-# in Llama 3, which used it for those of 131,072 tokens only, over 16 ranks (arXiv:2407.21783, table 4).
-LONG_SEQUENCE = 8192
 PARAMETER_BYTES = 4  # of parameters and of each state of the optimiser
 HALF_BYTES = 2  # of a weight in bfloat16, as it is exported
 RESTART_S = 180.0  # until the first step: requeue, interpreter, rendezvous, restore, compilation; assumed
@@ -321,67 +314,3 @@ def on_nodes(config: Config, nodes: int) -> Config | str:
     except ConfigError as error:
         return error.message
     raise AssertionError("unreachable")
-
-
-# The search for a layout.
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that fits.
-
-    Attributes:
-        overrides: what to type to have it.
-    """
-
-    config: Config
-    dims: ParallelDims
-    overrides: list[str]
-    memory: float
-    step: StepTime
-
-
-def search(config: Config) -> list[Candidate]:
-    """Return the layouts of a config's ranks that fit into a GPU's memory, the fastest first: of each layout its fastest form.
-
-    Layouts, micro batches and activation checkpointing differ; the results of training do not.
-
-    Raises:
-        ConfigError: no peak is known, so that no layout is faster than another.
-    """
-    check_plannable(config)
-    hardware, limit = hardware_of(config), memory_limit_of(config)
-    if hardware.flops is None:
-        raise ConfigError(hardware.notes[0], hint="cluster.peak_tflops=312, for example")
-    most = math.inf if limit is None else ROOM * limit
-    free = replace(config, train=replace(config.train, micro_batch_size=None))
-    found = []
-    longest = max(config.parallel.cp, sequence_length(config) // LONG_SEQUENCE)
-    for dims in nearest_layouts(free):
-        if dims.cp > longest or (config.lora.r and dims.tp * dims.pp > 1):  # which adapters do not go with
-            continue
-        forms = _forms(free, dims, most, hardware)
-        if (fastest := min(forms, key=lambda form: form.step.expected_s, default=None)) is not None:
-            found.append(fastest)
-    return sorted(found, key=_rank)
-
-
-def _rank(each: Candidate) -> tuple[int, int, float]:
-    """Return the sort key by which the faster comes first, and of those as fast the simpler, and that with more room."""
-    alike = round(math.log(each.step.expected_s) / math.log(ALIKE))
-    return alike, sum(size > 1 for size in each.dims.shape), each.memory
-
-
-def _forms(config: Config, dims: ParallelDims, most: float, hardware: Hardware) -> Iterator[Candidate]:
-    """Yield a layout with every kind of activation checkpointing, and with the micro batches that may be the fastest."""
-    laid = replace(config.parallel, **{axis: getattr(dims, axis) for axis in AXES})
-    done = set[ActivationCheckpointing]()
-    for _, words, form in forms_of(config, dims, tuple(ActivationCheckpointing), laid):
-        kind, memory = form.parallel.activation_checkpointing, most_bytes(form, dims)
-        if kind in done or memory > most or (dims.pp > 1 and not is_possible(form)):
-            continue
-        step = step_time(form, dims, hardware)
-        if step is not None:
-            yield Candidate(form, dims, [*as_overrides(dims, config).split(), *words], memory, step)
-        if dims.pp == 1:  # smaller micro batches only gather more often
-            done.add(kind)

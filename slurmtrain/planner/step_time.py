@@ -15,10 +15,9 @@ from msgspec.structs import replace
 from slurmtrain.choices import ActivationCheckpointing, CpMethod
 from slurmtrain.config.parallel_dims import AXES, ParallelDims, sequence_lengths
 from slurmtrain.config.schema import Config
-from slurmtrain.planner.flops import FROZEN, TRAINED, decoder_flops, matrix_elements, multiplied_elements
 from slurmtrain.planner.hardware import Hardware
 from slurmtrain.planner.memory import layers_of_stages
-from slurmtrain.planner.shape import DecoderShape
+from slurmtrain.planner.shape import FROZEN, TRAINED, DecoderShape, decoder_flops, matrix_elements, multiplied_elements
 from slurmtrain.planner.traffic import Traffic, Work, bubble_passes, traffic_of
 
 COMPUTATION, BUBBLE, IMBALANCE = "computation", "bubble", "imbalance"
@@ -119,7 +118,7 @@ def step_time(config: Config, dims: ParallelDims, hardware: Hardware) -> StepTim
 
 
 def training_flops(shape: DecoderShape, seq_len: int, lora_rank: int = 0) -> float:
-    """Return the operations of one token in training, with dense attention, as mfu counts them; see `planner.flops`.
+    """Return the operations of one token in training, with dense attention, as mfu counts them; see `planner.shape`.
 
     With adapters of `lora_rank` the matrices of the
     model are frozen.

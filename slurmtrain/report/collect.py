@@ -25,7 +25,7 @@ from slurmtrain.report.status.state import RunState
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 from slurmtrain.system.files import write_where_named
-from slurmtrain.system.json_text import json_text
+from slurmtrain.system.texts import json_text
 
 Cell = int | float | str | bool | None
 LOSS_LIKE = re.compile(r"loss|perplexity|error|nll", re.IGNORECASE)  # low is good

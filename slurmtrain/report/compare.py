@@ -40,7 +40,7 @@ class Comparison:
         config: (dotted key, value in a, value in b) of each difference; MISSING if there is no such key.
         files: paths of files that differ between the snapshots of the code; None when one ran in place.
         environment: (group.name, value in a, value in b) of what the newest attempt of each ran with, as far as it differs:
-            packages, driver, CUDA and NCCL, image, variables.
+            packages, driver, CUDA and NCCL, image.
         unrecorded: the runs, "a" or "b", of which no attempt has recorded it; nothing but the image is compared then.
         steps: steps that both have logged.
         data: comparison of the samples that they have seen.

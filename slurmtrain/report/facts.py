@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.report.gpu_hours.causes import goodput_of
-from slurmtrain.report.gpu_hours.goodput import Goodput
+from slurmtrain.report.goodput import Goodput
+from slurmtrain.report.gpu_hours import goodput_of
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
@@ -22,7 +23,7 @@ from slurmtrain.system import records
 from slurmtrain.system.records import Count, Number, printable
 
 if TYPE_CHECKING:
-    from slurmtrain.runs.gpu_use import GpuTotals, NodeGpus
+    from slurmtrain.runs.gpu_use import GpuUse
     from slurmtrain.slurm.node_ledger import Blamed
 
 MOST_EVENTS = 20_000  # of the newest ones
@@ -103,14 +104,14 @@ class RunFacts:
         return self.tried(lambda: goodput_of(self.run_dir, alive=alive, now=self.now), None)
 
     @cached_property
-    def gpus(self) -> GpuTotals | None:
+    def gpus(self) -> GpuUse | None:
         """How busy its GPUs were, as its attempts have sampled them; None if none has."""
         folders = [self.run_dir.attempt(each.number) for each in self.attempts]
         if not (sampled := [folder for folder in folders if folder.gpu_files()]):
             return None
         from slurmtrain.runs.gpu_use import read_gpu_use, total_of
 
-        found: list[NodeGpus] = []
+        found: list[GpuUse] = []
         for folder in sampled:
             found += self.tried(partial(read_gpu_use, folder), [])
         return total_of(found)
@@ -310,3 +311,61 @@ def in_words(found: Sequence[FoundFinding]) -> str:
         return ""
     more = f", and {len(found) - 1} more in preflight.json" if len(found) > 1 else ""
     return printable(f"{found[0].kind}: {found[0].sentence}{more}")
+
+
+# How long the steps and the saves of a run take. What is not a finite number counts as missing.
+
+RECORDS = 50  # newest records that count
+SHORTEST_S, LONGEST_S = 1e-7, 1e7  # of a step; a time beyond is none
+PARTS = ("data", "forward_backward", "communication", "optimizer", "other")
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The median seconds of a step, over the newest records of a run.
+
+    Attributes:
+        step_s: seconds of a step, without pauses for evaluations and saves.
+        parts: seconds by the part of the step that they are spent on, as far as the run has measured them.
+        tokens_per_s: tokens of all ranks per second; None: not logged.
+        mfu: as logged; None: it is not.
+    """
+
+    step_s: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+
+    def share(self, part: str) -> float:
+        """Return the share of a step that a part takes; 0 where it was not measured."""
+        return min(1.0, self.parts.get(part, 0.0) / self.step_s)
+
+
+def step_times(logged: Sequence[Mapping[str, Any]]) -> StepTimes | None:
+    """Return the medians over the newest half of these records of metrics.jsonl, at most `RECORDS`; None: there are none.
+
+    The older half is left out, since the first steps take longer: memory is allocated, kernels are chosen or compiled.
+    """
+    steps = [each for each in logged if SHORTEST_S <= (records.finite(each.get("step_time_s")) or 0.0) <= LONGEST_S]
+    if not steps:
+        return None
+    newest = steps[-min(RECORDS, max(1, len(steps) // 2)) :]
+    measured = {name: _median(newest, f"time_{name}_s") for name in PARTS}
+    if measured["data"] is None:
+        measured["data"] = _median(newest, "data_wait_s")
+    parts = {name: seconds for name, seconds in measured.items() if seconds is not None}
+    whole = sum(parts.values()) if "forward_backward" in parts else 0.0
+    step_s = whole if SHORTEST_S <= whole <= LONGEST_S else float(newest[-1]["step_time_s"])
+    return StepTimes(step_s, parts, _median(newest, "tokens_per_s"), _median(newest, "mfu"))
+
+
+def save_times(events: Iterable[Mapping[str, Any]]) -> tuple[float, float, float] | None:
+    """Return the median bytes of a save, seconds until it is complete, and seconds for which it holds training up."""
+    saves = [each for each in events if each.get("event") == Event.CHECKPOINT]
+    size, write_s, stall_s = (_median(saves, name) for name in ("size", "seconds", "stall_s"))
+    return (size, write_s, stall_s) if size and write_s is not None and stall_s is not None else None
+
+
+def _median(found: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    values = [value for each in found if (value := records.finite(each.get(name))) is not None and value >= 0]
+    return statistics.median(values) if values else None

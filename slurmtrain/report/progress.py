@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from slurmtrain.checkpoint.format.directory import newest_committed_step
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.durations import roughly
 from slurmtrain.system.records import TAIL_BYTES, finite, is_count, is_scalar, read_tail, records_with
+from slurmtrain.system.texts import roughly
 
 if TYPE_CHECKING:
     from slurmtrain.runs.program_checkpoints import ProgramCheckpoint

@@ -13,17 +13,16 @@ from dataclasses import dataclass, replace
 
 from slurmtrain.choices import Grouping
 from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.report.gpu_hours.causes import of_history
-from slurmtrain.report.gpu_hours.goodput import Goodput, over_all
-from slurmtrain.report.gpu_hours.history import History, read_history
+from slurmtrain.report.goodput import Goodput, over_all
+from slurmtrain.report.gpu_hours import History, of_history, read_history
 from slurmtrain.report.status.look import states
 from slurmtrain.report.status.state import RunStatus
-from slurmtrain.runs.gpu_use import GpuTotals, NodeGpus, read_gpu_use, total_of
+from slurmtrain.runs.gpu_use import GpuUse, read_gpu_use, total_of
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.trust import name_of
 
-Part = tuple[RunDir, Goodput, list[NodeGpus]]  # what adds up to a row
+Part = tuple[RunDir, Goodput, list[GpuUse]]  # what adds up to a row
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Row:
     who: str
     runs: int
     goodput: Goodput
-    gpus: GpuTotals
+    gpus: GpuUse
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from slurmtrain.runs.evidence import (
     fault_of_node,
     nodes_of_next_start,
     nodes_to_leave_out,
-    spared_attempts,
 )
 from slurmtrain.runs.reasons import (
     ENDS_RUN,
@@ -314,8 +313,7 @@ def budget_spent(outcome: AttemptOutcome, evidence: Evidence, policy: Policy) ->
     alike = evidence.alike_before and evidence.lasted_s < QUICK_FAILURE_S and not evidence.trained_before
     if outcome.stalled and alike and outcome.reason is Reason.CRASH:
         return "its program has failed twice within seconds in the same way, so it is not started a third time"
-    counted = evidence.stalled_before + 1 - spared_attempts(outcome.fault, evidence, policy)
-    if not outcome.stalled or counted < policy.max_attempts_without_progress:
+    if not outcome.stalled or evidence.stalled_before + 1 < policy.max_attempts_without_progress:
         return None
     ours = evidence.program_code is None and evidence.progress_visible
     what = "a new checkpoint" if ours else f"progress ({_HOW_TO_REPORT})"

@@ -6,9 +6,8 @@ functions; what is on record of earlier attempts is read by `node_blame`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from slurmtrain.choices import RequeueMode
 from slurmtrain.runs.reasons import FAILURES, Reason
@@ -76,7 +75,6 @@ class Evidence:
         unseen_before: number of long attempts before this one that show no progress.
         run, number: id of the run, and number of this attempt.
         now: unix seconds.
-        stalled_numbers: the numbers of the attempts that `stalled_before` counts.
         node_records: what is on record against nodes, by earlier attempts of this run and in this person's ledger.
     """
 
@@ -121,7 +119,6 @@ class Evidence:
     run: str = ""
     number: int = 0
     now: float = 0.0
-    stalled_numbers: tuple[int, ...] = ()
     node_records: tuple[NodeRecord, ...] = ()
 
     @property
@@ -206,30 +203,6 @@ def nodes_to_leave_out(fault: NodeRecord | None, evidence: Evidence, policy: Bla
     """Return the nodes that the next start should leave out, after this attempt has said this of a node."""
     found = [*evidence.node_records, *([fault] if fault is not None else [])]
     return tuple(each.node for each in blamed_nodes(found, policy, now=evidence.now, run=evidence.run))
-
-
-def spared_attempts(fault: NodeRecord | None, evidence: Evidence, policy: Policy) -> int:
-    """Return how many of the attempts without progress do not count, since a blamed node ended them within seconds.
-
-    If the run came back to a node that was blamed already, that node cannot be left out, and its attempts count. At most
-    as many are spared as may count, so that a run that is itself broken ends.
-    """
-    found = [*evidence.node_records, *([fault] if fault is not None else [])]
-    own = [each for each in found if each.run == evidence.run and each.node and each.fast]
-    spared: set[int] = set()
-    for node in {each.node for each in own}:
-        numbers = {each.attempt for each in own if each.node == node}
-        before_the_last = [each for each in found if (each.run, each.attempt) != (evidence.run, max(numbers))]
-        if _is_blamed(node, found, evidence, policy) and not _is_blamed(node, before_the_last, evidence, policy):
-            spared |= numbers
-    spared &= {*evidence.stalled_numbers, evidence.number}
-    return min(len(spared), policy.max_attempts_without_progress)
-
-
-def _is_blamed(node: str, found: Sequence[NodeRecord], evidence: Evidence, policy: Policy) -> bool:
-    ever = replace(policy.blame, expiry_s=math.inf)  # what was spared stays so
-    blamed = blamed_nodes(found, ever, now=evidence.now, run=evidence.run)
-    return node in [each.node for each in blamed]
 
 
 def nodes_of_next_start(

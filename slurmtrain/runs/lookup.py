@@ -40,31 +40,21 @@ def reference(run_dir: RunDir) -> str:
 def all_runs(root: Path) -> list[RunDir]:
     """Return every run under `root`, oldest first: an id begins with the time, and for other names run.json has it.
 
-    Hidden folders, which are being removed, and links of somebody else are left out.
+    Hidden folders, which are being removed, links of somebody else, and what somebody else keeps unreadable are left out.
     """
-    return runs_and_unreadable(root)[0]
-
-
-def runs_and_unreadable(root: Path) -> tuple[list[RunDir], list[Path]]:
-    """Return every run, as `all_runs`, and the runs, sweeps and folders of them that somebody else keeps unreadable."""
     found: list[tuple[str, RunDir]] = []
-    closed: list[Path] = []
     for folder in _folders(absolute(root)):
-        visible, sweep = not folder.name.startswith("."), is_sweep(folder)
-        whole = visible and _closed(folder, sweep=sweep)
-        closed += [Path(folder)] * whole
         if foreign_link(folder):
             continue
         place = Path(os.path.realpath(folder) if folder.is_symlink() else folder)
         for run in _folders(folder):
-            if run.name.startswith("."):
-                continue
-            if os.access(os.path.join(run, "run.json"), os.R_OK):
-                if not foreign_link(run):
-                    found.append((run.name, RunDir(located(Path(run)) if run.is_symlink() else place / run.name)))
-            elif visible and not whole and not sweep and _closed(run, sweep=False):
-                closed.append(Path(run))
-    return [run_dir for _, run_dir in sorted(found, key=lambda pair: (_begun(*pair), pair[0]))], sorted(closed)
+            if (
+                not run.name.startswith(".")
+                and os.access(os.path.join(run, "run.json"), os.R_OK)
+                and not foreign_link(run)
+            ):
+                found.append((run.name, RunDir(located(Path(run)) if run.is_symlink() else place / run.name)))
+    return [run_dir for _, run_dir in sorted(found, key=lambda pair: (_begun(*pair), pair[0]))]
 
 
 def _begun(name: str, run_dir: RunDir) -> str:
@@ -121,22 +111,6 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _closed(folder: os.DirEntry[str] | Path, *, sweep: bool) -> bool:
-    if not os.access(folder, os.R_OK | os.X_OK):
-        return True
-    info = os.path.join(folder, "sweep.json" if sweep else "run.json")
-    return not os.access(info, os.R_OK) and os.path.exists(info)
-
-
-def refuse_unreadable(reference: str, root: Path) -> None:
-    """Raise UsageError if what the person means exists and cannot be read."""
-    named = Path(reference)
-    is_named = os.path.isdir(named) and _closed(named, sweep=is_sweep(named))
-    for path in [named] if is_named else runs_and_unreadable(root)[1]:
-        if path == named or path.name.startswith(reference):
-            raise _not_readable(path)
-
-
 def find(reference: str, root: Path) -> RunDir:
     """Return the run that a person means: an id, a unique prefix of one, a path, or "last", which is the last of their own.
 
@@ -150,7 +124,6 @@ def find(reference: str, root: Path) -> RunDir:
         return found
     runs = all_runs(root)
     if not runs:
-        refuse_unreadable(reference, root)
         raise nothing_under(root, "runs")
     if reference == "last":
         return last_own(runs, "runs", root)
@@ -163,7 +136,6 @@ def find(reference: str, root: Path) -> RunDir:
         check_parts(matching[0])
         return matching[0]
     if not matching:
-        refuse_unreadable(reference, root)
         if called := [run.id for run in runs if run.path.parent.name == reference]:
             latest = ", ".join(called[-3:])
             if is_sweep(root / reference):
@@ -207,7 +179,6 @@ def find_sweep(reference: str, root: Path) -> Sweep:
         return Sweep(located(Path(reference)))
     sweeps = all_sweeps(root)
     if not sweeps:
-        refuse_unreadable(reference, root)
         raise nothing_under(root, "sweeps")
     if reference == "last":
         return last_own(sweeps, "sweeps", root)
@@ -218,24 +189,19 @@ def find_sweep(reference: str, root: Path) -> Sweep:
         return matching[0]
     names = ", ".join(sweep.id for sweep in (matching or sweeps)[-5:])
     if not matching:
-        refuse_unreadable(reference, root)
         raise UsageError(f"no sweep is called {reference!r}", hint=f"the latest are: {names}")
     raise UsageError(
         f"{len(matching)} sweeps are called something like {reference!r}", hint=f"write more of the name: {names}"
     )
 
 
-def _not_readable(path: Path) -> UsageError:
-    return UsageError(
-        f"{path} cannot be read: it belongs to {user_in_words(path.stat().st_uid)}",
-        hint="ask the owner to share it: chmod -R g+rX",
-    )
-
-
 def nothing_under(root: Path, what: str) -> UsageError:
     """Return the error for a folder that holds no runs or sweeps, or that this user may not look into."""
     if os.path.isdir(root) and not os.access(root, os.R_OK | os.X_OK):
-        return _not_readable(absolute(root))
+        return UsageError(
+            f"{absolute(root)} cannot be read: it belongs to {user_in_words(root.stat().st_uid)}",
+            hint="ask the owner to share it: chmod -R g+rX",
+        )
     return UsageError(
         f"there are no {what} under {absolute(root)}",
         hint="change to the folder where you typed submit, or set SLURMTRAIN_RUNS to its runs folder",

@@ -11,7 +11,6 @@ import glob
 import json
 import os
 import re
-import struct
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -137,20 +136,6 @@ def _cut_json(path: Path, size: int) -> str | None:
     return None
 
 
-def _cut_safetensors(path: Path, size: int) -> str | None:
-    """Compare the size with the header, which has the place of each tensor: 8 bytes for its length, itself, the tensors."""
-    with path.open("rb") as file:
-        length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else 0
-        if not 0 < length <= size - 8:
-            return "it is cut"
-        try:
-            header = json.loads(file.read(length))
-            ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            return "its header is damaged"
-    return "it is cut" if size < 8 + length + max(ends, default=0) else None
-
-
 def _cut_zip(path: Path, size: int) -> str | None:
     """Look for the end of a zip file, as torch.save writes them; what is none, such as an older pickle, tells nothing."""
     with path.open("rb") as file:
@@ -167,7 +152,6 @@ def _cut_zip(path: Path, size: int) -> str | None:
 
 _CHECKS: dict[str, Callable[[Path, int], str | None]] = {
     ".json": _cut_json,
-    ".safetensors": _cut_safetensors,
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _cut_zip),
 }
 

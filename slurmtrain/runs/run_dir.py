@@ -220,9 +220,8 @@ class RunDir:
     def slurm_conf(self) -> str | None:
         """Return the slurm.conf by which SLURM's commands reach the run's cluster; None: this machine's own.
 
-        A slurm.conf names libraries that those commands load, so it is used only if nobody but this user, root and the
-        account `slurm` can have written it, and nobody but this user and root the run.json that names it; or if it is
-        the one that this shell uses anyway.
+        A slurm.conf names libraries that those commands load, so it is used only if nobody but this user and root can
+        have written it and the run.json that names it; or if it is the one that this shell uses anyway.
 
         Raises:
             ClusterError: somebody else can have written one of them.

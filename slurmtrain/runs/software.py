@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ import msgspec
 from msgspec import Struct
 
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.run_dir import RUN_DIR_VARIABLE
 from slurmtrain.system import records
 from slurmtrain.system.files import read_json, write_json
-from slurmtrain.system.process_facts import ProcessFacts, gather_facts
+from slurmtrain.system.process_facts import gather_facts
 from slurmtrain.system.records import typed, typed_or_none
 
 log = logging.getLogger(__name__)
@@ -96,20 +94,13 @@ def record_environment(attempt_dir: AttemptDir) -> threading.Thread:
 
     def record() -> None:
         try:
-            facts = without_own_path(gather_facts(), attempt_dir.path.parents[1])
-            write_json(attempt_dir.environment_file, facts.to_json(), durable=False)
+            write_json(attempt_dir.environment_file, gather_facts().to_json(), durable=False)
         except Exception as error:  # it serves later readers only
             log.debug("what this attempt runs with is not recorded: %s: %s", type(error).__name__, error)
 
     thread = threading.Thread(target=record, name="slurmtrain-facts", daemon=True)
     thread.start()
     return thread
-
-
-def without_own_path(facts: ProcessFacts, run_path: Path) -> ProcessFacts:
-    """Return the facts with the path of the run's own directory, as in PYTHONPATH, replaced by the variable that has it."""
-    variables = {name: value.replace(str(run_path), f"${RUN_DIR_VARIABLE}") for name, value in facts.variables.items()}
-    return replace(facts, variables=variables)
 
 
 def read_environment(attempt_dir: AttemptDir) -> dict[str, dict[str, str]] | None:

@@ -143,7 +143,11 @@ def bind_port(host: str, ports: range | None, node: str) -> socket.socket:
     for port in _in_any_order(ports):
         with contextlib.suppress(OSError):
             return _bound(host, port)
-    raise RendezvousError(
+    raise _none_free(ports, node)
+
+
+def _none_free(ports: range, node: str) -> RendezvousError:
+    return RendezvousError(
         f"no port of cluster.port_range={ports.start}-{ports.stop - 1} is free on {node}",
         hint=f"`ss -tlnp` on {node} shows who has them; take a larger range",
     )
@@ -169,59 +173,26 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-class HeldPort:
-    """A free port for a program that is given a number, and listens there seconds later, when it has loaded its libraries.
+def hold_port(ports: range | None, node: str) -> socket.socket:
+    """Hold a free port for a program that is given a number, and listens there seconds later, when it has loaded its libraries.
 
     Until then the kernel would hand the number to whoever asks for any: to a listener of another job, or an outgoing
     connection. So a socket stays bound to it, which does not listen. A listener that sets SO_REUSEADDR, as torch's store,
     gRPC and Python's `socket.create_server` do, may bind it as well (man 7 socket); one that does not, may not.
 
-    Args:
-        ports, node: as for `bind_port`.
+    Raises:
+        RendezvousError: none of the range is free.
     """
-
-    def __init__(self, ports: range | None = None, node: str = "this node") -> None:
-        self._ports, self._node = ports, node
-        self._socket: socket.socket | None = None
-
-    def take(self) -> int:
-        """Choose the port, at the first call, and return it.
-
-        Raises:
-            RendezvousError: none of the range is free.
-        """
-        if self._socket is None:
-            self._socket = self._chosen()
-        port: int = self._socket.getsockname()[1]
-        return port
-
-    def _chosen(self) -> socket.socket:
-        # Bound without SO_REUSEADDR, so that no other job holds it. That leaves out ports with connections of a job before.
-        for port in [0] if self._ports is None else _in_any_order(self._ports):
-            with contextlib.suppress(OSError):
-                return _held(port, shared=False)
-        with bind_port("", self._ports, self._node) as listener:
-            port = listener.getsockname()[1]
-        return _held(port, shared=True)
-
-    def release(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = None
-
-
-def _held(port: int, *, shared: bool) -> socket.socket:
-    """Return a socket that is bound to a port, and lets a program that sets SO_REUSEADDR listen there."""
-    holder = socket.socket()
-    try:
-        if shared:
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("", port))
-    except OSError:
-        holder.close()
-        raise
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return holder
+    for port in [0] if ports is None else _in_any_order(ports):
+        holder = socket.socket()
+        try:
+            holder.bind(("", port))  # without SO_REUSEADDR, so that no other job holds it
+        except OSError:
+            holder.close()
+            continue
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return holder
+    raise _none_free(ports or range(0), node)
 
 
 # Waiting for files that rank 0 writes into a shared folder: less and less often, and first of all on one rank of each node. A

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from slurmtrain.checkpoint.checkpointer import Checkpointer
     from slurmtrain.observe.profiling import Profiling
     from slurmtrain.runtime.distributed_context import DistributedContext
-    from slurmtrain.runtime.watchdog.watchdog import Watchdog
+    from slurmtrain.runtime.watchdog import Watchdog
     from slurmtrain.training.agreement import StopAgreement
 
 log = logging.getLogger(__name__)
@@ -145,10 +145,8 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
     from slurmtrain.data.loading.workers import let_all_workers_ignore_stop_signals
     from slurmtrain.hangs.beats import Position
     from slurmtrain.runtime.distributed_context import environment_of_process_group, init_distributed
-    from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
     from slurmtrain.training.agreement import StopAgreement
 
-    load_dynamo_on_demand()
     let_all_workers_ignore_stop_signals()
     sys.excepthook = _record_and_show
     environment = Environment.detect()
@@ -167,7 +165,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
 
     def watch(met: DistributedContext) -> None:
         if watchdog and session.context is not None:
-            from slurmtrain.runtime.watchdog.watchdog import Watchdog
+            from slurmtrain.runtime.watchdog import Watchdog
 
             own_limits = replace(limits, min_s=limits.program_s if watchdog is True else watchdog)
             # The ranks of a program may end at different times, so one that is gone has not failed.

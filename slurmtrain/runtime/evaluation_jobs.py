@@ -76,17 +76,6 @@ class EvaluationJobs:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.terminate()  # it has a token: what it may have submitted is found by the next one
-        self._storage.attempt(self._tell_due)
-
-    def _tell_due(self) -> None:
-        if steps := self._due():
-            log.warning(
-                "SLURM has accepted no job within %g s for the evaluation of step %s; evaluate %s --due submits what is "
-                "missing",
-                CLOSE_WAITS_S,
-                ", ".join(map(str, steps)),
-                self._run_dir.path,
-            )
 
     def _due(self) -> list[int]:
         """Return the steps of checkpoints that exist and whose evaluation is not submitted yet.

@@ -26,7 +26,7 @@ from slurmtrain.system.logs import show_error
 from slurmtrain.system.patience import begin
 
 if TYPE_CHECKING:
-    from slurmtrain.runtime.watchdog.watchdog import Watchdog
+    from slurmtrain.runtime.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 

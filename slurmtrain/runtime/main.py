@@ -24,13 +24,12 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
 from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.runs.events import Event
+from slurmtrain.runs.gpu_use import start_gpu_sampler
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
-from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.gpu_sampler import start_gpu_sampler
+from slurmtrain.runtime.attempt_context import AttemptContext, Timeline
 from slurmtrain.runtime.leaving import fail, leave, show, undeterred
-from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.runtime.stop_watcher import ANSWER_S, StopWatcher, stated_seconds_left
 from slurmtrain.slurm.client import SlurmClient, run_command
 from slurmtrain.slurm.environment import Environment, check_world_size, rank_or_zero
@@ -42,7 +41,7 @@ from slurmtrain.system.signals import StopCause
 
 if TYPE_CHECKING:
     from slurmtrain.runtime.distributed_context import DistributedContext
-    from slurmtrain.runtime.watchdog.watchdog import Watchdog
+    from slurmtrain.runtime.watchdog import Watchdog
     from slurmtrain.training.agreement import StopAgreement
 
 log = logging.getLogger(__name__)
@@ -175,12 +174,9 @@ class Rank:
     def join(self, find_or_create: Callable[[], RunDir]) -> None:
         """Meet the other ranks, and agree with them on run and attempt where no supervisor has named them."""
         from slurmtrain.runtime.distributed_context import init_distributed
-        from slurmtrain.runtime.dynamo_on_demand import load_dynamo_on_demand
         from slurmtrain.training.seeds import use_deterministic_kernels
 
         config, environment, given = self.config, self.environment, self.given
-        if not config.parallel.compile:
-            load_dynamo_on_demand()
         if config.train.deterministic:
             use_deterministic_kernels()
         self.timeline.mark("interpreter and imports")
@@ -207,7 +203,7 @@ class Rank:
     def _watch(self, distributed: DistributedContext) -> None:
         """Start the watch over this rank's main thread, unless watchdog.enabled is false."""
         if self.config.watchdog.enabled:
-            from slurmtrain.runtime.watchdog.watchdog import Watchdog
+            from slurmtrain.runtime.watchdog import Watchdog
 
             self.watchdog = Watchdog(self.config.watchdog, distributed, self.context.attempt_dir)
 

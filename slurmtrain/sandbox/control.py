@@ -28,7 +28,7 @@ from slurmtrain.sandbox.directory import (
 from slurmtrain.sandbox.files import find_programs, prefix_of, write_files
 from slurmtrain.sandbox.spec import SandboxSpec
 from slurmtrain.slurm.command_environment import clean_environment, path_with, programs_beside
-from slurmtrain.system.process import kill_trees, wait_until
+from slurmtrain.system.process import kill_trees, send, wait_until
 
 _UP_TIMEOUT_S = 90.0  # usually 2 to 3 s
 
@@ -73,8 +73,8 @@ class Sandbox:
         """End every process of the sandbox and remove its directory, whatever state they are in."""
         found = recorded(self.directory)
         if found is not None:
-            found.supervisor.signal(signal.SIGTERM)
-            wait_until(lambda: not found.supervisor.alive(), timeout_s=20.0)
+            send(signal.SIGTERM, [found.supervisor.pid] if found.supervisor.lives() else [])
+            wait_until(lambda: not found.supervisor.lives(), timeout_s=20.0)
         _kill_remains(self.directory)  # no process is left, unless the supervisor was killed or hangs
         if (self.directory / MARKER).exists():
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -125,7 +125,7 @@ def find(name_or_directory: str | Path) -> Sandbox | None:
     except (OSError, msgspec.MsgspecError):
         return None
     found = recorded(directory)
-    lives = found is not None and any(process.alive() for process in found.roots)
+    lives = found is not None and any(process.lives() for process in found.roots)
     return Sandbox(directory, plan.nodes) if lives else None
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.sandbox.spec import MAX_NODES
-from slurmtrain.system.process import Process
+from slurmtrain.system.process import ProcessMark
 
 MARKER = "this-is-a-sandbox"  # only a directory with this file in it is ever removed
 PLAN, PROCESSES, START = (
@@ -65,8 +65,8 @@ class Cell:
     """A subreaper process with one daemon in it, and the processes that the daemon left behind."""
 
     name: str
-    process: Process  # the cell itself
-    daemon: Process
+    process: ProcessMark  # the cell itself
+    daemon: ProcessMark
     exit_status: int | None = None  # exit status of the daemon, once nothing is left in the cell
 
 
@@ -74,11 +74,11 @@ class Cell:
 class Processes:
     """The processes below which all others of a sandbox are, as the supervisor has recorded them."""
 
-    supervisor: Process
+    supervisor: ProcessMark
     cells: list[Cell]
 
     @property
-    def roots(self) -> list[Process]:
+    def roots(self) -> list[ProcessMark]:
         return [self.supervisor, *(cell.process for cell in self.cells)]
 
 

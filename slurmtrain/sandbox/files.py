@@ -17,7 +17,7 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.sandbox.directory import PLAN, Daemon, Plan
 from slurmtrain.sandbox.spec import CLUSTER_NAME, EPILOG, GPU_DEVICES, SandboxSpec, Site, epilog, gres_conf, slurm_conf
 from slurmtrain.slurm.command_environment import PREFIX_FILE, path_with
-from slurmtrain.slurm.versions import CGROUP_PLUGIN_DISABLED, Version, parse_version
+from slurmtrain.slurm.parse_values import CGROUP_PLUGIN_DISABLED, Version, parse_version
 from slurmtrain.system.trust import name_of
 
 ACCOUNT = "sandbox"  # the account of whoever starts the sandbox, and the default one

@@ -26,7 +26,7 @@ import msgspec
 
 from slurmtrain.sandbox.directory import PLAN, PROCESSES, START, Cell, Daemon, Plan, Processes
 from slurmtrain.system.files import replace_file
-from slurmtrain.system.process import Process, become_subreaper, below, kill_trees, set_name, wait_until
+from slurmtrain.system.process import ProcessMark, become_subreaper, below, kill_trees, set_name, wait_until
 
 SIGNALS = (signal.SIGTERM, signal.SIGCHLD)  # end; a child has ended
 LOOK_S = 0.5  # between two looks at what sends no signal
@@ -51,7 +51,7 @@ class Supervisor:
     cells: list[Cell] = field(default_factory=list)
 
     def run(self) -> None:
-        self._me = Process.mine()
+        self._me = ProcessMark.own()
         become_subreaper()
         set_name("sandbox")
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # each is waited for below
@@ -75,7 +75,7 @@ class Supervisor:
     def _start_all(self) -> None:
         """Start the daemons in order, each when the one before is ready; whoever waits for us sees if one is not."""
         for daemon in self.plan.daemons:
-            if is_stopping() or not self._start(daemon).daemon.alive():
+            if is_stopping() or not self._start(daemon).daemon.lives():
                 return
 
     def _start_asked(self) -> None:
@@ -100,13 +100,11 @@ class Supervisor:
         os.close(write)
         with open(read) as pipe:
             answer = pipe.read()
-        this = Process.of(pid)
-        assert this is not None, "nobody else reaps our child"
-        inner = Process.of(int(answer)) if answer else None
-        cell = Cell(daemon.name, this, inner or this)
+        this = ProcessMark.of(pid)
+        cell = Cell(daemon.name, this, ProcessMark.of(int(answer)) if answer else this)
         self.cells.append(cell)
         self._record()
-        wait_until(lambda: daemon.is_ready() or is_stopping() or not cell.daemon.alive(), timeout_s=30.0)
+        wait_until(lambda: daemon.is_ready() or is_stopping() or not cell.daemon.lives(), timeout_s=30.0)
         return cell
 
     def _reap(self) -> None:

@@ -22,8 +22,7 @@ from slurmtrain.slurm.answers import is_no_answer
 from slurmtrain.slurm.command_environment import clean_environment
 from slurmtrain.slurm.job_facts import GONE, JobFacts, JobState, QueuedJob, changed_dependency, parse_show_job
 from slurmtrain.slurm.nodelist import AT_WORK
-from slurmtrain.slurm.parse_values import parse_show_config, parse_time
-from slurmtrain.slurm.versions import Version, parse_version
+from slurmtrain.slurm.parse_values import Version, parse_show_config, parse_time, parse_version
 
 Runner = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 

@@ -6,7 +6,6 @@ Also whether a slurm.conf that a record names may be used: its plugins run as wh
 from __future__ import annotations
 
 import os
-import pwd
 import shlex
 import stat
 from collections.abc import Mapping
@@ -115,9 +114,6 @@ def is_of_ranks(name: str) -> bool:
 def trusted_slurm_conf(conf: str | None, *, named_by: Path, known: dict[str, str | None] | None = None) -> str | None:
     """Return the slurm.conf that a record names, if only users whom this user has to trust can have written both.
 
-    The account `slurm`, as which slurmctld runs on most clusters, decides what root's slurmd starts. So it may own the
-    file, in a folder that root has given it.
-
     Args:
         conf: its path; None: this machine's own.
         named_by: the record.
@@ -133,23 +129,9 @@ def trusted_slurm_conf(conf: str | None, *, named_by: Path, known: dict[str, str
         why = None
     if why is None and os.path.lexists(conf):
         why = trust.why_distrusted(conf, known)
-        if why is not None and _is_of_slurm(conf):
-            why = None
     if why is not None:
         raise ClusterError(
             f"{named_by} names {conf}, which is not used, because it may be somebody else's work: {why}",
             hint=f"if you trust it: export SLURM_CONF={shlex.quote(conf)}",
         )
     return conf
-
-
-def _is_of_slurm(path: str) -> bool:
-    account = _slurm_account()
-    return account is not None and trust.only_of_account(path, account)
-
-
-def _slurm_account() -> int | None:
-    try:
-        return pwd.getpwnam("slurm").pw_uid
-    except KeyError:
-        return None

@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 from msgspec.structs import replace
 
-from slurmtrain.slurm.parse_values import parse_duration
-from slurmtrain.slurm.versions import Version, parse_version
+from slurmtrain.slurm.parse_values import Version, parse_duration, parse_version
 
 DEFAULT_QOS = "normal"  # which SLURM's database always has (slurmctld's job_mgr.c)
 

@@ -26,9 +26,9 @@ import msgspec
 
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.system import records, trust
-from slurmtrain.system.durations import roughly
 from slurmtrain.system.records import Count, Number, Time, typed_or_none
 from slurmtrain.system.redaction import redact
+from slurmtrain.system.texts import roughly
 
 FAST_S = 60.0  # an attempt that crashes sooner, without progress, speaks against its node
 SAID_LENGTH = 200  # characters that are kept of what a rank said

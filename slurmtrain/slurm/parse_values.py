@@ -1,9 +1,10 @@
-"""Read values as SLURM's commands print them: lines of NAME = VALUE, durations and times."""
+"""Read values as SLURM's commands print them: lines of NAME = VALUE, durations, times and versions; and how versions differ."""
 
 from __future__ import annotations
 
 import re
 import time
+from dataclasses import dataclass
 
 
 def parse_show_config(text: str) -> dict[str, str]:
@@ -29,3 +30,49 @@ def parse_time(text: str) -> float | None:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
         return None
+
+
+# Differences between versions of SLURM that this package has to know: each with the release that began it. Nothing else
+# compares versions. Each was seen on the releases that its comment names, or read in SLURM's source.
+
+Version = tuple[int, int]  # (24, 5) is 24.05
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A behaviour of SLURM since a release."""
+
+    since: Version
+
+    def applies_to(self, version: Version | None) -> bool:
+        """Return whether a cluster of this version has the behaviour.
+
+        An unknown version (None) counts as a current one.
+        """
+        return version is None or version >= self.since
+
+
+# slurmd initialises its cgroup plugin even where nothing uses cgroups, and fails where it may not write to cgroup v2.
+# 22.05.8 not; 23.11.11, 25.05.9.
+SLURMD_NEEDS_CGROUP = Difference((23, 11))
+
+# It takes CgroupPlugin=disabled in cgroup.conf. 23.11.11 refuses it; 24.11.7, 25.05.9 take it; 24.05 by its source.
+CGROUP_PLUGIN_DISABLED = Difference((24, 5))
+
+# It marks a job when the grace time of a preemption begins, and takes the job's next end for that preemption. Neither
+# `scontrol requeue` nor an exit code takes the mark off, only a requeue that slurmctld makes of such an end. So a job that was
+# requeued in its grace time is started once more after its end (PreemptMode=REQUEUE), or ends as PREEMPTED (CANCEL), as does
+# one with Requeue=0, whatever its exit code.
+# 22.05.8, 23.11.11 not; 24.11.7, 25.05.9; 24.05 by its source (commit a689104d15).
+STARTS_PREEMPTED_JOBS_ONCE_MORE = Difference((24, 5))
+
+# srun replaces patterns in the name of an output file, and slurmstepd does so once more: %% becomes % and then begins a
+# pattern, so that a % in a folder has to be written four times. sbatch's own files are read once, as ever.
+# 22.05.8 not; 25.11.8; 26.05 by its source (srun/fname.c).
+PERCENT_SIGNS_READ_TWICE = Difference((25, 11))
+
+
+def parse_version(text: str) -> Version | None:
+    """Return the release in "slurm-wlm 22.05.8", "slurm 24.11.0-0rc1" or "25.05.9"; None if there is none."""
+    match = re.search(r"\b(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None

@@ -262,7 +262,6 @@ def evidence_of(
         run=run_dir.id if by_slurm else "",
         number=attempt.number,
         now=ended,
-        stalled_numbers=tuple(counted),
         node_records=tuple(node_records),
     )
 

@@ -24,7 +24,7 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import FAILURES, Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.environment import own_job_id
-from slurmtrain.system.process import Process, become_subreaper, below, kill_trees
+from slurmtrain.system.process import ProcessMark, become_subreaper, below, kill_trees
 from slurmtrain.system.redaction import redact
 
 log = logging.getLogger(__name__)
@@ -119,6 +119,6 @@ def _run(command: str, timeout_s: int, run_dir: RunDir, attempt: Attempt, name: 
             outcome = f"ended with exit code {shell.wait(timeout_s)}"
         except subprocess.TimeoutExpired:
             outcome = f"was killed after hooks.timeout_s={timeout_s}"
-        kill_trees(below([Process.mine()]))
+        kill_trees(below([ProcessMark.own()]))
         output.seek(0)
         return outcome, output.read(OUTPUT_LIMIT).decode(errors="replace")

@@ -187,7 +187,7 @@ def ended_meanwhile(run_dir: RunDir, number: int, *, scancelled: bool = False) -
 #
 # - for the sake of the other runs that share it (sweep.pack; run.json says `packed` of a run whose latest job is such a one);
 # - although it has ended by itself: from 24.05 on, once more after each grace time of a preemption
-#   (`versions.STARTS_PREEMPTED_JOBS_ONCE_MORE`), and where slurmd or its batch step died before they could tell the end.
+#   (`parse_values.STARTS_PREEMPTED_JOBS_ONCE_MORE`), and where slurmd or its batch step died before they could tell the end.
 
 
 def over_before(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) -> Verdict | None:

@@ -20,10 +20,9 @@ from slurmtrain.system.patience import begin
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-# Values of nvmlReturn_t (nvml.h). With the first, NVML cannot be asked at all, which tells nothing of the GPUs: not supported,
-# no permission, library not found, function not found. With the second, a GPU is gone, needs a reset, or is not found.
+# Values of nvmlReturn_t (nvml.h) with which NVML cannot be asked at all, which tells nothing of the GPUs: not supported,
+# no permission, library not found, function not found.
 NOT_TO_BE_ASKED = (3, 4, 12, 13)
-LOST = (15, 16, 28)
 # Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) that mean trouble; a GPU at its power cap, or idle, is sound.
 SLOWED_BY = {0x8: "a hardware slowdown", 0x20: "heat (software)", 0x40: "heat (hardware)", 0x80: "a power brake"}
 # Values of nvmlDeviceGpuRecoveryAction_t (nvml.h), which the driver (565 and later) sets after an Xid that needs more than a
@@ -82,26 +81,6 @@ class GpuFacts:
         if self.ecc_errors:
             return f"GPU {self.index} has {self.ecc_errors} uncorrectable ECC error{'s' if self.ecc_errors > 1 else ''}"
         return f"GPU {self.index} has uncorrectable memory that waits to be remapped" if self.remap_pending else None
-
-
-@dataclass(frozen=True)
-class Sample:
-    """How busy a GPU is at one moment; None where it does not tell.
-
-    Attributes:
-        utilization: percent of the last second or less in which a kernel ran. It says that the GPU is used, not how well.
-        power_w: watts.
-        temperature_c: degrees Celsius of the chip.
-        ecc_errors: uncorrectable memory errors since the driver was loaded.
-        lost: the driver has lost it, or could not be asked.
-    """
-
-    utilization: float | None = None
-    memory_gb: float | None = None
-    power_w: float | None = None
-    temperature_c: float | None = None
-    ecc_errors: int | None = None
-    lost: bool = False
 
 
 def read_gpus(variables: Mapping[str, str] = os.environ, library: Any = None) -> tuple[GpuFacts, ...] | None:
@@ -187,12 +166,6 @@ class Gpus:
         self._nvml = nvml
         nvml.nvmlInit()
         self.indices = own_gpus(int(nvml.nvmlDeviceGetCount()), variables)
-        self._events: Any = None
-
-    def name(self, index: int) -> str:
-        """Return the name of a GPU; empty if it does not tell."""
-        name = self._ask("nvmlDeviceGetName", index)
-        return name.decode() if isinstance(name, bytes) else str(name or "")
 
     def facts(self, index: int) -> GpuFacts:
         """Return what speaks for or against a GPU before training.
@@ -206,6 +179,7 @@ class Gpus:
         rows = self._ask("nvmlDeviceGetRemappedRows", index)
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", index)
         processes = self._ask("nvmlDeviceGetComputeRunningProcesses", index)
+        name = self._ask("nvmlDeviceGetName", index)  # bytes in older versions of the package
         slices = self._ask("nvmlDeviceGetMigMode", index)
         # What the driver recommends to recover it is a field without a function of its own.
         field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
@@ -213,7 +187,7 @@ class Gpus:
         recovery = int(values[0].value.uiVal) if values and values[0].nvmlReturn == nvml.NVML_SUCCESS else None
         return GpuFacts(
             index=index,
-            name=self.name(index) or None,
+            name=name.decode() if isinstance(name, bytes) else name,
             memory_gb=None if memory is None else round(memory.total / 1e9, 2),
             used_gb=None if memory is None else round(memory.used / 1e9, 2),
             processes=None if processes is None else tuple(int(each.pid) for each in processes),
@@ -226,39 +200,10 @@ class Gpus:
             sliced=None if slices is None else bool(slices[0]),
         )
 
-    def sample(self, index: int) -> Sample:
-        """Return how busy a GPU is now."""
-        nvml = self._nvml
-        try:
-            memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index))
-        except nvml.NVMLError as error:
-            if getattr(error, "value", None) in LOST:  # "fallen off the bus", Xid 79
-                return Sample(lost=True)
-            memory = None
-        rates = self._ask("nvmlDeviceGetUtilizationRates", index)  # slices (MIG) do not tell
-        milliwatts = self._ask("nvmlDeviceGetPowerUsage", index)
-        degrees = self._ask("nvmlDeviceGetTemperature", index, nvml.NVML_TEMPERATURE_GPU)
-        return Sample(
-            utilization=None if rates is None else float(rates.gpu),
-            memory_gb=None if memory is None else memory.used / 1e9,
-            power_w=None if milliwatts is None else milliwatts / 1000,
-            temperature_c=None if degrees is None else float(degrees),
-            ecc_errors=self._ecc_errors(index),
-        )
-
-    def xids(self) -> list[tuple[int, int]]:
-        """Return the Xid errors since the last call, the first of which begins to listen: GPU and number of each error."""
-        nvml, found = self._nvml, list[tuple[int, int]]()
-        with contextlib.suppress(nvml.NVMLError):  # among others a time-out when there is none left
-            if self._events is None:
-                self._events = nvml.nvmlEventSetCreate()
-                for index in self.indices:  # not every GPU tells of Xid errors, nor to every user
-                    self._ask("nvmlDeviceRegisterEvents", index, nvml.nvmlEventTypeXidCriticalError, self._events)
-            for _ in range(len(self.indices) * 16):
-                event = nvml.nvmlEventSetWait_v2(self._events, 0)
-                with contextlib.suppress(nvml.NVMLError):  # a lost one may not tell its number
-                    found.append((int(nvml.nvmlDeviceGetIndex(event.device)), int(event.eventData)))
-        return found
+    def utilization(self, index: int) -> float | None:
+        """Return the percent of the last second or less in which a kernel ran; None if it does not tell, as slices (MIG) do."""
+        rates = self._ask("nvmlDeviceGetUtilizationRates", index)
+        return None if rates is None else float(rates.gpu)
 
     def _ecc_errors(self, index: int) -> int | None:
         kind, counter = self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, self._nvml.NVML_VOLATILE_ECC

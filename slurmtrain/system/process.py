@@ -1,7 +1,7 @@
 """The processes of this host, by the kernel's own words: who lives, who is below whom, and how they are ended.
 
 A pid alone proves nothing: after a reboot, or some million processes, it belongs to another one. So a process is told from
-others by its start time as well (`Process`), and for readers on other hosts and in other containers by more (`ProcessMark`).
+others by its start time as well, and for readers on other hosts and in other containers by more (`ProcessMark`).
 """
 
 from __future__ import annotations
@@ -152,7 +152,12 @@ class ProcessMark:
     @classmethod
     def own(cls) -> ProcessMark:
         """Return the mark of this process."""
-        return cls(socket.gethostname(), os.getpid(), born(os.getpid()), pid_namespace())
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessMark:
+        """Return the mark of a process of this machine."""
+        return cls(socket.gethostname(), pid, born(pid), pid_namespace())
 
     @classmethod
     def from_json(cls, values: object) -> ProcessMark | None:
@@ -189,56 +194,25 @@ def pid_namespace() -> str | None:
         return None
 
 
-@dataclass(frozen=True)
-class Process:
-    """A pid with the kernel's start time of its process, in clock ticks since boot."""
-
-    pid: int
-    start: int
-
-    @classmethod
-    def of(cls, pid: int) -> Process | None:
-        its = stat(pid)
-        return cls(pid, its.start) if its else None
-
-    @classmethod
-    def mine(cls) -> Process:
-        this = cls.of(os.getpid())
-        assert this is not None, "/proc is not mounted"
-        return this
-
-    def alive(self) -> bool:
-        """Return whether the process still runs; a zombie does not."""
-        its = stat(self.pid)
-        return its is not None and its.start == self.start and not its.ended
-
-    def signal(self, signum: int) -> None:
-        if self.alive():
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # a job may run a set-uid program
-                os.kill(self.pid, signum)
-
-
-def below(roots: Iterable[Process]) -> list[Process]:
+def below(roots: Iterable[ProcessMark]) -> list[ProcessMark]:
     """Return all processes below `roots`, without them, including zombies; a parent comes before its children."""
-    return [Process(pid, its.start) for pid, its in descendants(each.pid for each in roots).items()]
+    return [ProcessMark.of(pid) for pid in descendants(each.pid for each in roots)]
 
 
-def kill_trees(roots: Iterable[Process]) -> None:
+def kill_trees(roots: Iterable[ProcessMark]) -> None:
     """Kill `roots`, parents first, and all processes below them, at one instant as seen from outside.
 
     All are stopped first, again and again until there are no new ones: a child forked between the look and the kill
     would lose its parent and with it the only trace to it. Then children are killed before their parents: a process group
     that is stopped and loses its last parent gets SIGHUP and SIGCONT from the kernel, and would run for a moment more.
     """
-    doomed, newcomers = list[Process](), [each for each in roots if each.alive()]
+    doomed, newcomers = list[ProcessMark](), [each for each in roots if each.lives()]
     while newcomers:
-        for each in newcomers:
-            each.signal(signal.SIGSTOP)
+        send(signal.SIGSTOP, [each.pid for each in newcomers if each.lives()])
         doomed += newcomers
         newcomers = [each for each in below(doomed) if each not in doomed]
-    for each in reversed(doomed):
-        each.signal(signal.SIGKILL)
-    wait_until(lambda: not any(each.alive() for each in doomed), timeout_s=5.0)
+    send(signal.SIGKILL, [each.pid for each in reversed(doomed) if each.lives()])
+    wait_until(lambda: not any(each.lives() for each in doomed), timeout_s=5.0)
 
 
 def wait_until(done: Callable[[], bool], *, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""What a process runs with: interpreter, packages, driver, CUDA and NCCL, container, and the environment that matters.
+"""What a process runs with: interpreter, packages, driver, CUDA and NCCL, container.
 
 Everything is read from files of the interpreter and the kernel. No package is imported for it, torch neither, so that the
 facts of a node that cannot even load torch can be told. Facts are texts by name, in groups, so that those of two runs, two
@@ -9,39 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import platform
 import re
 import socket
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from slurmtrain.system.redaction import SECRET_NAME
-
-# Variables that change what is computed, how fast, or what is loaded: by their beginnings, and by name.
-PREFIXES = tuple(
-    """NCCL_ RCCL_ TORCH PYTORCH_ CUDA_ CUBLAS_ CUDNN_ NVIDIA_ HIP_ HSA_ ROCR_ MIOPEN_ OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ UCX_ FI_
-    GLOO_ IB_ MALLOC_ XLA_ TRITON_ HF_ TRANSFORMERS_ ACCELERATE_ DS_ DEEPSPEED_ TOKENIZERS_ PYTHON""".split()
-)
-NAMES = frozenset(
-    """LD_LIBRARY_PATH LD_PRELOAD VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV LOADEDMODULES TZ LC_ALL LANG
-    APPTAINER_CONTAINER SINGULARITY_CONTAINER""".split()
-)
-OF_ONE_RANK = frozenset({"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"})
-LONGEST = 4000  # characters of a value that are kept
 WHOLE_BYTES = 64 << 20  # files up to this size are digested whole
 SAMPLES, SAMPLE_BYTES = 32, 1 << 16
 _USER_IN_URL = re.compile(r"(?<=://)[^/?#\s]+@")  # up to the last @ before the path: a password may have one, too
 _SECRET_IN_URL = re.compile(
     r"(?<=[?&;])([\w.%-]*(?:token|secret|passw|credential|signature|key|sig)[\w.%-]*=)[^&;#\s]+", re.IGNORECASE
 )
-# Besides SECRET_NAME: these are a secret's in most environments, and a variable that is left out of a record costs little.
-_SECRET_WORD = re.compile(r"(^|_)(PASS|PWD|PW|KEY|AUTH|AUTHORIZATION|BEARER|COOKIE|WEBHOOK)(_|$)", re.IGNORECASE)
 _NAME_OR_VERSION = re.compile(r"^(Name|Version):[ \t]*(.+?)\s*$", re.MULTILINE)
 _TORCH_FACTS = {"cuda": "cuda", "hip": "hip", "git_version": "torch_revision"}
 
@@ -55,18 +37,14 @@ class ProcessFacts:
     Attributes:
         system: host, os, kernel, machine, libc, python, interpreter.
         packages: version of each installed distribution, by its name in lower case with dashes.
-        origins: where those come from that an index has not: a URL, with a revision where there is one.
-        gpu: driver, models of the GPUs, the CUDA or HIP that torch is built for, and the versions of NCCL and cuDNN.
+        gpu: driver, the CUDA or HIP that torch is built for, and the versions of NCCL and cuDNN.
         container: the image that the process is in, as far as apptainer tells.
-        variables: environment variables that matter, without secrets.
     """
 
     system: Facts = field(default_factory=dict)
     packages: Facts = field(default_factory=dict)
-    origins: Facts = field(default_factory=dict)
     gpu: Facts = field(default_factory=dict)
     container: Facts = field(default_factory=dict)
-    variables: Facts = field(default_factory=dict)
 
     def to_json(self) -> dict[str, dict[str, str]]:
         """Return the facts as plain values; groups without any are left out."""
@@ -80,37 +58,19 @@ def gather_facts(variables: Mapping[str, str] = os.environ, root: Path = Path("/
         variables: environment variables.
         root: folder of `proc`, `sys` and `etc`.
     """
-    packages, origins = _packages()
+    packages = _packages()
     image = variables.get("APPTAINER_CONTAINER") or variables.get("SINGULARITY_CONTAINER")
     return ProcessFacts(
         system=_system(root),
         packages=packages,
-        origins=origins,
         gpu=_gpu(root, packages, variables),
         container={"kind": "apptainer", "image": image} if image else {},
-        variables=variables_that_matter(variables),
     )
 
 
 def login_facts() -> dict[str, str]:
     """Return the facts of this process that need no look at its packages: interpreter, system, kernel."""
     return {name: value for name, value in _system(Path("/")).items() if name != "host"}
-
-
-def variables_that_matter(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that change what is computed or loaded, without those whose name is a secret's.
-
-    User names and passwords in URLs are cut out.
-    """
-    return {
-        name: without_user(value)[:LONGEST]
-        for name, value in variables.items()
-        if (name in NAMES or name.startswith(PREFIXES)) and name not in OF_ONE_RANK and not _is_secret(name)
-    }
-
-
-def _is_secret(name: str) -> bool:
-    return (SECRET_NAME.search(name.replace("TOKENIZERS", "")) or _SECRET_WORD.search(name)) is not None
 
 
 def without_user(text: str) -> str:
@@ -159,12 +119,11 @@ def _os_name(root: Path) -> str:
     return ""
 
 
-def _packages() -> tuple[dict[str, str], dict[str, str]]:
-    """Return the versions of the installed distributions, and the origins of those that no index has."""
+def _packages() -> dict[str, str]:
+    """Return the versions of the installed distributions."""
     from importlib import metadata  # it takes some hundredths of a second to load
 
     versions: dict[str, str] = {}
-    origins: dict[str, str] = {}
     for each in metadata.distributions():
         with contextlib.suppress(Exception):  # a damaged installation: its other packages still count
             # `each.version` would have the parser of e-mail read the whole file, with the package's README in it.
@@ -172,10 +131,7 @@ def _packages() -> tuple[dict[str, str], dict[str, str]]:
             name = canonical(described["Name"])
             if name not in versions:  # the first one on the path is the one that is imported
                 versions[name] = described["Version"]
-                origin = _origin(each.read_text("direct_url.json"))
-                if origin is not None:
-                    origins[name] = origin
-    return dict(sorted(versions.items())), dict(sorted(origins.items()))
+    return versions
 
 
 def _header(metadata: str) -> dict[str, str]:
@@ -188,23 +144,11 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _origin(direct_url: str | None) -> str | None:
-    """Return where a distribution was installed from, by its direct_url.json (PEP 610); None: by name and version."""
-    if direct_url is None:
-        return None
-    found: Any = json.loads(direct_url)
-    revision = (found.get("vcs_info") or {}).get("commit_id")
-    return without_user(str(found["url"])) + (f"@{revision}" if revision else "")
-
-
 def _gpu(root: Path, packages: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in (("driver", "nvidia"), ("amdgpu", "amdgpu")):
         if version := _read(root / "sys/module" / module / "version").strip():
             found[name] = version
-    models = Counter(_gpu_models(root))
-    if models:
-        found["models"] = ", ".join(f"{count} x {model}" for model, count in sorted(models.items()))
     found |= _torch_build()
     for name, prefix in (("nccl", "nvidia-nccl-"), ("cudnn", "nvidia-cudnn-")):
         versions = {version for package, version in packages.items() if package.startswith(prefix)}
@@ -212,13 +156,6 @@ def _gpu(root: Path, packages: Mapping[str, str], variables: Mapping[str, str]) 
         if versions or stated:
             found[name] = ", ".join(sorted(versions)) or str(stated)
     return found
-
-
-def _gpu_models(root: Path) -> Iterator[str]:
-    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-        match = re.search(r"^Model:\s*(.+?)\s*$", _read(path), re.MULTILINE)
-        if match:
-            yield match.group(1)
 
 
 def _torch_build() -> dict[str, str]:

@@ -62,20 +62,6 @@ def only_mine(path: Path) -> bool:
     return kinds and all(each.st_uid == os.geteuid() and not others_may_write(each) for each in (file, folder))
 
 
-def only_of_account(path: str | Path, uid: int) -> bool:
-    """Return whether only an account and root can have written a file.
-
-    All folders above are theirs, and none, sticky or not, is one that others may add to. So root has given the account
-    the topmost folder of its own.
-    """
-    real = Path(os.path.realpath(path))
-    try:
-        found = [os.lstat(each) for each in (real, *real.parents)]
-    except OSError:
-        return False
-    return all(each.st_uid in (uid, 0) and not others_may_write(each) for each in found)
-
-
 def others_may_write(found: os.stat_result) -> bool:
     """Return whether mode and group let somebody else write.
 

@@ -39,12 +39,11 @@ def main(words: list[str]) -> None:
             "--help": [*OURS, "--help"],
             "submit --dry-run": [*OURS, "+cluster=a100x4", "submit", "--dry-run"],
             "plan": [*OURS, *PLAN],
-            "plan --search": [*OURS, *PLAN, "--search"],
         }
         variants = {name: partial(seconds_of, partial(run, command, folder)) for name, command in commands.items()}
         found = in_turn(variants, rounds)
     bare = found["bare Hydra app --help"]
-    limits = {"plan": "<= 1", "plan --search": "<= 1"}
+    limits = {"plan": "<= 1"}
     rows = [Row(name, seconds, wanted=limits.get(name, "")) for name, seconds in found.items()]
     rows += [ratio(f"{name} / bare Hydra app", found[name], bare, "<= 1.3") for name in ("--help", "submit --dry-run")]
     show("from enter to the answer", rows)

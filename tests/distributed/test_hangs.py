@@ -24,7 +24,7 @@ from slurmtrain.runtime import main
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.leaving import timed_out
-from slurmtrain.runtime.watchdog.watchdog import Watchdog
+from slurmtrain.runtime.watchdog import Watchdog
 from tests.support.gloo import GlooRanks, Ranks, wait_until
 from tests.support.local_runs import SMALL, LocalRun, Project
 from tests.support.runs import submitted_run

@@ -92,8 +92,8 @@ def write_run(run: RunDir, **facts: Any) -> None:
         files.write_json(
             attempt / "failed-0.json", {"rank": 0, "exit_code": 1, "sentence": "x", "time": 1_700_000_041.0}
         )
-        gpu = {"index": 0, "name": "H100", "sampled_s": 30.0, "idle_s": 3.0, "xids": [79], "ecc_errors": 1}
-        files.write_json(attempt / "gpus-0.json", {"node": "n0", "gpus": [gpu]})
+        gpus = {"sampled_s": 30.0, "idle_s": 3.0, "utilization_s": 900.0}
+        files.write_json(attempt / "gpus-0.json", gpus)
         stop = {"cause": "TERM", "time": 1_700_000_050.0, "seconds_left": 3.0, "facts": {"state": "RUNNING"}}
         files.write_json(attempt / "stop.json", stop)
         for rank in (0, 1):

@@ -19,7 +19,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.addresses import HeldPort
+from slurmtrain.runtime.addresses import hold_port
 from slurmtrain.runtime.distributed_context import DistributedContext, init_distributed
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
@@ -149,7 +149,7 @@ class Pair:
     def __init__(self, folder: Path, *overrides: str):
         self.folder = folder
         (folder / "faulty.py").write_text(FAULTY)
-        self._port = HeldPort()
+        self._port = hold_port(None, "here")
         words = [
             "+experiment=smoke",
             "train.device=cuda",
@@ -158,7 +158,7 @@ class Pair:
             "train.tensorboard=false",
         ]
         words += ["parallel.dp_replicate=1", "parallel.dp_shard=2", *overrides]
-        port = str(self._port.take())
+        port = str(self._port.getsockname()[1])
         self.processes = []
         for rank in range(2):
             variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -20,10 +20,9 @@ from slurmtrain.config.schema import Config
 from slurmtrain.data.loading.batches import IGNORED_TARGET
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.attempt_context import AttemptContext, Timeline
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.train import build_trainer
-from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
 from slurmtrain.training.agreement import StopAgreement

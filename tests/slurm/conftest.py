@@ -14,7 +14,7 @@ from slurmtrain.errors import ClusterError
 from slurmtrain.sandbox import SandboxSpec, default_directory, up
 from slurmtrain.sandbox.files import find_programs
 from slurmtrain.slurm.command_environment import PREFIX_FILE
-from slurmtrain.slurm.versions import Difference
+from slurmtrain.slurm.parse_values import Difference
 from tests.slurm.project import Project, make_project
 from tests.support.gloo import wait_until
 from tests.support.slurm_cluster import Cluster, reconfigured

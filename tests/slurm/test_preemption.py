@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
+from slurmtrain.slurm.parse_values import STARTS_PREEMPTED_JOBS_ONCE_MORE
 from tests.slurm.project import Run, make_project
 from tests.support.slurm_cluster import Cluster, partition
 

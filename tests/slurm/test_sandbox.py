@@ -21,7 +21,7 @@ from slurmtrain.sandbox import Sandbox, SandboxSpec, default_directory, find, up
 from slurmtrain.sandbox.directory import claim_directory
 from slurmtrain.sandbox.files import find_programs
 from slurmtrain.system import process
-from slurmtrain.system.process import Process, below, wait_until
+from slurmtrain.system.process import ProcessMark, below, wait_until
 from tests.support.slurm_cluster import Cluster, kill_node, start_node
 from tests.support.stranger import Stranger
 
@@ -35,9 +35,9 @@ wait; wait; wait
 """
 
 
-def everybody_in(sandbox: Sandbox) -> set[Process]:
+def everybody_in(sandbox: Sandbox) -> set[ProcessMark]:
     """Supervisor, daemons, steps and tasks."""
-    supervisor = Process(**json.loads((sandbox.directory / "processes.json").read_text())["supervisor"])
+    supervisor = ProcessMark(**json.loads((sandbox.directory / "processes.json").read_text())["supervisor"])
     return {supervisor, *below([supervisor])}
 
 
@@ -84,19 +84,19 @@ def test_a_job_whose_node_dies_starts_again_elsewhere_and_a_node_that_is_cut_off
         others = ",".join(set(sandbox.nodes) - {node, "n2", "n3"})
         jobs[node] = sandbox.sbatch("--requeue", "-x", others, "-w", node, script=script, cwd=tmp_path)
         sandbox.run(["scontrol", "update", f"JobId={jobs[node]}", "ReqNodeList="], check=False)
-        tasks[node] = Process.of(int(sandbox.wait_for_text(started, "\n").split()[1]))
+        tasks[node] = ProcessMark.of(int(sandbox.wait_for_text(started, "\n").split()[1]))
     assert tasks["n0"] is not None and tasks["n1"] is not None
     sandbox.kill_node("n0")
     sandbox.kill_node("n1", only_daemon=True)
     try:
-        assert not tasks["n0"].alive(), "a node without power runs nothing"
+        assert not tasks["n0"].lives(), "a node without power runs nothing"
         again = sandbox.wait_for(jobs["n0"], lambda j: j["JobState"] == "RUNNING" and j["Restarts"] == "1")
         assert again["NodeList"] in ("n2", "n3")
         sandbox.wait_for(jobs["n1"], lambda j: j["Restarts"] == "1")
-        assert tasks["n1"].alive()
+        assert tasks["n1"].lives()
     finally:
         sandbox.kill_node("n1")
-        assert not tasks["n1"].alive()
+        assert not tasks["n1"].lives()
         for node, job in jobs.items():
             sandbox.run(["scancel", job])
             sandbox.start_node(node)
@@ -138,12 +138,12 @@ def test_down_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
     assert wait_until(lambda: any(b"1234" in cmdline(p) for p in everybody_in(sandbox)), timeout_s=60)
     everybody = everybody_in(sandbox)
     sandbox.down()
-    assert not [p for p in everybody if p.alive()]
+    assert not [p for p in everybody if p.lives()]
     assert not sandbox.directory.exists()
     assert find(sandbox.directory) is None
 
 
-def cmdline(process: Process) -> bytes:
+def cmdline(process: ProcessMark) -> bytes:
     try:
         return Path(f"/proc/{process.pid}/cmdline").read_bytes()
     except OSError:
@@ -153,14 +153,14 @@ def cmdline(process: Process) -> bytes:
 def test_down_works_after_the_supervisor_was_killed() -> None:
     sandbox = up(SMALL, default_directory(f"orphan-{os.getpid()}"), ends_with=os.getpid())
     everybody = everybody_in(sandbox)
-    supervisor = min(everybody, key=lambda p: p.start)
+    supervisor = min(everybody, key=lambda p: int(p.born or 0))
     os.kill(supervisor.pid, signal.SIGKILL)
     with pytest.raises(ClusterError, match="already"):
         up(SMALL, sandbox.directory)
     found = find(sandbox.directory)
     assert found == sandbox
     found.down()
-    assert not [p for p in everybody if p.alive()]
+    assert not [p for p in everybody if p.lives()]
     assert not sandbox.directory.exists()
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.slurm.versions import STARTS_PREEMPTED_JOBS_ONCE_MORE
+from slurmtrain.slurm.parse_values import STARTS_PREEMPTED_JOBS_ONCE_MORE
 from tests.slurm.project import SMALL, Project, Run, assert_counted_once, counting, make_project
 from tests.support.slurm_cluster import Cluster, Job
 

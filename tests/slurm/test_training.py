@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.report.gpu_hours.goodput import Cause
+from slurmtrain.report.goodput import Cause
 from slurmtrain.system.process import lives
 from tests.slurm.project import Project, Run, assert_counted_once, counting, make_project
 from tests.support.children import children

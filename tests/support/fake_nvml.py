@@ -10,8 +10,7 @@ class FakeNvml:
     """The functions of `pynvml` that are used, over GPUs whose numbers a test sets."""
 
     NVML_SUCCESS, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 0, 230
-    NVML_TEMPERATURE_GPU, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 0
-    nvmlEventTypeXidCriticalError = 8
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
 
     class NVMLError(Exception):
         value = 0
@@ -23,11 +22,10 @@ class FakeNvml:
             raise error
 
     def __init__(self, count: int = 2):
-        self.utilization, self.watts, self.errors = [90] * count, [500] * count, [3] * count
-        self.pending: list[tuple[int, int]] = []
+        self.utilization, self.errors = [90] * count, [3] * count
         self.mig = False
         self.lost: int | None = None
-        self.answers(nvmlInit=None, nvmlShutdown=None, nvmlEventSetCreate=[], nvmlDeviceRegisterEvents=None)
+        self.answers(nvmlInit=None, nvmlShutdown=None)
         self.answers(nvmlDeviceGetRemappedRows=(0, 0, 0, 0), nvmlDeviceGetCurrentClocksEventReasons=0x4)
         self.answers(nvmlDeviceGetComputeRunningProcesses=[SimpleNamespace(pid=9)], nvmlDeviceGetMigMode=(0, 0))
         self.answers(nvmlDeviceGetFieldValues=recovery_action(0))
@@ -63,24 +61,8 @@ class FakeNvml:
         self.check(handle)
         return SimpleNamespace(total=80_000_000_000, used=70_000_000_000)
 
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
-        return 1000 * self.watts[handle]
-
-    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
-        return 60 + handle
-
     def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
         return self.errors[handle]
-
-    def nvmlEventSetWait_v2(self, events: list[int], milliseconds: int) -> Any:
-        if not self.pending:
-            raise self.NVMLError("Timeout")
-        device, number = self.pending.pop(0)
-        return SimpleNamespace(device=device, eventData=number)
-
-    def nvmlDeviceGetIndex(self, handle: int) -> int:
-        self.check(handle)
-        return handle
 
 
 def recovery_action(number: int, code: int = 0) -> list[Any]:

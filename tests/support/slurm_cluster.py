@@ -18,8 +18,8 @@ import pytest
 from slurmtrain.sandbox import Sandbox
 from slurmtrain.sandbox.directory import START, Cell, recorded
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.versions import Difference
-from slurmtrain.system.process import kill_trees
+from slurmtrain.slurm.parse_values import Difference
+from slurmtrain.system.process import kill_trees, send
 from tests.support.gloo import wait_until
 
 
@@ -38,14 +38,14 @@ def kill_node(sandbox: Sandbox, node: str, *, only_daemon: bool = False) -> None
     """
     if only_daemon:
         for cell in cells(sandbox, node):
-            cell.daemon.signal(signal.SIGKILL)
+            send(signal.SIGKILL, [cell.daemon.pid])
     else:
         kill_trees(cell.process for cell in cells(sandbox, node))
     wait_until(lambda: not runs(sandbox, node), f"{node} has ended")
 
 
 def runs(sandbox: Sandbox, node: str) -> bool:
-    return any(cell.daemon.alive() for cell in cells(sandbox, node))
+    return any(cell.daemon.lives() for cell in cells(sandbox, node))
 
 
 def start_node(sandbox: Sandbox, node: str) -> None:

@@ -90,15 +90,10 @@ def test_help_names_the_shipped_configs(slurmtrain: Slurmtrain, python: Path, tm
     assert script.stdout == text
 
 
-def test_the_first_command_runs_and_loads_no_compiler(slurmtrain: Slurmtrain, tmp_path: Path) -> None:
-    """torch._dynamo costs as much as torch itself; a program that does not compile is spared it."""
-    said = slurmtrain("+cluster=local", "+experiment=smoke", "submit", PYTHONPROFILEIMPORTTIME="1")
+def test_the_first_command_runs(slurmtrain: Slurmtrain, tmp_path: Path) -> None:
+    said = slurmtrain("+cluster=local", "+experiment=smoke", "submit")
     assert "\nslurmtrain: finished\n" in said
     run_dir = next(tmp_path.glob("runs/train/*"))
-    log = (run_dir / "attempts" / "0001" / "rank-0.log").read_text()
-    loaded = {line.rpartition("|")[2].strip() for line in log.splitlines()}
-    assert "slurmtrain.training.trainer" in loaded
-    assert not {"sympy", "torch._dynamo.utils", "torch.distributed.tensor"} & loaded
     assert (run_dir / "checkpoints").is_dir() and list(run_dir.glob("checkpoints/*/COMPLETE"))
     assert not (run_dir / "code" / "slurmtrain").exists()  # an installed package needs no copy
     assert "finished" in slurmtrain("status", "last")

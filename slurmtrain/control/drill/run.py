@@ -310,7 +310,7 @@ def drill(
             its = scratch_config(config, plan, way, made.folder)
             dims = validate(its)
             check(its, dims, cwd, look_at_files=source is None)
-            run_dir, launcher = start(its, dims, overrides, cwd, source)
+            run_dir, launcher = start(its, overrides, cwd, source)
             run = ScratchRun(way, config=its, run_dir=run_dir, launcher=launcher)
             run.is_program, run.mode = its.job.kind == JobKind.COMMAND, its.requeue.mode
             run.time_s = time_given(way, its.cluster, facts) if way is not None else None

@@ -9,16 +9,15 @@ from typing import Any
 from slurmtrain.config.frozen import to_values
 from slurmtrain.config.schema import Config
 from slurmtrain.report.compare import MISSING, config_differences
-from slurmtrain.report.facts import RunFacts
-from slurmtrain.report.gpu_hours.goodput import Goodput
+from slurmtrain.report.facts import RunFacts, step_times
+from slurmtrain.report.goodput import Goodput
 from slurmtrain.report.page import charts, sentences, units
 from slurmtrain.report.page.charts import Curve, Series, Span
 from slurmtrain.report.page.render import Chart, Grid, Page, Section
 from slurmtrain.report.status.state import ATTEMPT_HEADER, RunStatus
-from slurmtrain.report.step_times import step_times
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.software import words_for_changes
-from slurmtrain.system.durations import roughly
+from slurmtrain.system.texts import roughly
 
 MOODS = {
     RunStatus.FINISHED: "good",

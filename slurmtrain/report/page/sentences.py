@@ -7,17 +7,16 @@ from collections import Counter
 from collections.abc import Mapping
 
 from slurmtrain.choices import Backend
-from slurmtrain.report.facts import RunFacts, trouble, trouble_of_checkpoints
-from slurmtrain.report.gpu_hours.goodput import HOLDS_NO_GPUS, Cause, Goodput
+from slurmtrain.report.facts import RunFacts, StepTimes, save_times, trouble, trouble_of_checkpoints
+from slurmtrain.report.goodput import HOLDS_NO_GPUS, Cause, Goodput
 from slurmtrain.report.page import units
 from slurmtrain.report.page.charts import Series
 from slurmtrain.report.progress import at_about
 from slurmtrain.report.status.state import WAITING, RunStatus
-from slurmtrain.report.step_times import StepTimes, save_times
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import Reason, Verdict
-from slurmtrain.system.durations import roughly
+from slurmtrain.system.texts import roughly
 
 WORTH_SAYING = 0.05  # share of the time that nodes were held: what took less needs no advice
 SLOW_WORTH_SAYING = 0.01  # share of the time of all steps that slow ranks have cost
@@ -131,8 +130,9 @@ def checkpoints_sentence(facts: RunFacts) -> str:
     sentence = f"{units.plural(count, 'checkpoint')} {'was' if count == 1 else 'were'} committed"
     if (usual := save_times(facts.events)) is None:
         return f"{sentence}."
-    size = f"{units.brief(usual.size / 1e9)} GB" if usual.size >= 1e9 else f"{units.brief(usual.size / 1e6)} MB"
-    took, waited = f"{units.brief(usual.write_s)} s", f"{units.brief(usual.stall_s)} s"
+    held, write_s, stall_s = usual
+    size = f"{units.brief(held / 1e9)} GB" if held >= 1e9 else f"{units.brief(held / 1e6)} MB"
+    took, waited = f"{units.brief(write_s)} s", f"{units.brief(stall_s)} s"
     return f"{sentence}. In the median: {size}, committed in {took}, and training waited {waited} for it."
 
 

@@ -20,8 +20,8 @@ from slurmtrain.slurm.job_facts import GONE, JobState, QueuedJob
 from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.slurm.pending_reasons import in_words, is_held
 from slurmtrain.system import kubectl
-from slurmtrain.system.durations import roughly
 from slurmtrain.system.records import read_text
+from slurmtrain.system.texts import roughly
 
 LOCAL_START_S = 60.0  # a local attempt whose rank 0 has not said anything for longer than this never will
 

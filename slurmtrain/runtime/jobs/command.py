@@ -24,7 +24,7 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.reasons import LastWord
 from slurmtrain.runtime import attempt_context
-from slurmtrain.runtime.addresses import HeldPort
+from slurmtrain.runtime.addresses import hold_port
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.jobs.own_checkpoints import look_before_start
 from slurmtrain.runtime.jobs.program_start import STOPS, start_program
@@ -67,7 +67,7 @@ def run_command(
     if environment.rank == 0:
         look_before_start(config, context, lambda: stop_flag.requested)
     process.become_subreaper()  # a wrapper such as bash may die of a stop signal while its child still saves
-    port = HeldPort(config.cluster.ports, environment.node)
+    port = hold_port(config.cluster.ports, environment.node) if environment.rank == 0 else None
     program = start_program(config, environment, context, port, lambda: stop_flag.requested)
     name = shlex.split(config.job.command or "")[0]
     stopper = ProgramStopper(config.job, environment.source, context, stop_flag, environment.rank)
@@ -81,7 +81,8 @@ def run_command(
         _record_crash(context.attempt_dir, environment.rank, name, code, ended_at)
     _wait_for_descendants(config, code, context, environment, stop_flag)
     stopper.close()
-    port.release()
+    if port is not None:
+        port.close()
     told = stop_flag.requested and not crashed  # a stop that came after a crash, perhaps because of it, excuses nothing
     if contract_code(code, told=told, rule=rule, there=True) in (0, EXIT_REQUEUE):
         _wait_for_ranks(context.attempt_dir, environment)

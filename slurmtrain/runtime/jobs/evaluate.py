@@ -17,11 +17,10 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.observe.reporter import TensorBoardLog
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
+from slurmtrain.runtime.attempt_context import AttemptContext, Timeline, update_attempt
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.build_model import build, distribute_model
 from slurmtrain.runtime.jobs.train import build_evaluator
-from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.records import append_line
 from slurmtrain.training.agreement import StopAgreement

@@ -12,8 +12,9 @@ import os
 import pickle
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
@@ -21,9 +22,12 @@ from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError
 from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.slurm.environment import rank_or_zero
+from slurmtrain.slurm.environment import own_job_id, rank_or_zero
 from slurmtrain.system.files import replace_file
 from slurmtrain.system.redaction import holds_secret, redact
+
+if TYPE_CHECKING:
+    from hydra.core.utils import JobReturn
 
 RESULT = "result.pkl"  # in the run's directory
 
@@ -112,6 +116,30 @@ def _with_error(error: BaseException) -> dict[str, Any]:
     if pickled is not None and holds_secret(pickled):
         pickled = None
     return {"error": pickled, "traceback": text, "said": said}
+
+
+# One job of a Hydra program's multirun: see `slurmtrain/hydra_plugin.py`. Rank 0 alone writes Hydra's folder.
+
+
+def run_task(shared: Mapping[str, Any], number: int, overrides: Sequence[str]) -> JobReturn:
+    """Call the program's task function as Hydra's own launcher does; raise what it raises."""
+    from hydra.core.singleton import Singleton
+    from hydra.core.utils import run_job, setup_globals
+    from omegaconf import open_dict, read_write
+
+    Singleton.set_state(shared["singletons"])
+    setup_globals()
+    context = shared["context"]
+    config = context.config_loader.load_sweep_config(shared["config"], list(overrides))
+    with read_write(config.hydra), open_dict(config.hydra):
+        config.hydra.job.num = number
+        config.hydra.job.id = own_job_id() or str(number)
+        if rank_or_zero() != 0:
+            config.hydra.output_subdir = None
+            config.hydra.job_logging = {"root": None}  # as hydra/job_logging=none
+    returned = run_job(shared["function"], config, "hydra.sweep.dir", "hydra.sweep.subdir", context)
+    _ = returned.return_value  # raises what the function has raised
+    return returned
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from slurmtrain.errors import ConfigError, EnvironmentMismatchError, SlurmtrainE
 from slurmtrain.observe import mlflow_logger, wandb_logger
 from slurmtrain.observe.logger_thread import logged_run
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from slurmtrain.runtime.addresses import HeldPort, await_rank_0, listening_address, machine
+from slurmtrain.runtime.addresses import await_rank_0, listening_address, machine
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import write_json
@@ -35,13 +36,13 @@ def start_program(
     config: Config,
     environment: Environment,
     context: AttemptContext,
-    port: HeldPort,
+    port: socket.socket | None,
     stop_requested: Callable[[], bool],
 ) -> subprocess.Popen[bytes]:
     """Start this rank's program.
 
     Args:
-        port: MASTER_PORT, taken on rank 0: to be held until the program has ended.
+        port: rank 0's MASTER_PORT, to be held until the program has ended; None on other ranks.
 
     Raises:
         ConfigError: there is no such program, or it cannot be executed.
@@ -77,7 +78,7 @@ def rank_variables(
     config: Config,
     environment: Environment,
     context: AttemptContext,
-    port: HeldPort,
+    port: socket.socket | None,
     stop_requested: Callable[[], bool],
 ) -> dict[str, str]:
     """Return the variables of the program: those of torch.distributed's env://, of loggers, and ours.
@@ -96,7 +97,7 @@ def rank_variables(
     }
     cluster, published = config.cluster, context.attempt_dir.master_file
     found: dict[str, Any]
-    if environment.rank == 0:
+    if port is not None:  # on rank 0
         try:
             host = listening_address(environment, cluster.network_interface)
         except EnvironmentMismatchError:
@@ -108,7 +109,7 @@ def rank_variables(
         # A run of W&B that another rank begins is none of this one, but neither asks for a key, nor is beside the code.
         of_others = {name: own[name] for name in ("WANDB_MODE", "WANDB_DIR") if name in own}
         variables |= own
-        found = {"host": host, "port": port.take(), "machine": machine(), "variables": of_others}
+        found = {"host": host, "port": port.getsockname()[1], "machine": machine(), "variables": of_others}
         if environment.world_size > 1:
             write_json(published, found)
     else:  # also where there is an address: rank 0 publishes its own when it has looked at the program's checkpoints

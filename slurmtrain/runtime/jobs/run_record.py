@@ -11,9 +11,8 @@ from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.runs import attempts
 from slurmtrain.runs.events import Event
-from slurmtrain.runtime.attempt_context import AttemptContext, update_attempt
+from slurmtrain.runtime.attempt_context import AttemptContext, Timeline, update_attempt
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
-from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.patience import BestEffort
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState

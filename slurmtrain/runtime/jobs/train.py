@@ -32,16 +32,15 @@ from slurmtrain.observe.logger_thread import loggers_of
 from slurmtrain.observe.phases import CudaTimer, HostTimer, PhaseClock
 from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.parallel.parallelize import DistributedModel
-from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.planner.gpus import FP32, TF32, Peak, peak_of
+from slurmtrain.planner.shape import ModelFlops
 from slurmtrain.runs import attempts
 from slurmtrain.runs.reasons import Reason
-from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.attempt_context import AttemptContext, Timeline
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.runtime.jobs.build_model import build, distribute_model, pretrained
 from slurmtrain.runtime.jobs.run_record import RunRecord
-from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system.redaction import redacted
 from slurmtrain.training.agreement import StopAgreement, StopPlanner, TrainingRanks
 from slurmtrain.training.evaluation import Evaluator, MetricSums

@@ -15,14 +15,14 @@ from typing import Any
 
 import msgspec
 
-from slurmtrain.choices import FindingKind, PreflightMode
+from slurmtrain.choices import PreflightMode
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import PreflightError
 from slurmtrain.runs.events import Event
 from slurmtrain.runtime.addresses import Pauses, look
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.preflight.compare import Finding, Gathered, compare, error_of, matters, without
+from slurmtrain.runtime.preflight.compare import Finding, Gathered, compare, error_of, without
 from slurmtrain.runtime.preflight.facts import RankFacts, Readers, gpus_of, node_facts, rank_facts
 from slurmtrain.system.files import write_json
 
@@ -164,8 +164,7 @@ def record_of(
     mode, seconds  of the quick checks
     findings       the fatal first: each `Finding`, with advice and sentence
     ranks          number of ranks
-    nodes          for each node: its first rank, the versions that matter, GPUs, what is broken on them, and when it saw
-                   the folder
+    nodes          for each node: its first rank, and what is broken on its GPUs
     measured       with mode=full: what was measured
     """
     return {
@@ -177,15 +176,7 @@ def record_of(
             {
                 "node": rank.node,
                 "rank": rank.rank,
-                "versions": {
-                    name: version
-                    for name, version in node.same.get(FindingKind.VERSIONS, {}).items()
-                    if name == "driver" or matters(name)
-                },
-                "gpus": None if node.gpus is None else len(node.gpus),
-                "gpu": next((gpu.name for gpu in node.gpus or ()), None),
                 "broken": [words for gpu in node.gpus or () if (words := gpu.broken)],
-                "folder_seen_after_s": node.folder_after_s,
             }
             for rank in facts.ranks
             if (node := rank.of_node) is not None

@@ -446,7 +446,7 @@ OF_STATUS = "torch,numpy,submitit,hydra,omegaconf"
         (["status", "--json"], f"{OF_STATUS},rich"),
         (["runs", "compare", "last", "last"], f"{OF_STATUS},pyarrow,matplotlib"),
         (["checkpoints", "last", "prune"], "torch,submitit,hydra,omegaconf"),
-        (["plan", "cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "--search"], "torch,numpy,submitit"),
+        (["plan", "cluster=h100x8", "model=llama3_8b", "parallel=fsdp"], "torch,numpy,submitit"),
         (["supervise", "RUN", "--set-up-failed", "no module"], "torch,numpy,submitit,hydra"),
     ],
     ids=lambda value: value[0] + str(len(value)) if isinstance(value, list) else "",

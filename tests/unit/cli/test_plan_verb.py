@@ -79,25 +79,13 @@ def test_a_program_gets_the_same_numbers() -> None:
     assert found["sentence"].startswith("More than 128 nodes cannot")
 
 
-def test_a_search_lists_what_fits_as_overrides_to_type() -> None:
-    words = ["+cluster=h100x8", "cluster.nodes=16", "model=qwen2_5_72b", "parallel.param_dtype=bfloat16"]
-    words += ["data.seq_len=4096", "train.global_batch_size=512", "--search"]
-    text = said(words)
-    assert "layouts of 128 ranks fit; the fastest by arithmetic first" in text
-    best = answer(words)["search"][0]
-    assert " ".join(best["overrides"]) in text
-    assert said([*words[:-1], *best["overrides"]])
-
-
 def test_of_a_layout_that_does_not_fit_nothing_but_its_sizes_is_told() -> None:
     words = ["+cluster=h100x8", "model=llama3_405b", "train.global_batch_size=64"]
     text = said(words)
-    assert "it does not fit: plan --search shows what does" in text
+    assert "it does not fit; what would: cluster.nodes=" in text
     assert not [name for name in ("\nstep ", "\nspeed", "\ncost", "nodes  ") if name in text]
     found = answer(words)
     assert (found["fits"], found["step"], found["gpu_hours"], found["more_nodes"]) == (False, None, None, [])
-    for more in ([], ["--json"]):
-        assert "no layout of 8 ranks fits into 79.0 GB" in refused([*words, "--search", *more], 78)
 
 
 def test_a_slow_network_is_named_as_the_reason_against_more_nodes() -> None:
@@ -115,7 +103,6 @@ def test_a_slow_network_is_named_as_the_reason_against_more_nodes() -> None:
         (["model._target_=my.Model"], 78, "plan supports only the built-in decoder"),
         (["cluster.network_gb_per_s=0"], 78, "cluster.network_gb_per_s=0.0 must be above 0"),
         (["cluster.failures_per_1000_node_days=-1"], 78, "cluster.failures_per_1000_node_days=-1.0 must be above 0"),
-        (["+experiment=smoke", "--search"], 78, "no peak is known for CPUs"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_one_sentence(

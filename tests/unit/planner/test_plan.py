@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from slurmtrain.config.compose import compose
 from slurmtrain.config.rules import validate
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.checks import memory_by_dry_run
-from slurmtrain.planner.fit import ROOM, check_fits
-from slurmtrain.planner.memory import GIB
-from slurmtrain.planner.plan import Plan, on_nodes, plan_of, search
+from slurmtrain.planner.plan import Plan, on_nodes, plan_of
 
 EIGHT_B = ["cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "parallel.param_dtype=bfloat16", "data.seq_len=8192"]
 QWEN = [
@@ -47,21 +42,6 @@ def test_72b_on_16_nodes_with_tp_8_and_pp_2() -> None:
         "dp_shard": (8, 8),
     }
     assert plan.step.bubble_share == pytest.approx(1 / 65)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [*("cluster=a100x8", "cluster.nodes=2", "model=llama3_3b", "parallel=fsdp_tp_pp", "parallel.tp=4"),
-         *("parallel.pp=2", "data.seq_len=4096", "train.global_batch_size=16", "train.micro_batch_size=1")],
-    ],
-)  # fmt: skip
-def test_memory_agrees_with_the_model_that_is_built(words: list[str]) -> None:
-    config = compose(words)
-    built = memory_by_dry_run(config)
-    for ours, theirs in zip(planned(words).memory, built, strict=True):
-        assert ours.kept == pytest.approx(theirs.kept, rel=0.001)
-        assert ours.total == pytest.approx(theirs.total, rel=0.1)
 
 
 def test_the_cost_follows_from_speed_and_goodput() -> None:
@@ -122,54 +102,6 @@ def test_a_layout_without_an_open_axis_grows_by_its_data_parallel_one() -> None:
     sized = on_nodes(replicas, 2)
     assert not isinstance(sized, str)
     assert sized.parallel.dp_replicate == 2
-
-
-# The search.
-
-
-@pytest.mark.parametrize("words", [EIGHT_B, [*QWEN, "parallel.pp=4"]])
-def test_layouts_that_are_found_fit_and_can_be_typed(words: list[str]) -> None:
-    config = compose(words)
-    validate(config)
-    found = search(config)
-    assert found
-    for each in [found[0], found[len(found) // 2], found[-1]]:
-        typed = compose([*words, *each.overrides])
-        dims = validate(typed)
-        assert dims == each.dims
-        check_fits(typed, dims)
-        plan = plan_of(typed, dims)
-        assert plan.fullest.total == each.memory <= ROOM * 79 * GIB
-        assert plan.step is not None
-        assert plan.step.expected_s == pytest.approx(each.step.expected_s)
-    times = [each.step.expected_s for each in found]
-    assert all(after > 0.98 * before for before, after in itertools.pairwise(times))
-
-
-def test_a_slow_network_is_given_less_to_carry() -> None:
-    """70B on 8 nodes: with 10 GB/s between them, shards over all nodes are not the fastest any more."""
-    words = ["cluster=h100x8", "cluster.nodes=8", "model=llama3_70b", "parallel=fsdp", "parallel.param_dtype=bfloat16"]
-    words += ["data.seq_len=4096", "train.global_batch_size=256"]
-    fast, slow = search(compose(words))[0], search(compose([*words, "cluster.network_gb_per_s=10"]))[0]
-
-    def between_nodes(found: object) -> float:
-        return sum(each.bytes_sent for each in found.step.traffic if each.nodes > 1)  # type: ignore[attr-defined]
-
-    assert between_nodes(slow) < between_nodes(fast) / 2
-    assert slow.dims.tp * slow.dims.pp > fast.dims.tp * fast.dims.pp
-
-
-def test_short_sequences_are_not_divided() -> None:
-    config = compose([*EIGHT_B, "train.global_batch_size=8"])
-    assert {each.dims.cp for each in search(config)} == {1}
-    long = compose([*EIGHT_B, "data.seq_len=131072", "train.global_batch_size=8", "model.max_seq_len=131072"])
-    assert max(each.dims.cp for each in search(long)) > 1
-
-
-def test_nothing_is_ranked_without_a_rate() -> None:
-    config = compose(["experiment=smoke"])
-    with pytest.raises(ConfigError, match="no peak is known"):
-        search(config)
 
 
 def test_other_models_are_refused_with_a_way_out() -> None:

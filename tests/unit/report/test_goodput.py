@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.report.gpu_hours.causes import goodput_of, of_history
-from slurmtrain.report.gpu_hours.goodput import Cause, Goodput, over_all
-from slurmtrain.report.gpu_hours.history import AttemptTimes, History
+from slurmtrain.report.goodput import Cause, Goodput, over_all
+from slurmtrain.report.gpu_hours import AttemptTimes, History, goodput_of, of_history
 from slurmtrain.runs.attempts import Attempt
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import GPUS, T0, RunFiles, interrupted_run

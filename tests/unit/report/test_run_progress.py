@@ -18,7 +18,7 @@ from slurmtrain.report.progress import Lowest, Progress, at_about, lowest
 from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.pending_reasons import in_words, is_held
-from slurmtrain.system.durations import roughly
+from slurmtrain.system.texts import roughly
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import RUN_ID, Job, add_attempt, no_waiting, printed, shown, submitted_run
 

@@ -19,7 +19,7 @@ from slurmtrain.runs.decide import (
 from slurmtrain.runs.evidence import Evidence, Policy, fault_of_node, nodes_of_next_start
 from slurmtrain.runs.reasons import QUICK_FAILURE_S, Reason, Verdict
 from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.slurm.node_ledger import NodeEvent, NodeRecord
+from slurmtrain.slurm.node_ledger import NodeEvent
 
 # What SLURM 22.05 says of a job while its batch script still runs.
 RUNNING = JobFacts("RUNNING", "None", restarts=0, start_time=1000.0)
@@ -564,31 +564,3 @@ def test_what_speaks_against_a_node(
     fault = fault_of_node(Evidence(**evidence), reason)
     assert (fault.event if fault else None) == event, what
     assert fault is None or (fault.node, fault.run, fault.attempt, fault.time) == ("n3", "a", 2, NOW)
-
-
-def attempts_on(*nodes: str, texts: str) -> str:
-    """A plus for each of these attempts, which crash in their first second, after which the run goes on; - for others."""
-    found: list[NodeRecord] = []
-    goes_on = ""
-    for number, node in enumerate(nodes, start=1):
-        text = texts[(number - 1) % len(texts)]
-        history: dict[str, Any] = {
-            "stalled_before": number - 1,
-            "stalled_numbers": tuple(range(1, number)),
-            "number": number,
-        }
-        crashed: dict[str, Any] = {"failure": (1, f"rank 0: {text}"), "failed_on": node, "lasted_s": 1.0, "run": "a"}
-        evidence = Evidence(1, **crashed, **history, now=NOW + number, node_records=tuple(found))
-        outcome = decide_outcome(evidence, Policy(max_attempts_without_progress=3))
-        goes_on += "+" if outcome.verdict == Verdict.REQUEUE else "-"
-        found += [outcome.fault] if outcome.fault is not None else []
-    return goes_on
-
-
-def test_attempts_that_a_blamed_node_has_ended_within_seconds_do_not_use_up_the_budget() -> None:
-    assert attempts_on("n3", "n3", "n4", "n5", "n6", texts="aabcd") == "++++-"
-    # A program that crashes everywhere has no more attempts than without the ledger, nor one whose only node is blamed.
-    assert attempts_on("n3", "n3", "n4", texts="a") == attempts_on("n3", "n3", "n3", texts="a") == "++-"
-    # And one that is broken in another way each time ends.
-    nodes = [f"n{number // 2}" for number in range(20)]
-    assert attempts_on(*nodes, texts="abcdefghijklmnopqrst").index("-") + 1 <= 2 * 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import struct
 import time
 import zipfile
 from collections.abc import Callable
@@ -109,17 +108,12 @@ def test_the_newest_complete_one_is_that_of_the_highest_step(job: Job) -> None:
     assert step_of(job, PATTERN) == 400
 
 
-def write_safetensors(path: Path) -> None:
-    header = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
-
-
 def write_zip(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("data.pkl", "x" * 100)
 
 
-WRITERS: dict[str, Callable[[Path], object]] = {"safetensors": write_safetensors, "pt": write_zip, "ckpt": write_zip}
+WRITERS: dict[str, Callable[[Path], object]] = {"pt": write_zip, "ckpt": write_zip}
 WRITERS["json"] = lambda path: path.write_text('{"a": [1, 2]}')
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,6 @@ from slurmtrain.runs.create import create_run_dir, make_folder
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import rendezvous_directory
-from slurmtrain.slurm import command_environment
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import files, records
 from slurmtrain.system.files import write_json
@@ -168,29 +166,6 @@ def test_what_the_team_may_write_into_a_run_names_no_slurm_conf(
     os.chown(in_team.info_file, stranger.uid, -1)
     with pytest.raises(ClusterError, match="somebody else's work"):
         in_team.slurm_conf()
-
-
-def test_a_slurm_conf_of_the_account_of_slurm_is_used_where_root_has_given_it_the_folder(
-    mine: RunDir, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with tempfile.TemporaryDirectory(dir="/etc", prefix="slurmtrain-test-") as given:
-        for folder, used in ((Path(given), True), (stranger.folder, False)):
-            folder.chmod(0o755 if used else 0o1777)
-            conf = folder / "their-slurm.conf"
-            conf.touch()
-            os.chown(conf, stranger.uid, stranger.gid)
-            if used:
-                os.chown(folder, stranger.uid, stranger.gid)
-            mine.update_info(slurm_conf=str(conf))
-            with pytest.raises(ClusterError, match=f"belongs to user {stranger.name}"):
-                mine.slurm_conf()
-            with monkeypatch.context() as patch:
-                patch.setattr(command_environment, "_slurm_account", lambda: stranger.uid)
-                if used:
-                    assert mine.slurm_conf() == str(conf)
-                else:  # anybody may put something there
-                    with pytest.raises(ClusterError, match=f"belongs to user {stranger.name}"):
-                        mine.slurm_conf()
 
 
 def test_status_writes_nothing_through_a_link_that_somebody_has_planted(

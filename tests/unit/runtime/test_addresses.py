@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from slurmtrain.config.fields import ports_of
 from slurmtrain.errors import ConfigError
-from slurmtrain.runtime.addresses import HeldPort, RendezvousError, bind_port
+from slurmtrain.runtime.addresses import RendezvousError, bind_port, hold_port
 
 
 @pytest.fixture
@@ -47,51 +48,55 @@ def test_a_port_of_the_range_that_somebody_has_is_left_to_him(three_ports: range
         ):
             bind_port("127.0.0.1", three_ports, "n3")
         held.pop().close()
-        assert HeldPort(three_ports).take() in three_ports
+        with hold_port(three_ports, "n3") as holder:
+            assert holder.getsockname()[1] in three_ports
     finally:
         for each in held:
             each.close()
 
 
-def test_programs_of_several_jobs_hold_different_ports_of_a_range_and_one_that_was_just_left(
-    three_ports: range,
-) -> None:
-    held = [HeldPort(three_ports) for _ in range(3)]
-    assert {each.take() for each in held} == set(three_ports)
+def test_programs_of_several_jobs_hold_different_ports_of_a_range(three_ports: range) -> None:
+    held = [hold_port(three_ports, "n3") for _ in range(3)]
+    assert {each.getsockname()[1] for each in held} == set(three_ports)
+    with pytest.raises(RendezvousError, match=r"no port of cluster.port_range=.* is free on n3"):
+        hold_port(three_ports, "n3")
     for each in held:
-        each.release()
+        each.close()
+
+
+def test_a_port_that_others_have_just_left_can_be_bound(three_ports: range) -> None:
     only = three_ports[:1]
-    for hold in (lambda: bind_port("127.0.0.1", only, "n3"), HeldPort(only).take):
-        # Its connections are still being closed, on the side that has closed them first.
-        with bind_port("127.0.0.1", only, "n3") as listener, socket.create_connection(listener.getsockname()):
-            listener.accept()[0].close()
-        again = hold()
-        with again if isinstance(again, socket.socket) else socket.create_server(("", again)) as listener:
-            assert listener.getsockname()[1] == three_ports.start
+    # Its connections are still being closed, on the side that has closed them first.
+    with bind_port("127.0.0.1", only, "n3") as listener, socket.create_connection(listener.getsockname()):
+        listener.accept()[0].close()
+    with bind_port("127.0.0.1", only, "n3") as listener:
+        assert listener.getsockname()[1] == three_ports.start
 
 
 @pytest.fixture
-def port() -> HeldPort:
-    return HeldPort()
+def port() -> Iterator[socket.socket]:
+    with hold_port(None, "n3") as holder:
+        yield holder
 
 
-def test_a_port_that_is_held_is_given_to_nobody_else(port: HeldPort) -> None:
-    held, others = port.take(), [HeldPort() for _ in range(100)]
-    assert held == port.take() and held not in {other.take() for other in others}
+def test_a_port_that_is_held_is_given_to_nobody_else(port: socket.socket) -> None:
+    held, others = port.getsockname()[1], [hold_port(None, "n3") for _ in range(100)]
+    assert held not in {other.getsockname()[1] for other in others}
     with socket.socket() as somebody, pytest.raises(OSError) as refused:  # who chooses it by a formula of their own
         somebody.bind(("", held))
     assert refused.value.errno == errno.EADDRINUSE
     for other in (port, *others):
-        other.release()
+        other.close()
     with socket.socket() as somebody:
         somebody.bind(("", held))
 
 
 @pytest.mark.parametrize("libuv", [True, False])
-def test_a_program_listens_on_the_port_that_is_held_for_it(libuv: bool, port: HeldPort) -> None:
-    store = dist.TCPStore("127.0.0.1", port.take(), 1, True, timedelta(seconds=20), use_libuv=libuv)
+def test_a_program_listens_on_the_port_that_is_held_for_it(libuv: bool, port: socket.socket) -> None:
+    number = port.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", number, 1, True, timedelta(seconds=20), use_libuv=libuv)
     store.set("said", "hello")
     assert store.get("said") == b"hello"
     del store
-    with socket.create_server(("", port.take())):
+    with socket.create_server(("", number)):
         pass

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from slurmtrain.runs import gpu_use
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.gpu_use import read_gpu_use, total_of
-from slurmtrain.runtime import gpu_sampler
+from slurmtrain.runs.gpu_use import GpuUse, read_gpu_use, start_gpu_sampler, total_of
 from slurmtrain.runtime.gpu_memory import GIB, explain_out_of_memory, out_of_memory
-from slurmtrain.runtime.gpu_sampler import GpuSampler, start_gpu_sampler
 from slurmtrain.slurm.environment import Environment
-from slurmtrain.system.gpu import GpuFacts, Gpus, NoAnswerError, Sample, read_gpus
+from slurmtrain.system.gpu import GpuFacts, Gpus, NoAnswerError, read_gpus
 from tests.support.fake_nvml import FakeNvml, recovery_action
 
 
@@ -29,67 +28,25 @@ def attempt_dir(tmp_path: Path) -> AttemptDir:
     return AttemptDir(tmp_path)
 
 
-def sampler_of(nvml: FakeNvml, attempt_dir: AttemptDir, ticks: list[float]) -> GpuSampler:
-    return GpuSampler(Gpus(nvml, {}), attempt_dir, "n1", 0, clock=iter(ticks).__next__)
+def test_idle_time_and_use_are_added_up(nvml: FakeNvml) -> None:
+    nvml.utilization = [90, 0]
+    gpus = Gpus(nvml, {})
+    use = GpuUse().with_sample([gpus.utilization(index) for index in gpus.indices], 30.0)
+    assert (use.sampled_s, use.idle_s, use.utilization, use.idle_share) == (60.0, 30.0, 45.0, 0.5)
+    assert total_of([use, GpuUse(60.0, 0.0, 6000.0)]) == GpuUse(120.0, 30.0, 8700.0)
 
 
-def test_idle_time_use_power_and_errors_are_added_up(nvml: FakeNvml, attempt_dir: AttemptDir) -> None:
-    sampler = sampler_of(nvml, attempt_dir, [0.0, 30.0, 60.0, 90.0])
-    sampler.look()
-    nvml.utilization, nvml.errors, nvml.pending = [90, 0], [3, 5], [(1, 79), (1, 31)]
-    sampler.look()
-    sampler.look()  # not yet time to write
-    (node,) = read_gpu_use(attempt_dir)
-    first, second = node.gpus
-    assert (node.node, first.name, first.memory_gb, second.temperature_c) == ("n1", "GPU number 0", 70.0, 61.0)
-    assert (first.sampled_s, first.idle_s, second.idle_s) == (60.0, 0.0, 30.0)
-    assert (second.ecc_errors, second.xids) == (2, (79, 31))
-    total = total_of([node])
-    assert (total.utilization, total.power_w, total.idle_share) == (67.5, 500.0, 0.25)
+def test_a_process_that_was_stopped_has_not_looked_meanwhile() -> None:
+    assert GpuUse().with_sample([50.0], 36_000.0).sampled_s == 240.0
 
 
-@pytest.mark.parametrize("from_the_start", [False, True])
-def test_a_lost_gpu_ends_the_samples_of_no_other(
-    nvml: FakeNvml, attempt_dir: AttemptDir, from_the_start: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    nvml.watts = [500, 300]
-    nvml.lost = 1 if from_the_start else None
-    sampler = sampler_of(nvml, attempt_dir, [0.0, 30.0, 60.0, 120.0])
-    sampler.look()
-    nvml.lost, nvml.pending = 1, [(1, 79), (0, 31)]
-    sampler.look()
-    sampler.look()
-    (node,) = read_gpu_use(attempt_dir)
-    first, second = node.gpus
-    assert (first.sampled_s, first.lost_s, first.xids) == (120.0, 0.0, (31,))
-    assert (second.sampled_s, second.lost_s) == ((0.0, 120.0) if from_the_start else (30.0, 90.0))
-    said = [message for message in caplog.messages if "does not answer" in message]
-    assert said == ["GPU 1 of n1 does not answer its driver any more"]
-    # The mean is over the GPUs and the time that were sampled.
-    total = total_of([node])
-    assert total.lost_s == second.lost_s
-    assert total.power_w == pytest.approx(500 if from_the_start else (500 * 120 + 300 * 30) / 150)
-
-
-def test_watts_that_are_not_told_are_not_0(nvml: FakeNvml, attempt_dir: AttemptDir) -> None:
-    nvml.answers(nvmlDeviceGetPowerUsage=nvml.NVMLError("Not Supported"))
-    sampler_of(nvml, attempt_dir, [0.0, 30.0]).look()
-    (node,) = read_gpu_use(attempt_dir)
-    assert node.gpus[0].power_w is None and total_of([node]).power_w is None
-
-
-def test_a_process_that_was_stopped_has_not_looked_meanwhile(nvml: FakeNvml, attempt_dir: AttemptDir) -> None:
-    sampler_of(nvml, attempt_dir, [0.0, 36_000.0]).look()
-    (node,) = read_gpu_use(attempt_dir)
-    assert node.gpus[0].sampled_s == 120.0
-
-
-def test_a_slice_that_does_not_tell_its_use_is_not_idle(nvml: FakeNvml, attempt_dir: AttemptDir) -> None:
-    nvml.mig = True
-    sampler_of(nvml, attempt_dir, [0.0, 30.0]).look()
-    total = total_of(read_gpu_use(attempt_dir))
-    assert total.sampled_s == 0 and total.idle_share is None
-    assert Gpus(nvml, {}).sample(0) == Sample(None, 70.0, 500.0, 60.0, 3)
+@pytest.mark.parametrize("lost", [None, 0])
+def test_a_slice_or_a_lost_gpu_does_not_tell_its_use_and_is_not_idle(nvml: FakeNvml, lost: int | None) -> None:
+    nvml.mig, nvml.lost = lost is None, lost
+    gpus = Gpus(nvml, {})
+    assert gpus.utilization(0) is None
+    use = GpuUse().with_sample([gpus.utilization(0)], 30.0)
+    assert use.sampled_s == 0 and use.idle_share is None
 
 
 # What SLURM 22.05 gives to a task on the second node of a job, where GPU 0 belongs to another one.
@@ -116,10 +73,10 @@ def test_only_the_gpus_of_the_job_are_sampled(count: int, variables: dict[str, s
 def test_only_the_first_rank_of_a_node_with_gpus_looks(
     attempt_dir: AttemptDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_sampler, "has_gpu_files", lambda: False)
+    monkeypatch.setattr(gpu_use, "has_gpu_files", lambda: False)
     assert start_gpu_sampler(attempt_dir, Environment(source="single")) is None
-    monkeypatch.setattr(gpu_sampler, "has_gpu_files", lambda: True)
-    monkeypatch.setattr(gpu_sampler, "EVERY_S", 0.0)
+    monkeypatch.setattr(gpu_use, "has_gpu_files", lambda: True)
+    monkeypatch.setattr(gpu_use, "EVERY_S", 0.0)
     second = Environment(source="slurm", rank=1, world_size=2, local_rank=1, local_world_size=2, nodes=("n1",))
     assert start_gpu_sampler(attempt_dir, second) is None
 
@@ -132,15 +89,16 @@ def test_without_a_package_or_a_driver_the_thread_ends_without_a_word(
     if breaks == "no driver":
         nvml.answers(nvmlInit=OSError("no libnvidia-ml"))
     if breaks == "a driver that stops to answer":
-        answers = iter([list[tuple[int, int]]()])
-        monkeypatch.setattr(Gpus, "xids", lambda self: next(answers))
+        answers = iter([50.0])
+        monkeypatch.setattr(Gpus, "utilization", lambda self, index: next(answers))
     monkeypatch.setitem(sys.modules, "pynvml", None if breaks == "no package" else nvml)
-    monkeypatch.setattr(gpu_sampler, "has_gpu_files", lambda: True)
-    monkeypatch.setattr(gpu_sampler, "EVERY_S", 0.0)
+    monkeypatch.setattr(gpu_use, "has_gpu_files", lambda: True)
+    monkeypatch.setattr(gpu_use, "EVERY_S", 0.0)
     thread = start_gpu_sampler(attempt_dir, Environment(source="single"))
     assert thread is not None
     thread.join(timeout=30)
     assert not thread.is_alive() and capsys.readouterr() == ("", "")
+    assert not read_gpu_use(attempt_dir)
 
 
 def test_nvml_is_read_into_facts() -> None:

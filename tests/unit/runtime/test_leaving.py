@@ -19,11 +19,10 @@ from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import Failure, Failures
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.addresses import RendezvousError
-from slurmtrain.runtime.attempt_context import AttemptContext
+from slurmtrain.runtime.attempt_context import AttemptContext, Timeline
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.leaving import failure_of
-from slurmtrain.runtime.startup_times import Timeline
 from slurmtrain.system import records
 from tests.support.local_runs import clean_environment
 from tests.support.runs import submitted_run

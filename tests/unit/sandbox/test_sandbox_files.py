@@ -18,7 +18,7 @@ from slurmtrain.sandbox.directory import PLAN, PROCESSES
 from slurmtrain.sandbox.files import find_programs, task_prolog_text, write_files
 from slurmtrain.sandbox.spec import Site, slurm_conf
 from slurmtrain.slurm.command_environment import PREFIX_FILE, clean_environment, programs_beside, submission_environment
-from slurmtrain.system.process import Process, wait_until
+from slurmtrain.system.process import ProcessMark, wait_until
 from tests.support.runs import refused
 
 PROGRAMS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun", "slurmctld", "slurmd")
@@ -43,11 +43,11 @@ def test_a_sandbox_ends_with_the_process_that_it_was_begun_for_however_that_is_k
         command = [sys.executable, "-m", "slurmtrain.sandbox.supervisor", str(directory), str(owner.pid)]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         assert wait_until((directory / PROCESSES).exists, timeout_s=60)
-        supervisor = Process(**json.loads((directory / PROCESSES).read_text())["supervisor"])
-        assert supervisor.alive() and directory.exists()
+        supervisor = ProcessMark(**json.loads((directory / PROCESSES).read_text())["supervisor"])
+        assert supervisor.lives() and directory.exists()
         owner.kill()
         owner.wait()
-        assert wait_until(lambda: not supervisor.alive(), timeout_s=60) and not directory.exists()
+        assert wait_until(lambda: not supervisor.lives(), timeout_s=60) and not directory.exists()
     finally:
         owner.kill()
         shutil.rmtree(directory, ignore_errors=True)

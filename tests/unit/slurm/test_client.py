@@ -16,8 +16,7 @@ from slurmtrain.errors import ClusterError, NoAnswerError
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.command_environment import clean_environment
 from slurmtrain.slurm.job_facts import JobFacts, QueuedJob, changed_dependency, parse_show_job
-from slurmtrain.slurm.parse_values import parse_duration
-from slurmtrain.slurm.versions import parse_version
+from slurmtrain.slurm.parse_values import parse_duration, parse_version
 from tests.support.fake_slurm import FakeSlurm
 
 # `scontrol show job -o 1`, 22.05, of a job whose comment tries to look like fields.

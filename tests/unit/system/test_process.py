@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.system import process
-from slurmtrain.system.process import Process, ProcessMark, kill_trees
+from slurmtrain.system.process import ProcessMark, kill_trees
 from tests.support.children import children
 
 
@@ -89,7 +89,7 @@ def test_no_process_of_a_tree_hears_of_its_end(tmp_path: Path, _: int) -> None:
     shell = subprocess.Popen(["bash", "-c", JOBS], cwd=tmp_path, start_new_session=True)
     ready = tmp_path / "ready"
     assert process.wait_until(lambda: ready.exists() and len(ready.read_text().splitlines()) == 8, timeout_s=60)
-    own = Process.of(shell.pid)
+    own = ProcessMark.of(shell.pid)
     assert own is not None
     kill_trees([own])
     shell.wait()

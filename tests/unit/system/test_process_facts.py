@@ -12,7 +12,7 @@ from slurmtrain.system import process_facts
 from slurmtrain.system.process_facts import (
     fingerprint_of,
     gather_facts,
-    variables_that_matter,
+    without_user,
 )
 
 
@@ -42,38 +42,27 @@ def test_packages_are_told_with_version_and_origin_and_no_password(
     monkeypatch.setattr(sys, "path", [str(first), str(second)])
     facts = gather_facts({}, tmp_path)
     assert facts.packages == {"forked": "2.0", "nvidia-nccl-cu12": "2.27.3", "some-thing": "1.2", "wheel-of-ours": "3"}
-    origins = {"forked": "https://host/forked.git@abc123", "wheel-of-ours": "https://host/w.whl"}
-    assert facts.origins == origins
     assert facts.gpu == {"cuda": "12.8", "torch_revision": "cafe", "nccl": "2.27.3"}
 
 
-def test_a_node_tells_driver_and_gpus(tmp_path: Path) -> None:
+def test_a_node_tells_its_driver(tmp_path: Path) -> None:
     def write(path: str, text: str) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
 
     write("sys/module/nvidia/version", "535.129.03\n")
-    for number in range(2):
-        write(f"proc/driver/nvidia/gpus/0000:0{number}/information", "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 7\n")
     write("etc/os-release", 'NAME="x"\nPRETTY_NAME="Rocky Linux 9.4"\n')
     facts = gather_facts({"APPTAINER_CONTAINER": "/images/train.sif", "NCCL_VERSION": "2.22.3"}, tmp_path)
-    assert facts.gpu["driver"] == "535.129.03" and facts.gpu["models"] == "2 x NVIDIA H100 80GB HBM3"
+    assert facts.gpu["driver"] == "535.129.03"
     assert facts.gpu["nccl"] == "2.22.3"
     assert facts.container == {"kind": "apptainer", "image": "/images/train.sif"}
     assert facts.system["os"] == "Rocky Linux 9.4"
 
 
-def test_variables_that_matter_are_kept_and_secrets_are_not() -> None:
-    secrets = ("HF_TOKEN", "DS_PASS", "TORCH_AUTH", "TORCH_API_KEY", "WANDB_API_KEY")
-    others = {**dict.fromkeys(secrets, "secret"), "PATH": "/bin", "TORCHELASTIC_RUN_ID": "7"}
-    plain = {"NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false"}
-    with_password = "https://me:p@ss@hub.example/x?rev=1&access_token=secret#top"
-    addresses = {"HF_ENDPOINT": "https://me:pass@hub.example/x", "HF_HUB_PROXY": with_password}
-    assert variables_that_matter({**others, **plain, **addresses}) == {
-        **plain,
-        "HF_ENDPOINT": "https://hub.example/x",
-        "HF_HUB_PROXY": "https://hub.example/x?rev=1&access_token=***#top",
-    }
+def test_urls_are_told_without_users_and_secrets() -> None:
+    assert without_user("https://me:pass@hub.example/x") == "https://hub.example/x"
+    with_token = "https://me:p@ss@hub.example/x?rev=1&access_token=secret#top"
+    assert without_user(with_token) == "https://hub.example/x?rev=1&access_token=***#top"
 
 
 def test_a_large_file_is_told_from_another_without_reading_all_of_it(

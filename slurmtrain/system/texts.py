@@ -1,4 +1,4 @@
-"""JSON that every parser accepts.
+"""Values as text: JSON that every parser accepts, and durations as a person says them.
 
 Python writes NaN and the infinities as words that JSON does not have. Here they are the strings "NaN", "Infinity" and
 "-Infinity", as in the JSON of protocol buffers: a loss that diverged is distinct from one that was never measured,
@@ -34,3 +34,20 @@ def _strict(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+# Durations as a person says them.
+
+
+def roughly(seconds: float) -> str:
+    """Format a duration roughly: 40 s, 12 min, 2 h 10 min, 3 d 4 h."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minute = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minute} min" if minute else f"{hours} h"
+    days, hour = divmod(round(seconds / 3600), 24)
+    return f"{days} d {hour} h" if hour else f"{days} d"

@@ -28,7 +28,7 @@ from slurmtrain.hangs.judge import Report
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.watchdog.exchange import FAILED, HANG, Exchange
+from slurmtrain.runtime.heartbeats import FAILED, HANG, Exchange
 from slurmtrain.system import activity, process
 
 log = logging.getLogger(__name__)

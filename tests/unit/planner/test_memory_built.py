@@ -1,0 +1,117 @@
+"""The arithmetic of memory against sums by hand, and against the real model on the real mesh, without GPUs or other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from slurmtrain.config.compose import compose
+from slurmtrain.config.parallel_dims import parallel_dims_of
+from slurmtrain.config.schema import Config
+from slurmtrain.parallel.parallelize import parallelize
+from slurmtrain.planner.fit import memory_of
+from slurmtrain.planner.memory import StageMemory
+from slurmtrain.runtime.jobs.build_model import build_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FLOAT32 = 4  # bytes of an element: parameter, gradient, two moments of Adam
+
+
+def counted(config: Config) -> list[StageMemory]:
+    stages = memory_of(config, parallel_dims_of(config))
+    assert stages is not None
+    return stages
+
+
+def built(config: Config) -> list[tuple[int, int]]:
+    """Return the bytes of parameters, and of gradients, that the first rank of each stage holds, by building its part."""
+    dims, found = parallel_dims_of(config), []
+    for stage in range(dims.pp):
+        rank = stage * dims.world_size // dims.pp
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dims.world_size)
+        try:
+            model = parallelize(
+                build_model(config),
+                dataclasses.replace(config.parallel, compile=False),
+                dims,
+                rank=rank,
+                device=torch.device("cpu"),
+                group=None,
+                fill=lambda held: held,
+            ).model
+        finally:
+            dist.destroy_process_group()
+        held = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
+        sizes = [(each.nbytes, whole.requires_grad) for each, whole in zip(held, model.parameters(), strict=True)]
+        found.append((sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)))
+    return found
+
+
+def test_72b_on_16_nodes_of_8_gpus_is_what_one_counts_by_hand() -> None:
+    """128 ranks: TP 8 x PP 2 x FSDP 8. 64 micro batches of one sequence go through two stages."""
+    config = compose(
+        [
+            *("cluster=a100x8", "cluster.nodes=16", "model=qwen2_5_72b", "data.seq_len=4096"),
+            *("parallel=fsdp_tp", "parallel.tp=8", "parallel.pp=2", "parallel.param_dtype=bfloat16"),
+            *("parallel.activation_checkpointing=full", "train.global_batch_size=512", "train.micro_batch_size=1"),
+        ]
+    )
+    assert str(parallel_dims_of(config)) == "128 ranks = 8 data-parallel groups (8 shards) x TP 8 x PP 2"
+    first, last = counted(config)
+    assert (first.stage, first.rank, last.stage, last.rank) == (0, 0, 1, 64)
+
+    query_and_out, key_and_value, feed_forward = 2 * 8192 * 8192, 2 * 1024 * 8192, 3 * 29568 * 8192
+    biases, norms = 8192 + 2 * 1024, 2 * 8192  # norms are cut by FSDP alone
+    of_a_layer, vocabulary = query_and_out + key_and_value + feed_forward + biases, 152064 * 8192
+    held = 40 * (of_a_layer // 64 + norms // 8) + vocabulary // 64  # 40 layers and the embedding
+    assert first.parameters == first.gradients == FLOAT32 * held == 2_272_355_328
+    assert first.optimizer == 2 * FLOAT32 * held
+    held += 8192 // 8  # 40 layers, the output, and the last norm
+    assert last.parameters == last.gradients == FLOAT32 * held
+    assert last.optimizer == 2 * FLOAT32 * held
+
+    # Kept over the micro batches of a step: whole parameters in bfloat16, whole gradients in float32, of a TP rank.
+    whole = 40 * (of_a_layer // 8 + norms) + vocabulary // 8
+    assert first.gathered == whole * (2 + FLOAT32)
+    assert last.gathered == (whole + 8192) * (2 + FLOAT32)
+    # A token, elements: the input of each layer, and all of one layer that is computed again: two pieces of the residual
+    # stream, two gathered inputs, q k v and their result, four of the feed-forward.
+    inputs = 40 * 8192 // 8
+    again = 2 * 8192 // 8 + 2 * 8192 + (64 + 8 + 8 + 64) * 128 // 8 + 4 * 29568 // 8
+    assert first.activations == 4096 * 2 * (2 * inputs + again)  # two micro batches in flight, bfloat16
+    logits = 152064 // 8 * (4 + 4 + 2)
+    assert last.activations == 4096 * (2 * (inputs + again) + logits + (8192 // 8 + 8192) * 2)
+    assert first.total == sum((first.parameters, first.gradients, first.optimizer, first.gathered, first.activations))
+
+
+def test_of_a_model_with_adapters_these_alone_have_gradients() -> None:
+    pytest.importorskip("peft")
+    config = compose(["cluster=a100x4", "model=llama3_1b", "parallel=fsdp", "lora.r=8"])
+    (expected,) = counted(config)
+    attention, feed_forward = (2048 + 2048) * 2 + (2048 + 512) * 2, (2048 + 8192) * 3
+    adapters = 16 * 8 * (attention + feed_forward) // 4  # 16 layers, on one of four ranks
+    assert expected.gradients == FLOAT32 * adapters and expected.optimizer == 2 * FLOAT32 * adapters
+    assert expected.parameters == FLOAT32 * (1_235_814_400 // 4 + adapters)
+    assert built(config) == [(expected.parameters, expected.gradients)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["parallel.tp=1"],
+        ["parallel=hsdp", "cluster.nodes=2", "parallel.dp_shard=4"],
+        ["parallel=fsdp", "parallel.cp=2", "parallel.tp=2", "model.qkv_bias=true", "model.tie_embeddings=true"],
+        ["parallel.pp=2", "parallel.pp_schedule=interleaved_1f1b", "model.n_layers=5", "model.tie_embeddings=true"],
+    ],
+    ids=" ".join,
+)
+def test_arithmetic_agrees_with_the_model_that_is_built(words: list[str]) -> None:
+    base = ["cluster=a100x8", "model.tie_embeddings=false", "model.n_kv_heads=2", "train.global_batch_size=64"]
+    config = compose([*base, *words])
+    assert built(config) == [(stage.parameters, stage.gradients) for stage in counted(config)]
