@@ -157,18 +157,15 @@ def _of_file(path: Path) -> _Part:
     from slurmtrain.checkpoint.safetensors_files import tensors_of
     from slurmtrain.checkpoint.tensors import dtype_name
 
-    def stored(whole: Bits, dtype: torch.dtype) -> _Stored:
-        facts = TensorFacts(whole.shape, dtype_name(dtype))
-        return _Stored(facts, lambda box: whole[box.within(Box.whole(whole.shape))])
+    def bits(tensor: torch.Tensor) -> Bits:
+        flat: Bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().view(f"V{tensor.itemsize}")
+        return flat.reshape(tuple(tensor.shape))
+
+    def stored(tensor: Any, read: Callable[[Box], torch.Tensor]) -> _Stored:
+        return _Stored(TensorFacts(tuple(tensor.shape), dtype_name(tensor.dtype)), lambda box: bits(read(box)))
 
     if path.suffix == SAFETENSORS:
-        found = tensors_of(path)
-        return _Part(
-            {
-                name: stored(_mapped(path, each.begin, each.shape, each.dtype.itemsize), each.dtype)
-                for name, each in found.items()
-            }
-        )
+        return _Part({name: stored(each, each.read) for name, each in tensors_of(path).items()})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of an older pickle: what it cannot read is an error
@@ -176,12 +173,14 @@ def _of_file(path: Path) -> _Part:
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         first = str(error).strip().splitlines()[:1]
         raise CheckpointError(f"{path.name} is not read with weights_only: {' '.join(first)[:200]}") from None
-    tensors = {}
-    for name, value in list(plain.items()):
-        if isinstance(value, torch.Tensor):
-            flat = plain.pop(name).detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            tensors[name] = stored(flat.view(f"V{value.itemsize}").reshape(tuple(value.shape)), value.dtype)
-    return _Part(tensors, plain)
+    tensors = {name: value for name, value in plain.items() if isinstance(value, torch.Tensor)}
+    return _Part(
+        {
+            name: stored(each, lambda box, each=each: each[box.within(Box.whole(each.shape))])
+            for name, each in tensors.items()
+        },
+        {name: value for name, value in plain.items() if name not in tensors},
+    )
 
 
 def _mapped(file: Path, offset: int, shape: tuple[int, ...], itemsize: int) -> Bits:

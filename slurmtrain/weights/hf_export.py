@@ -1,6 +1,6 @@
 """A checkpoint -> a folder that transformers, and what reads its folders, loads: names, config.json, tokenizer.
 
-The bytes go from the rank files to the folder block by block, see `weights.export`.
+See `weights.export` for how it is read and written.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,6 @@ from slurmtrain.weights.export import (
     Entry,
     Exported,
     check_free,
-    in_order,
     json_bytes,
     opened,
     write_hf_folder,
@@ -108,21 +108,15 @@ def export_hf(
     if is_of_adapters(read_manifest(path).config):
         return _export_merged(path, out, dtype=dtype, force=force, shard_bytes=shard_bytes, progress=progress)
     with opened(path, MODEL, dtype) as checkpoint:
-        entries = checkpoint.entries
         try:
-            described = describe(checkpoint.manifest.config, list(entries.values()))
+            described = describe(checkpoint.manifest.config, checkpoint.entries)
         except ConfigError as error:
             raise CheckpointError(f"{path.name}: {error.message}", hint=error.hint) from None
-        ours = {entry.name: name for name, entry in entries.items()}
-        chosen = {
-            ours[name]: dataclasses.replace(entries[ours[name]], name=theirs)
-            for name, theirs in described.names.items()
-        }
-        in_file = {entry.name: entry for entry in chosen.values()}
+        ours = {entry.name: entry for entry in checkpoint.entries}
         exported = write_hf_folder(
             out,
-            [in_file[name] for name in in_order(list(in_file))],
-            checkpoint.tensors(progress, chosen),
+            [dataclasses.replace(ours[name], name=theirs) for name, theirs in described.names.items()],
+            partial(checkpoint.tensors, progress=progress),
             described.config,
             files=described.files,
             about=checkpoint.about,
@@ -147,10 +141,10 @@ def _export_merged(
     exported = write_hf_folder(
         out,
         list(entries),
-        merged(adapters, entries),
+        lambda some: merged(adapters, {entry: entries[entry] for entry in some}),
         config,
         files=files,
-        about={"step": str(adapters.step), "run_id": adapters.run_id},
+        about=adapters.about,
         shard_bytes=shard_bytes,
         force=force,
     )
