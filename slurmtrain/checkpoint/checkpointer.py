@@ -46,8 +46,6 @@ from slurmtrain.checkpoint.ranks import (
     check_has_all_ranks,
     claim_directory,
     config_as_json,
-    register_user,
-    unregister_user,
 )
 from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest, check_allowed
 from slurmtrain.checkpoint.save.job import Destination, PendingSave, SaveJob, SaveResult
@@ -148,8 +146,8 @@ class Checkpointer:
         claimed, hosts = claim_directory(ranks, self.directory, incarnation, host)
         # The thread that writes has messages of its own, which must not meet those of the thread that trains.
         self._writing, self._on_host = ranks.own_group(), ranks.of_host(hosts)
-        ranks.all_do(lambda: register_user(self, self.directory, incarnation))
         identity = self._identity = CheckpointIdentity(self.directory, claimed, run_id, json_config)
+        ranks.all_do(self._check_is_alone)
         self._uploader: MirrorUploader | None = None
         if mirror:
             from slurmtrain.checkpoint.store.mirror import MirrorUploader
@@ -185,6 +183,16 @@ class Checkpointer:
         # Registered to run before Python's own thread pools end, which the writing needs; `atexit` comes after that.
         register = getattr(threading, "_register_atexit", atexit.register)
         register(_close, weakref.ref(self), os.getpid())
+
+    def _check_is_alone(self) -> None:
+        """Check that nothing else in this process saves as the same incarnation: they would delete each other's files."""
+        own = self.directory.absolute(), self._identity.incarnation
+        if own in [(each.directory.absolute(), each._identity.incarnation) for each in _open]:
+            raise CheckpointError(
+                f"{self.directory} already has a Checkpointer in this process",
+                hint="save everything through one: save(step, model=..., other=...); or close() the first",
+            )
+        _open.add(self)
 
     # Saving, as the thread that trains sees it.
 
@@ -491,7 +499,7 @@ class Checkpointer:
             else:
                 self.wait()
         finally:
-            unregister_user(self.directory, self._identity.incarnation)
+            _open.discard(self)
             if self._uploader is not None:
                 if grace_s is None:
                     self._wait_for_writer()
@@ -574,8 +582,7 @@ class Checkpointer:
                 log.warning("%s is not what was written and was set aside: %s", path.name, "; ".join(damage))
             if damage == []:
                 if self._uploader is not None and not ranks.maximum(int(in_a_hurry())):
-                    self._uploader.soundness = soundness
-                    self._uploader.offer(ranks, path)
+                    self._uploader.offer(ranks, path, soundness)
                 ranks.on_rank_0(prune)
         except CheckpointError as error:
             if ranks.rank == 0 and not in_a_hurry():
@@ -602,8 +609,8 @@ class Checkpointer:
         Args:
             path: load this checkpoint and no other, from whatever run.
             at_most: load the newest checkpoint of at most this step.
-            allow: what may differ from the checkpoint, of "keys", "shapes", "dtypes", "config": tensors that do not fit
-                keep their initial values, dtypes are converted.
+            allow: what may differ from the checkpoint, of "keys", "dtypes", "config", "data": tensors that it lacks keep
+                their initial values, dtypes are converted.
             as_start: another training starts with `objects` out of the checkpoint `path`, which holds more. Only the
                 part of the config that has their names has to agree, and random states stay as they are.
 
@@ -701,6 +708,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 # Those that have saved and were not closed, or have lost a save: the end of the process needs them, even where a script has
 # dropped its own.
 _unclosed: set[Checkpointer] = set()
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # those that exist and were not closed
 
 
 def _close(reference: weakref.ref[Checkpointer], owner: int) -> None:

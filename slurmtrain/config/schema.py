@@ -418,7 +418,7 @@ class CheckpointConfig:
     # null: continue at the checkpoint's step, with its optimiser, schedule and data. "model": use only its weights, at
     # step 0.
     restore_only: choices.RestoreOnly | None = None
-    # What may differ from the checkpoint: keys, shapes, dtypes, config, data.
+    # What may differ from the checkpoint: keys, dtypes, config, data.
     allow: list[choices.Allow] = field(default_factory=list)
 
 
