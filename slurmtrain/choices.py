@@ -57,7 +57,6 @@ BestMode = StrEnum("BestMode", "MIN MAX")
 # What a save does when ranks differ that should hold the same
 ReplicaDrift = StrEnum("ReplicaDrift", "REFUSE WARN")
 # How much of a checkpoint's files is compared with their digests
-Verify = StrEnum("Verify", "FULL OFF")
 # A part of a checkpoint to start from
 RestoreOnly = StrEnum("RestoreOnly", "MODEL")
 # What may differ between a checkpoint and the run that starts from it

@@ -99,7 +99,7 @@ def parameters(objects: Mapping[str, Any], *, all_names: bool = False) -> dict[s
 def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the modules' buffers.
 
-    Unlike parameters, they may differ between data parallel ranks, and rank 0's count.
+    Unlike parameters, they may differ between data parallel ranks by design, and the lowest rank's count.
     """
     return frozenset(
         f"{key}.{clean(name)}"
@@ -107,20 +107,6 @@ def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
         if isinstance(value, nn.Module)
         for clean in (Names(unwrap(value)),)
         for name, _ in unwrap(value).named_buffers(remove_duplicate=False)
-    )
-
-
-def broadcast_buffers(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the buffers that DDP replaces by rank 0's before each forward pass.
-
-    Between two forward passes they differ by design.
-    """
-    return buffers(
-        {
-            key: value
-            for key, value in objects.items()
-            if isinstance(value, nn.parallel.DistributedDataParallel) and value.broadcast_buffers
-        }
     )
 
 

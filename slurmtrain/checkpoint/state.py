@@ -31,6 +31,7 @@ from slurmtrain.checkpoint.module_state import (
     parameters,
     unwrap,
 )
+from slurmtrain.checkpoint.save.staging import fingerprint
 from slurmtrain.checkpoint.tensors import dtype_of, local
 
 # Tensors of a parameter's shape that torch's optimisers keep for each, beyond which nothing large is known.
@@ -225,8 +226,8 @@ def load_objects(
                     submodule.set_extra_state(tensors[full])
                 elif EXTRA + full in plain:
                     submodule.set_extra_state(decoded(full, plain[EXTRA + full], tensors))
-            if loads_by_itself(value):  # it may derive something from what it loads
-                unwrap(value).load_state_dict(unwrap(value).state_dict())
+            if loads_by_itself(value):
+                _load_by_itself(key, value)
             continue
         if lenient and key not in plain:
             continue
@@ -235,6 +236,22 @@ def load_objects(
             load_optimizer(key, value, names, tensors, plain[key], lenient=lenient, convert=convert)
         elif isinstance(value, Stateful):
             value.load_state_dict(decoded(key, plain[key], tensors))
+
+
+def _load_by_itself(key: str, module: nn.Module) -> None:
+    """Let a module that has its tensors load them in its own way, too: it may derive something from them.
+
+    Raises:
+        CheckpointError: its tensors are others then.
+    """
+    before = {name: int(fingerprint(local(each))) for name, each in module_tensors({key: module}).items()}
+    unwrap(module).load_state_dict(unwrap(module).state_dict())
+    for name, each in module_tensors({key: module}).items():
+        if int(fingerprint(local(each))) != before.get(name):
+            raise CheckpointError(
+                f"{name} is not what was loaded: {type(unwrap(module)).__name__}.load_state_dict() changes it",
+                hint="its hooks have to leave alone what its state_dict() gives",
+            )
 
 
 def per_rank_objects(per_rank: Mapping[str, Any] | None) -> dict[str, Any]:

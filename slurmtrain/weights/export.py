@@ -31,7 +31,7 @@ from slurmtrain.checkpoint.safetensors_files import INDEX, SINGLE
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, bytes_are_finite, bytes_of, dtype_name, dtype_of
 from slurmtrain.errors import UsageError, nearest
-from slurmtrain.system.files import fsync_directory, give_name, temporary_beside, write_synced
+from slurmtrain.system.files import fsync_directory, temporary_beside, write_synced
 
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
 CONFIG = "config.json"
@@ -44,11 +44,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Exported:
-    """The file or folder that was written, its number of tensors and its size in bytes."""
+    """The file or folder that was written, its number of tensors, its size in bytes, and what a person should know of it."""
 
     path: Path
     tensors: int
     size: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -268,14 +269,14 @@ def appearing(out: Path, *, folder: bool = False, force: bool) -> Iterator[Path]
         yield temporary
         if folder:
             fsync_directory(temporary)
-            _give_folder_its_name(temporary, out, force=force)
-        elif force:
-            temporary.replace(out)
+            aside = temporary.with_name(f"{temporary.name}.old")
+            if force and out.is_dir():
+                out.rename(aside)  # no folder is renamed over another that is not empty
+            temporary.rename(out)
+            shutil.rmtree(aside, ignore_errors=True)
         else:
-            give_name(temporary, out)
+            temporary.replace(out)
         fsync_directory(out.parent)
-    except FileExistsError:
-        raise _exists(out, folder=folder) from None
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from None
     finally:
@@ -291,27 +292,14 @@ def check_free(out: Path, *, folder: bool, force: bool) -> None:
     if not out.parent.is_dir():
         raise UsageError(f"there is no folder {out.parent} to make {out.name} in")
     if os.path.lexists(out) and (not force or out.is_dir() != folder):
-        raise _exists(out, folder=folder)
+        replaceable = ", or replace it with --force" if out.is_dir() == folder else ""
+        raise UsageError(f"{out} exists", hint=f"choose another name{replaceable}")
     if folder and out.is_dir() and any(out.iterdir()) and not any((out / name).is_file() for name in MADE_BY_EXPORTS):
         raise UsageError(
             f"{out} is a folder with other files, which --force does not remove", hint="name a folder inside it"
         )
     if out.name in ("", ".."):
         raise UsageError(f"{out} cannot be the name of a new folder", hint="name a folder inside it")
-
-
-def _exists(out: Path, *, folder: bool) -> UsageError:
-    replaceable = ", or replace it with --force" if out.is_dir() == folder else ""
-    return UsageError(f"{out} exists", hint=f"choose another name{replaceable}")
-
-
-def _give_folder_its_name(temporary: Path, out: Path, *, force: bool) -> None:
-    """Rename a folder; one that it replaces is moved aside first, since no folder is renamed over another."""
-    aside = temporary.with_name(f"{temporary.name}.old")
-    if force and out.is_dir():
-        out.rename(aside)
-    temporary.rename(out)  # over an empty folder at most
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry], about: Mapping[str, str], tensors: Tensors) -> None:

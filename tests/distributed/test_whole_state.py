@@ -285,14 +285,11 @@ def save_replicas(distributed: DistributedContext, root: Path) -> dict[str, Any]
         norm = nn.BatchNorm1d(4)
         norm(torch.randn(8, 4) * (1 + rank) + rank)
         save("buffers", 13, norm=norm)
-        save("buffers again", 14, norm=norm)
         answers["of buffers"] = list(said)
     del said[:]
     with closing(Checkpointer(root, group=distributed.checkpoint_group)) as checkpointer:
         ddp = apply_ddp(nn.BatchNorm1d(4), torch.device("cpu"), distributed.device_group)
         ddp(torch.randn(8, 4) + rank)
-        save("buffers of DDP", 15, norm=ddp)
-        answers["of DDP"] = list(said)
         save("plain", 16, counter=Own(rank), model=same)
         answers["of plain"] = list(said)
         zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.1)
@@ -385,12 +382,8 @@ def test_a_replica_that_has_drifted_in_one_element_is_found_within_a_few_saves(a
         assert "model.weight differs between rank 0 and rank 1, and should be the same on all of them" in found
 
 
-def test_buffers_that_differ_are_told_once_and_those_of_ddp_are_not(answers: list[dict[str, Any]]) -> None:
-    first = answers[0]
-    assert first["buffers"] == first["buffers again"] == first["buffers of DDP"] == "saved"
-    (sentence,) = first["of buffers"]
-    assert sentence.startswith("norm.running_mean differs between rank 0 and rank 1 (and 1 more): that of the lowest")
-    assert first["of DDP"] == []
+def test_buffers_may_differ(answers: list[dict[str, Any]]) -> None:
+    assert all((each["buffers"], each["of buffers"]) == ("saved", []) for each in answers)
 
 
 def test_replicas_that_have_drifted_are_saved_as_rank_0_has_them_when_that_is_asked_for(

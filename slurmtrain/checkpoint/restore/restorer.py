@@ -45,7 +45,7 @@ from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.restore.reader import read_tensors
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import dtype_name
-from slurmtrain.choices import DECODERS, Allow, Verify
+from slurmtrain.choices import DECODERS, Allow
 from slurmtrain.errors import UsageError, nearest
 from slurmtrain.system.patience import refresh
 
@@ -122,7 +122,7 @@ class Restorer:
     Attributes:
         ranks, ranks_on_host: all ranks, and those of this host.
         borrow_buffer: returns host memory of a size, to read into.
-        changed, verify: see `Checkpointer`.
+        changed: see `Checkpointer`.
     """
 
     ranks: RankGroup
@@ -132,7 +132,6 @@ class Restorer:
     mirror_uploader: MirrorUploader | None
     node_copies: NodeCopies | None
     changed: frozenset[str]
-    verify: str
 
     def restore(self, request: RestoreRequest) -> Restored | None:
         """Load the newest sound checkpoint, or the one that was asked for; None: there is no checkpoint."""
@@ -287,7 +286,6 @@ class Restorer:
             live=wanted | {in_file(name) for name in module_state.module_tensors(request.own_objects)},
             ranks=self.ranks,
             on_this_host=self.ranks_on_host,
-            digests=self.verify != Verify.OFF,
             buffer=self.borrow_buffer,
             fetch=None if copies is None else partial(copies.fetch, path, manifest),
         )

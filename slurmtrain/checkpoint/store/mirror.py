@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
-from fsspec.registry import known_implementations
 
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
 from slurmtrain.checkpoint.format import blocks
@@ -73,13 +72,7 @@ class Mirror:
             raise CheckpointError(f"{url!r} is not a URL that checkpoints can be copied to", hint=hint)
         try:
             self._fs, root = url_to_fs(url)
-        except ImportError as error:
-            package = known_implementations.get(protocol, {}).get("class", protocol).partition(".")[0]
-            raise CheckpointError(
-                f"checkpoints cannot be copied to {protocol}:// without a package that is not installed: {error}",
-                hint=f"pip install '{package}'",
-            ) from None
-        except Exception as error:
+        except Exception as error:  # that of a package that is not installed names it
             raise CheckpointError(f"checkpoints cannot be copied to {protocol}://: {error}", hint=hint) from None
         self._root = root.rstrip("/")
         if not self._root:
@@ -130,22 +123,16 @@ class Mirror:
         """Return manifest.json of a copy: its bytes, and what it says.
 
         Raises:
-            CheckpointError: it is damaged, or of another checkpoint. CheckpointMismatchError: it is of another format.
+            CheckpointError: it is damaged. CheckpointMismatchError: it is of another format.
             UnreadableError: the store fails.
         """
         with self._told(name):
             text, complete = (self._fs.cat_file(f"{self._root}/{name}/{file}") for file in (MANIFEST, COMPLETE))
         expected = complete.decode(errors="replace").strip()
         try:
-            manifest = parse_manifest(Path(name), text, expected)
+            return text, parse_manifest(Path(name), text, expected)
         except CheckpointError as error:
             raise type(error)(f"in {self.url}: {error.message}", hint=error.hint) from None
-        if manifest.step != _step(name) or expected[:8] != name[-8:]:
-            raise CheckpointError(
-                f"{self.url}/{name}: manifest.json is of step {manifest.step} with digest {expected[:8]}, "
-                "so it belongs to another checkpoint"
-            )
-        return text, manifest
 
     def download(self, name: str, directory: Path, files: Collection[str]) -> None:
         """Fetch files of a copy into `directory`, which has none of them yet, and wait until they are on the disk."""

@@ -354,3 +354,15 @@ def test_what_could_not_be_restored_is_refused_when_it_is_saved(tmp_path: Path, 
     with closing(Checkpointer(tmp_path)) as checkpointer, pytest.raises(CheckpointError, match=sentence):
         checkpointer.save(1, **training.objects)
     assert list(tmp_path.glob("checkpoint_*")) == []
+
+
+def test_a_load_hook_that_changes_what_is_loaded_is_told_at_the_restore(tmp_path: Path) -> None:
+    def half(module: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"] / 2
+
+    model = nn.Linear(3, 3)
+    model.register_load_state_dict_pre_hook(half)
+    with closing(Checkpointer(tmp_path)) as checkpointer:
+        checkpointer.save(1, model=model).result()
+        with pytest.raises(CheckpointError, match=r"model\.weight is not what was loaded"):
+            checkpointer.restore(model=model)
