@@ -57,11 +57,10 @@ BestMode = StrEnum("BestMode", "MIN MAX")
 # What a save does when ranks differ that should hold the same
 ReplicaDrift = StrEnum("ReplicaDrift", "REFUSE WARN")
 # How much of a checkpoint's files is compared with their digests
-Verify = StrEnum("Verify", "FULL OFF")
 # A part of a checkpoint to start from
 RestoreOnly = StrEnum("RestoreOnly", "MODEL")
 # What may differ between a checkpoint and the run that starts from it
-Allow = StrEnum("Allow", "KEYS SHAPES DTYPES CONFIG DATA")
+Allow = StrEnum("Allow", "KEYS DTYPES CONFIG DATA")
 # What training does about a step whose loss or gradient norm is not finite. Its update never happens.
 OnNonfinite = StrEnum("OnNonfinite", "STOP SKIP ROLLBACK")
 # The rule by which a search ends trials early

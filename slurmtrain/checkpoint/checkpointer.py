@@ -46,8 +46,6 @@ from slurmtrain.checkpoint.ranks import (
     check_has_all_ranks,
     claim_directory,
     config_as_json,
-    register_user,
-    unregister_user,
 )
 from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest, check_allowed
 from slurmtrain.checkpoint.save.job import Destination, PendingSave, SaveJob, SaveResult
@@ -56,8 +54,7 @@ from slurmtrain.checkpoint.save.staging import Image, Staging
 from slurmtrain.checkpoint.store import commit, retention
 from slurmtrain.checkpoint.store.commit import Incarnation, check_fence
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
-from slurmtrain.checkpoint.tensors import not_finite
-from slurmtrain.choices import ReplicaDrift, Verify
+from slurmtrain.choices import ReplicaDrift
 from slurmtrain.errors import nearest
 from slurmtrain.slurm.environment import own_node_name
 from slurmtrain.system.activity import RESTORE, SAVE, doing
@@ -83,9 +80,6 @@ class Checkpointer:
         config: JSON values that a checkpoint is bound to: restoring with other values is refused.
         changed: dotted keys of `config`, such as "optim.lr", that were changed on purpose since: they may differ.
         keep: which complete checkpoints are kept.
-        verify: "full": restored files are compared with their digests before a tensor is touched, and a new checkpoint is
-            read back before older ones are removed. "off": sizes only.
-        asynchronous: write while training goes on. False: `save` returns after the commit, and raises if it failed.
         max_failures: this many failed saves in a row end the run; 0: any number of failures is only reported.
         on_replica_drift: when ranks hold different values of what should be the same on all of them: "refuse" fails the
             save; "warn" says so once, and of ranks that should hold the same the lowest always writes all of it, alone.
@@ -121,8 +115,6 @@ class Checkpointer:
         config: Mapping[str, Any] | None = None,
         changed: Collection[str] = (),
         keep: Keep = Keep(),  # noqa: B008 (it is frozen)
-        verify: str = "full",
-        asynchronous: bool = True,
         max_failures: int = 3,
         on_replica_drift: str = "refuse",
         mirror: str | None = None,
@@ -130,16 +122,12 @@ class Checkpointer:
         node: str | None = None,
         on_ending: Callable[[SaveResult | CheckpointError], None] = lambda ending: None,
     ):
-        for name, value, known in (
-            ("verify", verify, tuple(Verify)),
-            ("on_replica_drift", on_replica_drift, tuple(ReplicaDrift)),
-        ):
-            if value not in known:
-                raise CheckpointError(f"{name}={value!r} is not known", hint=nearest(str(value), known))
+        if on_replica_drift not in tuple(ReplicaDrift):
+            hint = nearest(str(on_replica_drift), tuple(ReplicaDrift))
+            raise CheckpointError(f"on_replica_drift={on_replica_drift!r} is not known", hint=hint)
         check_has_all_ranks(group)
         self.directory = Path(directory)
-        self._keep, self._read_back = keep, verify != Verify.OFF
-        self._asynchronous, self._max_failures = asynchronous, max_failures
+        self._keep, self._max_failures = keep, max_failures
         self._refuse_drift, self._on_ending = on_replica_drift == ReplicaDrift.REFUSE, on_ending
         json_config = config_as_json(config or {})
 
@@ -148,8 +136,8 @@ class Checkpointer:
         claimed, hosts = claim_directory(ranks, self.directory, incarnation, host)
         # The thread that writes has messages of its own, which must not meet those of the thread that trains.
         self._writing, self._on_host = ranks.own_group(), ranks.of_host(hosts)
-        ranks.all_do(lambda: register_user(self, self.directory, incarnation))
         identity = self._identity = CheckpointIdentity(self.directory, claimed, run_id, json_config)
+        ranks.all_do(self._check_is_alone)
         self._uploader: MirrorUploader | None = None
         if mirror:
             from slurmtrain.checkpoint.store.mirror import MirrorUploader
@@ -165,7 +153,6 @@ class Checkpointer:
             self._uploader,
             self._node_copies,
             changed=frozenset(changed),
-            verify=verify,
         )
         self.lost: CheckpointError | None = None
         self.last_committed_step: int | None = None
@@ -181,10 +168,19 @@ class Checkpointer:
         self._drift_reported = False
         self._copies_fail = False  # whether the last copy on the nodes did
         self._last_size = 0  # bytes of the newest checkpoint
-        self._non_finite_from_start: set[str] = set()  # parameters that may stay so
         # Registered to run before Python's own thread pools end, which the writing needs; `atexit` comes after that.
         register = getattr(threading, "_register_atexit", atexit.register)
         register(_close, weakref.ref(self), os.getpid())
+
+    def _check_is_alone(self) -> None:
+        """Check that nothing else in this process saves as the same incarnation: they would delete each other's files."""
+        own = self.directory.absolute(), self._identity.incarnation
+        if own in [(each.directory.absolute(), each._identity.incarnation) for each in _open]:
+            raise CheckpointError(
+                f"{self.directory} already has a Checkpointer in this process",
+                hint="save everything through one: save(step, model=..., other=...); or close() the first",
+            )
+        _open.add(self)
 
     # Saving, as the thread that trains sees it.
 
@@ -204,12 +200,12 @@ class Checkpointer:
         before.
 
         Ranks that hold the same tensors are compared. If they differ, the save fails and names them (see
-        on_replica_drift); buffers (BatchNorm) and plain values that differ are reported once, and those of the lowest
-        rank are saved.
+        on_replica_drift); plain values that differ are reported once. Of them, and of buffers (BatchNorm), which are not
+        compared, those of the lowest rank are saved.
 
         Parameters that are trained, and the state of optimisers, have to be finite, else the save fails (NonFiniteError) and
         the older checkpoints stay.
-        The copy is checked, in the background. What was not finite already when `restore` was called is not checked.
+        The copy is checked, in the background.
 
         Args:
             step: optimiser steps done.
@@ -275,7 +271,7 @@ class Checkpointer:
                 plan,
                 tensors,
                 own,
-                guarded=state.changed_by_optimizers(objects, tensors) if self._asynchronous else (),
+                guarded=state.changed_by_optimizers(objects, tensors),
                 optimizers=state.waiting_optimizers(objects).values(),
                 number=self._saves_begun,
             )
@@ -292,7 +288,7 @@ class Checkpointer:
             plain=plain,
             optimizers=optimizers,
             metrics=numbers,
-            finite=trained - self._non_finite_from_start,
+            finite=trained,
             discard=self._discard,
             refuse_drift=self._refuse_drift,
             report_drift=not self._drift_reported,
@@ -303,9 +299,6 @@ class Checkpointer:
             target=self._carry_out, args=(job, pending), name="checkpoint-writer", daemon=True
         )
         self._writer.start()
-        if not self._asynchronous:
-            saved = self.wait()
-            pending.stall_s = saved.stall_s if saved is not None else time.monotonic() - begun
         return pending
 
     def _check_restorable(
@@ -329,7 +322,6 @@ class Checkpointer:
             self._ranks,
             self._plan,
             of_first=lambda: module_state.buffers(objects),
-            not_compared=lambda: module_state.broadcast_buffers(objects),
             lowest_writes=not self._refuse_drift,
         )
         if plan is not self._plan or not training:
@@ -491,7 +483,7 @@ class Checkpointer:
             else:
                 self.wait()
         finally:
-            unregister_user(self.directory, self._identity.incarnation)
+            _open.discard(self)
             if self._uploader is not None:
                 if grace_s is None:
                     self._wait_for_writer()
@@ -525,8 +517,7 @@ class Checkpointer:
         try:
             path, self._last_size = job.write(destination, self._last_size)
             seconds = time.monotonic() - pending.begun
-            stall_s = pending.stall_s + job.waited_s if self._asynchronous else seconds
-            return SaveResult(path, job.step, seconds, stall_s, self._last_size)
+            return SaveResult(path, job.step, seconds, pending.stall_s + job.waited_s, self._last_size)
         except CheckpointError as error:
             return error
         except BaseException as error:  # a bug of ours must not look like a save that never ends
@@ -552,7 +543,7 @@ class Checkpointer:
             log.warning(job.drift)
         if isinstance(ending, DiscardedError):
             return
-        if isinstance(ending, CheckpointError) and self._asynchronous and self._ranks.rank == 0:
+        if isinstance(ending, CheckpointError) and self._ranks.rank == 0:
             log.warning("the save of step %d failed, older checkpoints are as they were: %s", job.step, ending.message)
         self._on_ending(ending)
 
@@ -569,13 +560,12 @@ class Checkpointer:
                 retention.prune(self.directory, self._keep, order, spare=[saved.step], soundness=soundness)
 
         try:
-            damage = job.read_back(path, contents=self._read_back, in_a_hurry=in_a_hurry)
+            damage = job.read_back(path, in_a_hurry)
             if damage and ranks.rank == 0:
                 log.warning("%s is not what was written and was set aside: %s", path.name, "; ".join(damage))
             if damage == []:
                 if self._uploader is not None and not ranks.maximum(int(in_a_hurry())):
-                    self._uploader.soundness = soundness
-                    self._uploader.offer(ranks, path)
+                    self._uploader.offer(ranks, path, soundness)
                 ranks.on_rank_0(prune)
         except CheckpointError as error:
             if ranks.rank == 0 and not in_a_hurry():
@@ -602,8 +592,8 @@ class Checkpointer:
         Args:
             path: load this checkpoint and no other, from whatever run.
             at_most: load the newest checkpoint of at most this step.
-            allow: what may differ from the checkpoint, of "keys", "shapes", "dtypes", "config": tensors that do not fit
-                keep their initial values, dtypes are converted.
+            allow: what may differ from the checkpoint, of "keys", "dtypes", "config", "data": tensors that it lacks keep
+                their initial values, dtypes are converted.
             as_start: another training starts with `objects` out of the checkpoint `path`, which holds more. Only the
                 part of the config that has their names has to agree, and random states stay as they are.
 
@@ -617,7 +607,6 @@ class Checkpointer:
         check_allowed(allow)
         self._ranks.all_do(lambda: state.refuse_loose_tensors({**objects, **(per_rank or {})}))
         self._wait_idle()
-        non_finite = self._ranks.all_do(lambda: not_finite(module_state.trained_parameters(objects)))
         own_objects = {} if as_start else state.per_rank_objects(per_rank)
         asked_for = Path(path) if path is not None else None
         restored = self._restorer.restore(RestoreRequest(objects, own_objects, asked_for, allow, as_start, at_most))
@@ -637,10 +626,6 @@ class Checkpointer:
                     "load_state_dict() can",
                     ", ".join(plain),
                 )
-        # What was not finite before anything was trained is meant to be so, unless only the restore has filled it.
-        if self._ranks.maximum(int(bool(non_finite))):
-            non_finite &= self._ranks.all_do(lambda: not_finite(module_state.trained_parameters(objects)))
-            self._non_finite_from_start |= non_finite
         return restored
 
     def _reserve(self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None) -> None:
@@ -701,6 +686,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 # Those that have saved and were not closed, or have lost a save: the end of the process needs them, even where a script has
 # dropped its own.
 _unclosed: set[Checkpointer] = set()
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # those that exist and were not closed
 
 
 def _close(reference: weakref.ref[Checkpointer], owner: int) -> None:

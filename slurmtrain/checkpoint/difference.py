@@ -1,7 +1,7 @@
 """What differs between two checkpoints: ours, whatever layouts wrote them, or files of other programs.
 
 Those are .safetensors, and files of torch.save: these are read with weights_only, so that they run no code, and what needs
-more than that is named, and not compared. torch is imported for files of other programs alone.
+more than that is named, and not compared.
 """
 
 from __future__ import annotations
@@ -15,43 +15,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import MANIFEST, OWN, file_name, own_names
-from slurmtrain.checkpoint.format.headers import Contents, read_contents, read_own_state
-from slurmtrain.checkpoint.format.manifest import Box, TensorFacts, read_manifest
+from slurmtrain.checkpoint.format.headers import read_contents, read_own_state
+from slurmtrain.checkpoint.format.manifest import TensorFacts, read_manifest
+from slurmtrain.checkpoint.restore.reader import read_whole
+from slurmtrain.checkpoint.safetensors_files import tensors_of
 from slurmtrain.checkpoint.store import retention
+from slurmtrain.checkpoint.tensors import dtype_name
 
-PIECE_BYTES = 64 * 2**20  # bytes of a tensor that are compared in one go
 SAFETENSORS, TORCH_FILES = ".safetensors", (".pt", ".pth", ".bin", ".ckpt")
-Bits = NDArray[np.void]  # elements of a tensor, whatever their type
 
 
 class TensorDifference(NamedTuple):
     """A tensor that differs between two checkpoints.
 
     Attributes:
-        relative: the largest absolute difference, divided by the largest absolute value of both; infinite where the two
-            cannot be compared by numbers.
         why: "values", or what makes them incomparable: "only in the first", "another shape or type".
     """
 
     name: str
-    relative: float = math.inf
     why: str = "values"
-
-    def described(self) -> str:
-        """Return how it differs, in words."""
-        return f"by {self.relative:.1e} relative" if self.why == "values" and math.isfinite(self.relative) else self.why
 
 
 class _Stored(NamedTuple):
-    """A tensor in a checkpoint; `read` returns a box of it."""
+    """A tensor in a checkpoint, and how it is read."""
 
     facts: TensorFacts
-    read: Callable[[Box], Bits]
+    read: Callable[[], Tensor]
 
 
 class _Part(NamedTuple):
@@ -120,27 +114,20 @@ def _of_ours(path: Path, ranks: int) -> _Part:
     """Return all tensors and plain values of a checkpoint, but of so many ranks only those that each has for itself."""
     manifest = read_manifest(path)
     contents = read_contents(path, manifest)
-    tensors = _stored(path, contents)
-    common = {name for rank in range(ranks) for name in own_names(tensors, rank).values()}
-    shared = {name: each for name, each in tensors.items() if not name.startswith(OWN) or name in common}
+
+    def read(name: str) -> Tensor:
+        return read_whole(path, contents, manifest, [name])[name]
+
+    common = {name for rank in range(ranks) for name in own_names(contents.facts, rank).values()}
+    tensors = {
+        name: _Stored(fact, partial(read, name))
+        for name, fact in sorted(contents.facts.items())
+        if not name.startswith(OWN) or name in common
+    }
     plain = dict(_flat(manifest.state))
     for file in map(file_name, range(ranks)):
         plain.update(_flat(read_own_state(path / file, contents.files[file]), file))
-    return _Part(shared, plain)
-
-
-def _stored(path: Path, contents: Contents) -> dict[str, _Stored]:
-    def read(name: str, wanted: Box) -> Bits:
-        itemsize = contents.facts[name].itemsize
-        result = np.empty(wanted.size, dtype=f"V{itemsize}")
-        for source in contents.find({name: wanted})[name]:
-            overlap = wanted.intersection(source.box)
-            if overlap is not None:
-                held = _mapped(path / source.file, source.offset, source.box.size, itemsize)
-                result[overlap.within(wanted)] = held[overlap.within(source.box)]
-        return result
-
-    return {name: _Stored(fact, partial(read, name)) for name, fact in sorted(contents.facts.items())}
+    return _Part(tensors, plain)
 
 
 def _files_of_others(path: Path) -> set[str]:
@@ -152,23 +139,11 @@ def _files_of_others(path: Path) -> set[str]:
 
 
 def _of_file(path: Path) -> _Part:
-    import torch
-
-    from slurmtrain.checkpoint.safetensors_files import tensors_of
-    from slurmtrain.checkpoint.tensors import dtype_name
-
-    def stored(whole: Bits, dtype: torch.dtype) -> _Stored:
-        facts = TensorFacts(whole.shape, dtype_name(dtype))
-        return _Stored(facts, lambda box: whole[box.within(Box.whole(whole.shape))])
+    def facts(tensor: Any) -> TensorFacts:
+        return TensorFacts(tuple(tensor.shape), dtype_name(tensor.dtype))
 
     if path.suffix == SAFETENSORS:
-        found = tensors_of(path)
-        return _Part(
-            {
-                name: stored(_mapped(path, each.begin, each.shape, each.dtype.itemsize), each.dtype)
-                for name, each in found.items()
-            }
-        )
+        return _Part({name: _Stored(facts(each), each.read) for name, each in tensors_of(path).items()})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of an older pickle: what it cannot read is an error
@@ -176,18 +151,11 @@ def _of_file(path: Path) -> _Part:
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         first = str(error).strip().splitlines()[:1]
         raise CheckpointError(f"{path.name} is not read with weights_only: {' '.join(first)[:200]}") from None
-    tensors = {}
-    for name, value in list(plain.items()):
-        if isinstance(value, torch.Tensor):
-            flat = plain.pop(name).detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            tensors[name] = stored(flat.view(f"V{value.itemsize}").reshape(tuple(value.shape)), value.dtype)
-    return _Part(tensors, plain)
-
-
-def _mapped(file: Path, offset: int, shape: tuple[int, ...], itemsize: int) -> Bits:
-    size = math.prod(shape) * itemsize
-    found: NDArray[np.uint8] = np.memmap(file, np.uint8, "r", offset, (size,)) if size else np.empty(0, np.uint8)
-    return found.view(f"V{itemsize}").reshape(shape)
+    tensors = {name: value for name, value in plain.items() if isinstance(value, torch.Tensor)}
+    return _Part(
+        {name: _Stored(facts(each), partial(Tensor.detach, each)) for name, each in tensors.items()},
+        {name: value for name, value in plain.items() if name not in tensors},
+    )
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -216,45 +184,13 @@ def _compare_tensors(a: _Part, b: _Part) -> list[TensorDifference]:
         one, other = a.tensors.get(name), b.tensors.get(name)
         if one is None or other is None:
             kind = "a tensor in one of them only" if name in {**a.plain, **b.plain} else None
-            found.append(TensorDifference(name, why=kind or f"only in the {'second' if one is None else 'first'}"))
+            found.append(TensorDifference(name, kind or f"only in the {'second' if one is None else 'first'}"))
         elif one.facts != other.facts:
-            found.append(TensorDifference(name, why="another shape or type"))
-        elif any(one.read(piece).tobytes() != other.read(piece).tobytes() for piece in _pieces(one.facts)):
-            found.append(TensorDifference(name, _relative_difference(one, other)))
+            found.append(TensorDifference(name, "another shape or type"))
+        elif not torch.equal(_bits(one.read()), _bits(other.read())):
+            found.append(TensorDifference(name))
     return found
 
 
-def _relative_difference(a: _Stored, b: _Stored) -> float:
-    """Return the largest absolute difference / the largest absolute value; infinite for types without a distance."""
-    largest = scale = 0.0
-    for piece in _pieces(a.facts):
-        one, other = (as_numbers(each.read(piece).tobytes(), each.facts.dtype) for each in (a, b))
-        if one is None or other is None:
-            return math.inf
-        with np.errstate(invalid="ignore"):  # infinite values
-            apart = float(np.max(np.abs(one - other), initial=0.0))
-        if not math.isfinite(apart):
-            return math.inf
-        largest = max(largest, apart)
-        scale = max(scale, float(np.max(np.abs(one), initial=0.0)), float(np.max(np.abs(other), initial=0.0)))
-    return largest / scale if scale > 0 else math.inf
-
-
-def as_numbers(data: bytes, dtype: str) -> NDArray[np.float64] | None:
-    """Return the elements of a floating-point tensor as float64; None for other types, by torch's names."""
-    if dtype == "bfloat16":  # the upper half of a float32
-        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
-    kinds = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
-    return np.frombuffer(data, kinds[dtype]).astype(np.float64) if dtype in kinds else None
-
-
-def _pieces(facts: TensorFacts) -> Iterator[Box]:
-    """Yield boxes that cut the tensor along its first dimension."""
-    if not facts.shape:
-        yield Box.whole(facts.shape)
-        return
-    row = math.prod(facts.shape[1:]) * facts.itemsize
-    rows = max(1, PIECE_BYTES // max(1, row))
-    for first in range(0, facts.shape[0], rows):
-        size = (min(rows, facts.shape[0] - first), *facts.shape[1:])
-        yield Box((first, *[0] * (len(facts.shape) - 1)), size)
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

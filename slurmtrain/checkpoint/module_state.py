@@ -1,9 +1,8 @@
 """What modules hold: the names of it in a checkpoint, and whether and how their state can be restored.
 
-It is restored into a module's live memory, or by its own load_state_dict. Most modules return their parameters
-themselves, which are filled in place. Some return copies (hooks that convert, pack or clone): filling these would restore
-nothing, without a message. State that cannot be restored is refused when it is saved, because at the restore it is too
-late.
+It is restored into a module's live memory. A module whose state_dict gives copies (hooks that convert, pack or clone) is
+refused: filling these would restore nothing, without a message. That is said when it is saved, because at the restore it is
+too late.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.tensors import is_dtensor, local
+from slurmtrain.checkpoint.tensors import local
 
 _EXTRA_KEY = "_extra_state"
 
@@ -82,13 +81,8 @@ def extra_owners(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_extra(name: str) -> bool:
-    """Return whether a tensor's name says that it belongs to a module's extra state, or to an entry that is no tensor."""
+    """Return whether a tensor's name says that it belongs to a module's extra state."""
     return _EXTRA_KEY in name.split(".")
-
-
-def name_within(name: str) -> str:
-    """Return the name that begins those of the tensors within the entry `name` of a module."""
-    return name if is_extra(name) else f"{name}.{_EXTRA_KEY}"
 
 
 def parameters(objects: Mapping[str, Any], *, all_names: bool = False) -> dict[str, nn.Parameter]:
@@ -105,7 +99,7 @@ def parameters(objects: Mapping[str, Any], *, all_names: bool = False) -> dict[s
 def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the modules' buffers.
 
-    Unlike parameters, they may differ between data parallel ranks, and rank 0's count.
+    Unlike parameters, they may differ between data parallel ranks by design, and the lowest rank's count.
     """
     return frozenset(
         f"{key}.{clean(name)}"
@@ -113,20 +107,6 @@ def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
         if isinstance(value, nn.Module)
         for clean in (Names(unwrap(value)),)
         for name, _ in unwrap(value).named_buffers(remove_duplicate=False)
-    )
-
-
-def broadcast_buffers(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the buffers that DDP replaces by rank 0's before each forward pass.
-
-    Between two forward passes they differ by design.
-    """
-    return buffers(
-        {
-            key: value
-            for key, value in objects.items()
-            if isinstance(value, nn.parallel.DistributedDataParallel) and value.broadcast_buffers
-        }
     )
 
 
@@ -141,15 +121,19 @@ def trained_parameters(objects: Mapping[str, Any]) -> dict[str, nn.Parameter]:
 
 
 def module_tensors(objects: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return parameters and buffers of the given modules by name, without extra state, which is made when asked for."""
-    return {
-        f"{key}.{name}": entry
-        for key, value in objects.items()
-        if isinstance(value, nn.Module)
-        for extra in (extra_owners(value),)
-        for name, entry in entries(value).items()
-        if name not in extra and isinstance(entry, Tensor)
-    }
+    """Return parameters and buffers of the given modules by name, without extra state, which is made when asked for.
+
+    Raises:
+        CheckpointError: see `check_entries`.
+    """
+    found: dict[str, Tensor] = {}
+    for key, value in objects.items():
+        if isinstance(value, nn.Module):
+            held = entries(value)
+            check_entries(key, value, held)
+            extra = extra_owners(value)
+            found.update({f"{key}.{name}": entry for name, entry in held.items() if name not in extra})
+    return found
 
 
 def check_module(key: str, module: nn.Module, found: Mapping[str, Any], trained: Collection[int]) -> None:
@@ -161,68 +145,34 @@ def check_module(key: str, module: nn.Module, found: Mapping[str, Any], trained:
     Raises:
         CheckpointError: something would not be restored; the message names it.
     """
-    root = unwrap(module)
-    for submodule in root.modules():
-        if any(base.__name__ == "FullyShardedDataParallel" for base in type(submodule).__mro__):
-            raise CheckpointError(
-                f"{key} is wrapped by FullyShardedDataParallel (FSDP1), whose state_dict() gives copies of its parameters",
-                hint="use torch.distributed.fsdp.fully_shard (FSDP2)",
-            )
-    held, extra = _held(root), extra_owners(root)
-    apart = copies(root, found)
-    own_way = loads_by_itself(root)
-    kind = type(root).__name__
-    for name, entry in found.items():
-        full = f"{key}.{name}"
-        if name in extra:
-            continue
-        if not isinstance(entry, Tensor):
-            if not own_way:
-                raise CheckpointError(
-                    f"{kind}.state_dict() gives {full}, a {type(entry).__name__}, which nothing would take back",
-                    hint="give it by get_extra_state() and set_extra_state(), or add a load_state_dict hook that takes it",
-                )
-        elif name in apart:
-            _check_copy(full, kind, entry, held.get(name), own_way=own_way)
+    check_entries(key, module, found)
     places = {place_of(entry) for entry in found.values() if isinstance(entry, Tensor)}
-    for name, tensor in held.items():
-        if id(tensor) in trained and name not in found and not own_way and place_of(tensor) not in places:
+    for name, tensor in _held(unwrap(module)).items():
+        if id(tensor) in trained and name not in found and place_of(tensor) not in places:
             raise CheckpointError(
-                f"{key}.{name} is trained, and {kind}.state_dict() leaves it out",
+                f"{key}.{name} is trained, and {type(unwrap(module)).__name__}.state_dict() leaves it out",
                 hint="hand in a module that gives it, or freeze it and leave it out of the optimiser",
             )
 
 
-def _check_copy(name: str, kind: str, entry: Tensor, held: Tensor | None, *, own_way: bool) -> None:
-    """Check an entry that is not the live tensor."""
-    if held is not None and torch.promote_types(entry.dtype, held.dtype) != entry.dtype:
-        raise CheckpointError(
-            f"{kind}.state_dict() gives {name} as {entry.dtype}, and it is {held.dtype}: the checkpoint would lose bits",
-            hint="convert a copy for other programs (`checkpoints RUN export --dtype`), not what is saved",
-        )
-    if own_way:
-        return
-    if held is None or entry.shape != held.shape or is_dtensor(entry) != is_dtensor(held):
-        raise CheckpointError(
-            f"{kind}.state_dict() gives {name}, which is no parameter or buffer of it, and nothing would take it back",
-            hint="add the load_state_dict hook that is the inverse of the state_dict hook",
-        )
-    if not _same(entry.to(held.dtype), held):
-        raise CheckpointError(
-            f"{kind}.state_dict() gives other values for {name} than it holds, and nothing turns them back",
-            hint="add the load_state_dict hook that is the inverse of the state_dict hook",
-        )
+def check_entries(key: str, module: nn.Module, found: Mapping[str, Any]) -> None:
+    """Check that the entries `found` of a module's state_dict are the memory of its parameters and buffers, or extra state.
 
-
-def copies(module: nn.Module, found: Mapping[str, Any]) -> set[str]:
-    """Return the names of the tensors among its entries `found` that are not the memory of a parameter or a buffer."""
-    held = _held(unwrap(module))
+    Raises:
+        CheckpointError: filling one would restore nothing; the message names it.
+    """
+    root = unwrap(module)
+    held, extra = _held(root), extra_owners(root)
     places = {place_of(tensor) for tensor in held.values()}
-    return {
-        name
-        for name, entry in found.items()
-        if isinstance(entry, Tensor) and not (entry.numel() == 0 and name in held) and place_of(entry) not in places
-    }
+    for name, entry in found.items():
+        is_live = isinstance(entry, Tensor) and (place_of(entry) in places or (entry.numel() == 0 and name in held))
+        if name not in extra and not is_live:
+            raise CheckpointError(
+                f"{type(root).__name__}.state_dict() gives {key}.{name}, a {type(entry).__name__} that is not the memory of "
+                "a parameter or buffer of it, so that nothing would be restored by filling it",
+                hint="leave out hooks that convert, copy or add entries, and give more by get_extra_state() and "
+                "set_extra_state(); fully_shard (FSDP2) in place of FullyShardedDataParallel (FSDP1)",
+            )
 
 
 def loads_by_itself(module: nn.Module) -> bool:
@@ -244,41 +194,6 @@ def _of_torch(function: Any) -> bool:
             break
         function = inner
     return str(getattr(function, "__module__", "") or type(function).__module__).partition(".")[0] == "torch"
-
-
-def load(key: str, module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Pass `values`, by their names in a checkpoint, to the module's own load_state_dict, and check that they have arrived.
-
-    Raises:
-        CheckpointError: it does not take them, or gives back others.
-    """
-    module = unwrap(module)
-    clean = Names(module)
-    state = module.state_dict()
-    raw = {clean(name): name for name in state}
-    for name, value in values.items():
-        state[raw.get(name, name)] = value
-    if type(module).load_state_dict is nn.Module.load_state_dict and "load_state_dict" not in vars(module):
-        unexpected = module.load_state_dict(state, strict=False).unexpected_keys
-        if unexpected:
-            raise CheckpointError(f"{key} does not take back what its state_dict() gave: {', '.join(unexpected[:5])}")
-    else:
-        module.load_state_dict(state)
-    again = entries(module)
-    for name, value in values.items():
-        if isinstance(value, Tensor) and not (name in again and _same(again[name], value)):
-            raise CheckpointError(
-                f"{key}.{name} is not what was loaded: {type(module).__name__}.load_state_dict() does not give back what "
-                "state_dict() gave",
-                hint="its hooks have to be each other's inverse, bit by bit",
-            )
-
-
-def _same(one: Any, other: Tensor) -> bool:
-    if not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    left, right = local(one.detach()), local(other.detach())
-    return torch.equal(left, right) or torch.equal(left.isnan() & right.isnan(), left.ne(right))
 
 
 def place_of(tensor: Tensor) -> Place:

@@ -12,7 +12,6 @@ import os
 import re
 import socket
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
@@ -54,29 +53,21 @@ Answer = list[Any]  # result and failure: [kind, message, hint], or None
 FINE: Answer = [None, None]  # said by an empty message
 
 
-def encode(value: Any) -> bytes:
-    """Return the message of a value: None, bool, int, float, str, and lists and dicts (by str) of them.
-
-    Raises:
-        TypeError: it has something else.
-    """
-    return b"" if value == FINE else json.dumps(value, separators=(",", ":")).encode()
+def _encode(answer: Answer) -> bytes:
+    return b"" if answer == FINE else json.dumps(answer, separators=(",", ":")).encode()
 
 
-def decode(data: bytes) -> Any:
-    """Return the value of a message, which may be padded with zeros.
-
-    Raises:
-        CheckpointError: it is no message; nothing in it has been executed.
-    """
-    text = data.rstrip(b"\0")
+def _decode(message: Tensor) -> Answer:
+    """Return the answer in a message, which may be padded with zeros."""
+    text = message.numpy().tobytes().rstrip(b"\0")
     try:
-        return json.loads(text) if text else FINE
-    except (ValueError, RecursionError):
+        answer: Answer = json.loads(text) if text else FINE
+    except ValueError:
         raise CheckpointError(
             f"a rank has sent {text[:8]!r}, which is not the beginning of a message between ranks; it was ignored",
             hint="do all ranks run the same version of slurmtrain? If so, another program sent it",
         ) from None
+    return answer
 
 
 class RankGroup:
@@ -85,7 +76,7 @@ class RankGroup:
     Every method is called by all of them together.
 
     Ranks exchange pairs (result, failure), so that an error on one rank becomes a CheckpointError on all. Results are values
-    that `encode` knows; another type is turned into these, and back, by the caller.
+    of JSON; another type is turned into these, and back, by the caller.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
@@ -173,7 +164,7 @@ class RankGroup:
         """Run `work` on every rank and return all results on each, in the order of ranks."""
         answers = [self._attempt(work)]
         if self.group is not None:
-            own, longest = self._agree_on_length(encode(answers[0]))
+            own, longest = self._agree_on_length(_encode(answers[0]))
             rows = torch.zeros(self.size, longest, dtype=torch.uint8, device="cpu")
             if longest:
                 with _lost_peers():
@@ -189,7 +180,7 @@ class RankGroup:
         answer = self._attempt(work)
         rows = torch.empty(1, 0, dtype=torch.uint8, device="cpu")
         if self.group is not None:
-            own, longest = self._agree_on_length(b"" if self.rank == 0 else encode(answer))
+            own, longest = self._agree_on_length(b"" if self.rank == 0 else _encode(answer))
             if self.rank == 0:
                 rows = torch.zeros(self.size, longest, dtype=torch.uint8, device="cpu")
             if longest:
@@ -209,7 +200,7 @@ class RankGroup:
         return padded, longest
 
     def _broadcast(self, answer: Answer, source: int) -> Answer:
-        message = encode(answer) if self.rank == source else b""
+        message = _encode(answer) if self.rank == source else b""
         length = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
         self.share(length, source)
         data = torch.zeros(int(length.item()), dtype=torch.uint8, device="cpu")
@@ -256,15 +247,6 @@ class RankGroup:
             return value
         received: T = self._broadcast([value, None] if self.rank == source else FINE, source)[0]
         return received
-
-
-def _decode(data: Tensor) -> Answer:
-    answer = decode(data.numpy().tobytes())
-    failure: Any = answer[1] if isinstance(answer, list) and len(answer) == 2 else 0
-    told = isinstance(failure, list) and len(failure) == 3 and isinstance(failure[1], str)
-    if failure is not None and not (told and str(failure[0]) in FAILURES):
-        raise CheckpointError(f"a rank has sent {str(answer)[:100]}, which is no answer")
-    return answer  # type: ignore[no-any-return]
 
 
 def _results(answers: Sequence[Answer]) -> list[Any]:
@@ -376,29 +358,3 @@ def claim_directory(
 
     ranks.all_do(check_is_shared)
     return claimed, [host for _, host in answers]
-
-
-# Users of a directory in this process, by directory and incarnation: two of one incarnation would delete each other's files.
-_in_use: weakref.WeakValueDictionary[tuple[str, int], object] = weakref.WeakValueDictionary()
-
-
-def register_user(user: object, directory: Path, incarnation: Incarnation | None) -> None:
-    """Record that `user` saves into the directory as `incarnation`; one without (None) takes a new one for itself.
-
-    Raises:
-        CheckpointError: another object of this process does so.
-    """
-    if incarnation is None:
-        return
-    key = (str(directory.absolute()), incarnation.order)
-    if key in _in_use:
-        raise CheckpointError(
-            f"{directory} already has a Checkpointer in this process",
-            hint="save everything through one: save(step, model=..., other=...); or close() the first",
-        )
-    _in_use[key] = user
-
-
-def unregister_user(directory: Path, incarnation: Incarnation) -> None:
-    """End what `register_user` has begun."""
-    _in_use.pop((str(directory.absolute()), incarnation.order), None)

@@ -16,26 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format.directory import OWN
 from slurmtrain.checkpoint.format.manifest import TensorFacts
 from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
 from slurmtrain.checkpoint.module_state import (
     check_module,
-    copies,
     entries,
     extra_owners,
     is_extra,
     loads_by_itself,
     module_tensors,
-    name_within,
     parameter_names,
     parameters,
+    unwrap,
 )
+from slurmtrain.checkpoint.save.staging import fingerprint
 from slurmtrain.checkpoint.tensors import dtype_of, local
 
-OWN_WAY = "own"  # marks, in a checkpoint, what an optimiser has given by a state_dict of its own
 # Tensors of a parameter's shape that torch's optimisers keep for each, beyond which nothing large is known.
 _MOMENTS = {"SGD": 1, "Adagrad": 1, "Adadelta": 2, "RMSprop": 3, "Rprop": 2, "Adafactor": 1, "Muon": 1}
 # Settings of how a step is computed, which belong to this run's layout and device, not to the checkpoint's.
@@ -98,16 +96,12 @@ def flatten(objects: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
                 if isinstance(entry, Tensor):
                     tensors[f"{key}.{name}"] = entry
                 else:
-                    plain[f"{EXTRA}{key}.{name}"] = encode(entry, name_within(f"{key}.{name}"), tensors)
+                    plain[f"{EXTRA}{key}.{name}"] = encode(entry, f"{key}.{name}", tensors)
     names = parameter_names(objects)
     for key, value in objects.items():
         if isinstance(value, Optimizer):
-            value = plain_optimizer(value)
             check_optimizer(key, value)
-            if has_own_state_dict(value):
-                plain[key] = encode({OWN_WAY: value.state_dict()}, key, tensors)
-            else:
-                plain[key] = flatten_optimizer(key, value, names, tensors)
+            plain[key] = flatten_optimizer(key, value, names, tensors)
         elif not isinstance(value, nn.Module):
             plain[key] = _encode_state(key, value.state_dict() if isinstance(value, Stateful) else value, tensors)
     return tensors, plain
@@ -168,7 +162,6 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> d
     """
     targets = module_tensors(objects)
     known = parameters(objects)
-    numbered = {key: _by_number(value) for key, value in objects.items() if isinstance(value, Optimizer)}
     live: dict[str, dict[str, Tensor]] = {}
     for name, fact in saved.items():
         owners = [key for key in objects if name.startswith(f"{key}.")]
@@ -181,7 +174,7 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> d
             live[key] = _live(key, value)
         template = live[key].get(name)
         if template is None and isinstance(value, Optimizer):
-            template = _parameter_of(name.removeprefix(f"{key}."), known, numbered[key])
+            template = _parameter_of(name.removeprefix(f"{key}.state."), known)
             if template is None and name.startswith(f"{key}.state."):
                 continue  # of a parameter that other ranks hold: a stage of a pipeline
         if template is not None and tuple(template.shape) == fact.shape and (fact.shape or name in live[key]):
@@ -204,20 +197,11 @@ def _live(key: str, value: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _by_number(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the parameters by the numbers that torch's state_dict has for them."""
-    groups = plain_optimizer(optimizer).param_groups
-    return {str(number): each for number, each in enumerate(each for group in groups for each in group["params"])}
-
-
-def _parameter_of(name: str, known: Mapping[str, Tensor], numbered: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the parameter to which an optimiser's tensor belongs: its name has the parameter's name in it, or its number."""
-    rest = name.removeprefix(f"{OWN_WAY}.")
-    number = next((part for part in rest.split(".") if part.isdecimal()), "") if rest != name else ""
-    _, _, rest = rest.partition(".")
-    while rest and rest not in known:
-        rest = rest.rpartition(".")[0]
-    return known.get(rest, numbered.get(number))
+def _parameter_of(name: str, known: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the parameter to which an optimiser's tensor belongs: its name begins with the parameter's name."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return known.get(name)
 
 
 def load_objects(
@@ -225,51 +209,49 @@ def load_objects(
     tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
     *,
-    dropped: Collection[str],
     lenient: bool = False,
     convert: bool = False,
 ) -> None:
-    """Give every object its state. Modules have theirs already, unless they return copies or load it in their own way.
+    """Give every object its state. The tensors of modules have theirs already.
 
     Args:
-        dropped: names of the checkpoint's tensors that are not in `tensors`, since they do not fit.
         lenient: state that the checkpoint lacks keeps its initial values.
         convert: optimiser state takes its parameter's dtype, which is not the checkpoint's.
     """
     for key, value in objects.items():
         if isinstance(value, nn.Module):
-            if loads_by_itself(value) or copies(value, entries(value)):
-                module_state.load(key, value, _of_module(key, value, tensors, plain))
-                continue
             for name, submodule in extra_owners(value).items():
                 full = f"{key}.{name}"
                 if full in tensors:
                     submodule.set_extra_state(tensors[full])
                 elif EXTRA + full in plain:
                     submodule.set_extra_state(decoded(full, plain[EXTRA + full], tensors))
+            if loads_by_itself(value):
+                _load_by_itself(key, value)
             continue
         if lenient and key not in plain:
             continue
         if isinstance(value, Optimizer):
-            value, saved = plain_optimizer(value), plain[key]
-            if isinstance(saved, dict) and OWN_WAY in saved:
-                value.load_state_dict(decoded(key, saved[OWN_WAY], tensors))
-                continue
             names = parameter_names(objects)
-            load_optimizer(key, value, names, tensors, saved, dropped=dropped, lenient=lenient, convert=convert)
+            load_optimizer(key, value, names, tensors, plain[key], lenient=lenient, convert=convert)
         elif isinstance(value, Stateful):
             value.load_state_dict(decoded(key, plain[key], tensors))
 
 
-def _of_module(key: str, module: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the checkpoint has for a module, by the names within it."""
-    names = entries(module)
-    found: dict[str, Any] = {name: tensors[f"{key}.{name}"] for name in names if f"{key}.{name}" in tensors}
-    marker = f"{EXTRA}{key}."
-    for name in plain:
-        if name.startswith(marker):
-            found[name.removeprefix(marker)] = decoded(name, plain[name], tensors)
-    return found
+def _load_by_itself(key: str, module: nn.Module) -> None:
+    """Let a module that has its tensors load them in its own way, too: it may derive something from them.
+
+    Raises:
+        CheckpointError: its tensors are others then.
+    """
+    before = {name: int(fingerprint(local(each))) for name, each in module_tensors({key: module}).items()}
+    unwrap(module).load_state_dict(unwrap(module).state_dict())
+    for name, each in module_tensors({key: module}).items():
+        if int(fingerprint(local(each))) != before.get(name):
+            raise CheckpointError(
+                f"{name} is not what was loaded: {type(unwrap(module)).__name__}.load_state_dict() changes it",
+                hint="its hooks have to leave alone what its state_dict() gives",
+            )
 
 
 def per_rank_objects(per_rank: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -341,48 +323,21 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 # Optimisers.
 
 
-def plain_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimiser whose groups and state a mere wrapper (Accelerate's) shows as its own."""
-    inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, Optimizer) and inner.state is optimizer.state and inner.param_groups is optimizer.param_groups:
-        return plain_optimizer(inner)
-    return optimizer
-
-
-def _inner_optimizer(optimizer: Optimizer) -> str | None:
-    """Return the name of the attribute in which `optimizer` has another one (SAM, Lookahead)."""
-    return next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
-
-
-def has_own_state_dict(optimizer: Optimizer) -> bool:
-    """Return whether the state is what the optimiser's own state_dict() says, not `state` and `param_groups` alone."""
-    hooks = (getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post"))
-    overridden = type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer)
-    return overridden or any(hooks)
-
-
-def waits_before_steps(optimizer: Optimizer) -> bool:
-    """Return whether nothing but a step that runs torch's hooks changes what `optimizer` owns, as far as can be known."""
-    hooked = hasattr(optimizer, "_optimizer_step_pre_hooks") and getattr(type(optimizer).step, "hooked", False)
-    return bool(hooked) and _inner_optimizer(optimizer) is None and not has_own_state_dict(optimizer)
-
-
 def check_optimizer(key: str, optimizer: Optimizer) -> None:
-    """Check that what is saved of an optimiser is all of its state.
+    """Check that what is saved of an optimiser, `state` and `param_groups`, is all of its state.
 
     Raises:
-        CheckpointError: the optimiser keeps state elsewhere.
+        CheckpointError: it has a state_dict of its own, or another optimiser within (SAM, ZeroRedundancyOptimizer).
     """
-    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+    hooks = (getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post"))
+    overridden = type(optimizer).state_dict is not Optimizer.state_dict or "state_dict" in vars(optimizer)
+    inner = next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
+    if inner is not None or overridden or any(hooks):
+        what = f"keeps another optimiser in .{inner}" if inner is not None else "has a state_dict() of its own"
         raise CheckpointError(
-            f"{key} is a ZeroRedundancyOptimizer, which keeps another part of its state on every rank, in no state_dict",
-            hint="shard the optimiser with the model: torch.distributed.fsdp.fully_shard (FSDP2)",
-        )
-    inner = _inner_optimizer(optimizer)
-    if inner is not None and not has_own_state_dict(optimizer):
-        raise CheckpointError(
-            f"{key} ({type(optimizer).__name__}) keeps another optimiser in .{inner}, whose state its state_dict() leaves out",
-            hint="give it a state_dict() and a load_state_dict() that have all of the state, that of the inner one included",
+            f"{key} is a {type(optimizer).__name__}, which {what}, and only `state` and `param_groups` would be saved",
+            hint="hand in the optimiser that it wraps; or shard it with the model (fully_shard); or put it into an object "
+            "that is no Optimizer and whose state_dict() and load_state_dict() have all of it",
         )
 
 
@@ -423,7 +378,6 @@ def load_optimizer(
     tensors: Mapping[str, Tensor],
     plain: Any,
     *,
-    dropped: Collection[str],
     lenient: bool,
     convert: bool,
 ) -> None:
@@ -433,7 +387,6 @@ def load_optimizer(
         names: of the parameters by their id.
         tensors: those of the checkpoint, by name.
         plain: what `flatten_optimizer` returned beside them.
-        dropped: names of its tensors that are not in `tensors`: of parameters that begin anew.
         lenient: parameters that the checkpoint's groups lack keep what they have.
         convert: state takes its parameter's dtype.
 
@@ -468,7 +421,7 @@ def load_optimizer(
             )
         numbers = []
         for name in keys:
-            if name in saved and not any(each.startswith(f"{key}.state.{name}.") for each in dropped):
+            if name in saved:
                 state[number] = decoded(key, saved[name], tensors)
                 if not isinstance(state[number], dict):
                     raise wrong
@@ -526,7 +479,7 @@ def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[s
     for other in everyones[1:]:
         merged = {**other, **merged}
         for key in optimizers:
-            if key not in other or merged[key] is other[key] or OWN_WAY in merged[key] or OWN_WAY in other[key]:
+            if key not in other or merged[key] is other[key]:
                 continue
             groups = []
             for group, other_group in zip(merged[key]["param_groups"], other[key]["param_groups"], strict=True):
@@ -539,8 +492,13 @@ def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[s
 
 def waiting_optimizers(objects: Mapping[str, Any]) -> dict[str, Optimizer]:
     """Return the given optimisers whose steps can be made to wait."""
-    found = {key: plain_optimizer(value) for key, value in objects.items() if isinstance(value, Optimizer)}
-    return {key: optimizer for key, optimizer in found.items() if waits_before_steps(optimizer)}
+    return {
+        key: value
+        for key, value in objects.items()
+        if isinstance(value, Optimizer)
+        and hasattr(value, "_optimizer_step_pre_hooks")
+        and getattr(type(value).step, "hooked", False)
+    }
 
 
 def changed_by_optimizers(objects: Mapping[str, Any], tensors: Collection[str]) -> set[str]:

@@ -376,22 +376,21 @@ def _export(target: Target, options: argparse.Namespace) -> int:
         )
     if kind == "peft" and options.dtype is not None:
         raise UsageError("--dtype is not for --format peft, which writes adapters unchanged")
-    notes: tuple[str, ...] = ()
     with _progress_bar(path.name, read_manifest(path).size) as progress:
         if kind == "hf":
             from slurmtrain.weights.hf_export import export_hf
 
-            done, notes = export_hf(path, out, dtype=options.dtype, force=options.force, progress=progress)
+            done = export_hf(path, out, dtype=options.dtype, force=options.force, progress=progress)
         elif kind == "peft":
             from slurmtrain.weights.hf_export import export_peft
 
-            done, notes = export_peft(path, out, force=options.force, progress=progress)
+            done = export_peft(path, out, force=options.force, progress=progress)
         else:
             from slurmtrain.weights.export import export
 
             done = export(path, out, only=only, dtype=options.dtype, force=options.force, progress=progress)
     print(f"{out}: {done.tensors} tensors of {only} from {path.name}, {format_size(done.size)}")
-    for note in notes:
+    for note in done.notes:
         print(f"note: {note}")
     return 0
 

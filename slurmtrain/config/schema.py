@@ -388,15 +388,11 @@ class CheckpointConfig(Struct):
     best_metric: str = "valid_loss"  # a metric of the evaluations; known for saved steps that are also evaluated
     # whether a lower ("min") or higher ("max") best_metric is better
     best_mode: choices.BestMode = choices.BestMode.MIN
-    # write while training continues; false: wait for each commit, and end the attempt at the first failure
-    asynchronous: bool = True
     max_failures: Natural = 3  # end the attempt after this many failed saves in a row; 0: continue without checkpoints
     # what a save does if tensors differ between ranks that should hold the same (as on GPUs of different models):
     # "refuse": fail and name them; "warn": report this once and save the copy of the lowest rank, which then writes all
     # of it
     on_replica_drift: choices.ReplicaDrift = choices.ReplicaDrift.REFUSE
-    # how restored files are compared with what was written: "full" (their digests) or "off" (sizes only)
-    verify: choices.Verify = choices.Verify.FULL
     # URL of a folder in an object store; checkpoints are copied to <mirror>/<job.name>/<run id>
     mirror: str | None = None
     # Node-local folder, in /dev/shm or on a local disk: every save is also copied there, so that a restart on the same
@@ -409,7 +405,7 @@ class CheckpointConfig(Struct):
     # null: continue at the checkpoint's step, with its optimiser, schedule and data. "model": use only its weights, at
     # step 0.
     restore_only: choices.RestoreOnly | None = None
-    # What may differ from the checkpoint: keys, shapes, dtypes, config, data.
+    # What may differ from the checkpoint: keys, dtypes, config, data.
     allow: list[choices.Allow] = []
 
 

@@ -128,9 +128,9 @@ class AcceleratorCheckpointer:
     def _objects(self) -> dict[str, Any]:
         """Return what all ranks save together, by the names that accelerate gives their files."""
         accelerator = self._accelerator
-        kinds = {
+        kinds: dict[str, list[Any]] = {
             "model": accelerator._models,
-            "optimizer": accelerator._optimizers,
+            "optimizer": [each.optimizer for each in accelerator._optimizers],
             "scheduler": accelerator._schedulers,
             "custom": accelerator._custom_objects,
         }

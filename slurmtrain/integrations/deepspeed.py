@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,20 +21,8 @@ from typing import Any
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.state import RandomState
 from slurmtrain.errors import ConfigError
-from slurmtrain.integrations.commit import (
-    commit,
-    damage_of,
-    damage_of_zip,
-    flush,
-    gather_states,
-    keep_newest,
-    note_files,
-    remove,
-    set_aside,
-    temporary_name,
-)
+from slurmtrain.integrations.commit import gather_states, save_together
 from slurmtrain.integrations.reporting import ProgressReport
-from slurmtrain.runs.program_checkpoints import cut
 from slurmtrain.runtime.api import exit_for_requeue, session, should_stop
 
 log = logging.getLogger(__name__)
@@ -84,128 +71,47 @@ class EngineCheckpoints:
         """
         if step == self._saved:
             return
-        final, first = self._folder / f"step_{step:09d}", self._distributed.environment.rank == 0
-        temporary = temporary_name(final)
-        if first:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            remove(temporary)
-        self._distributed.leave_together()  # the folder is there, and empty
+        final = self._folder / f"step_{step:09d}"
         ours = {"step": step, "random": gather_states(self._distributed, RandomState().state_dict())}
-        self._engine.save_checkpoint(
-            str(temporary), tag=TAG, client_state={**(client_state or {}), OURS: ours}, save_latest=False
-        )
-        self._distributed.leave_together()  # all have written
-        if self._distributed.environment.local_rank == 0:
-            flush(temporary)
-        self._distributed.leave_together()  # all is on the disk
-        if first:
-            note_files(temporary)
-            commit(temporary, final)
-            keep_newest(self._folder, OWN, self._keep)
-        self._distributed.leave_together()
+
+        def write(temporary: Path) -> None:
+            self._engine.save_checkpoint(
+                str(temporary), tag=TAG, client_state={**(client_state or {}), OURS: ours}, save_latest=False
+            )
+
+        save_together(self._distributed, final, write, pattern=OWN, keep=self._keep)
         self._saved = step
         if self._report is not None:
             self._report.saved(step, final)
 
     def restore(self) -> int:
-        """Load the newest checkpoint that is not damaged into the engine, and the random state of every rank.
-
-        Newer ones, which are damaged, get hidden names. If all are damaged they keep theirs.
+        """Load the newest checkpoint into the engine, and the random state of every rank.
 
         Returns:
             The number of steps that are done; 0: there is no checkpoint, and nothing was changed.
 
         Raises:
-            CheckpointError: DeepSpeed has not loaded it; or there are checkpoints, and all are damaged.
+            CheckpointError: DeepSpeed has not loaded it.
         """
-        names: list[str] = []
-        if self._distributed.environment.rank == 0:
-            names = sorted((path.name for path in self._folder.glob(OWN)), reverse=True)
-        names = self._distributed.broadcast_text("/".join(names)).split("/")
-        if not names[0]:
+        rank, newest = self._distributed.environment.rank, ""
+        if rank == 0:
+            newest = max((path.name for path in self._folder.glob(OWN)), default="")
+        newest = self._distributed.broadcast_text(newest)
+        if not newest:
             self._report = ProgressReport(0, self._steps)
             return 0
-        for place, name in enumerate(names):
-            client_state = self._load(self._folder / name)
-            if client_state is not None:
-                for damaged in names[:place] if self._is_first else ():  # nobody reads them any more
-                    set_aside(self._folder / damaged)
-                return self._loaded(self._folder / name, client_state)
-        raise CheckpointError(
-            f"all {len(names)} checkpoints in {self._folder} are damaged",
-            hint="remove them from that folder to begin at step 0",
-        )
-
-    def _load(self, checkpoint: Path) -> Mapping[str, Any] | None:
-        """Load a checkpoint, and return its client state on all ranks; None: it is damaged.
-
-        Raises:
-            CheckpointError: DeepSpeed does not load it, and its files are what was written.
-        """
-        if self._is_damaged(damage_of(checkpoint) if self._is_first else None, checkpoint):
-            return None
-        partitioned = self._engine.zero_optimization_partition_weights()
-        if partitioned and self._is_damaged(self._damage_of_parts(checkpoint), checkpoint):
-            return None
-        failed, loaded, client_state = "", None, {}
-        try:
-            loaded, client_state = self._engine.load_checkpoint(str(checkpoint), tag=TAG)
-        except Exception as error:  # whatever torch.load makes of a file that is damaged inside
-            failed = f"{type(error).__name__}: {error}"
-            if partitioned:  # the others wait for this rank within DeepSpeed, and end when it leaves
-                raise CheckpointError(f"DeepSpeed cannot load {checkpoint}: {failed.splitlines()[0]}") from error
-        states = gather_states(self._distributed, {"loaded": loaded is not None, "failed": failed})
-        if all(each["loaded"] for each in states):
-            return client_state
-        if self._is_damaged(damage_of(checkpoint, thorough=True) if self._is_first else None, checkpoint):
-            return None
-        failed = next((f": {each['failed'].splitlines()[0]}" for each in states if each["failed"]), "")
-        raise CheckpointError(
-            f"DeepSpeed cannot load {checkpoint}{failed}",
-            hint="a checkpoint needs the number of ranks and the ZeRO stage that it was saved with",
-        )
-
-    def _damage_of_parts(self, checkpoint: Path) -> str | None:
-        """Say what is wrong with the parts of the ranks, each of which has read its own; None if nothing is.
-
-        In ZeRO stage 3 all ranks load together, so that they have to know before whether all can.
-
-        Raises:
-            CheckpointError: a rank cannot read its part now, which may be whole.
-        """
-        own = f"zero_pp_rank_{self._distributed.environment.rank}_"
-        found = unreadable = ""
-        try:
-            for path in sorted((checkpoint / TAG).glob(f"*{own}*")):
-                reason = cut(path) or (damage_of_zip(path) if zipfile.is_zipfile(path) else None)
-                found = found or (f"{path.relative_to(checkpoint)}: {reason}" if reason else "")
-        except OSError as error:
-            unreadable = f"{path.relative_to(checkpoint)} on {self._distributed.environment.node}: {error.strerror}"
-        states = gather_states(self._distributed, {"found": found, "unreadable": unreadable})
-        if unreadable := next((each["unreadable"] for each in states if each["unreadable"]), ""):
-            raise CheckpointError(f"{checkpoint} cannot be read: {unreadable}")
-        return next((each["found"] for each in states if each["found"]), None)
-
-    @property
-    def _is_first(self) -> bool:
-        return self._distributed.environment.rank == 0
-
-    def _is_damaged(self, damage: str | None, checkpoint: Path) -> bool:
-        """Tell all ranks what rank 0 has found, and say it."""
-        damage = self._distributed.broadcast_text(damage or "")
-        if damage and self._is_first:
-            log.warning("%s is damaged; loading the one before it: %s", checkpoint, damage)
-        return bool(damage)
-
-    def _loaded(self, checkpoint: Path, client_state: Mapping[str, Any]) -> int:
-        """Take over what was saved beside the engine, and return the step."""
+        loaded, client_state = self._engine.load_checkpoint(str(self._folder / newest), tag=TAG)
+        if loaded is None:
+            raise CheckpointError(
+                f"DeepSpeed has not loaded {self._folder / newest}",
+                hint="a checkpoint needs the number of ranks and the ZeRO stage that it was saved with",
+            )
         self.client_state = {key: value for key, value in client_state.items() if key != OURS}
-        states, rank = client_state[OURS]["random"], self._distributed.environment.rank
+        states, step = client_state[OURS]["random"], int(client_state[OURS]["step"])
         if len(states) == self._distributed.environment.world_size:
             RandomState().load_state_dict(states[rank])
-        step = int(client_state[OURS]["step"])
         if rank == 0:
-            log.info("resuming at step %d from %s", step, checkpoint)
+            log.info("resuming at step %d from %s", step, self._folder / newest)
         self._saved, self._report = step, ProgressReport(step, self._steps)
         return step
 

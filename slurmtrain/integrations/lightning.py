@@ -1,20 +1,16 @@
 """Lightning's Trainer under slurmtrain: a callback that stops, saves and resumes, and an environment that knows the ranks.
 
-    from slurmtrain.integrations.lightning import SlurmtrainCallback, SlurmtrainEnvironment, resume_from
+from slurmtrain.integrations.lightning import SlurmtrainCallback, SlurmtrainEnvironment, resume_from
 
-    trainer = Trainer(..., callbacks=[SlurmtrainCallback()], plugins=[SlurmtrainEnvironment()])
-    trainer.fit(model, loader, ckpt_path=resume_from())
-
-It fits `import lightning` and `import pytorch_lightning`: the one that the script has imported before.
+trainer = Trainer(..., callbacks=[SlurmtrainCallback()], plugins=[SlurmtrainEnvironment()])
+trainer.fit(model, loader, ckpt_path=resume_from())
 """
 
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import logging
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,20 +20,16 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
+from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.state import RandomState
 from slurmtrain.errors import EXIT_REQUEUE, ConfigError
-from slurmtrain.integrations.commit import (
-    commit,
-    damage_of_zip,
-    flush,
-    gather_states,
-    keep_newest,
-    remove,
-    set_aside,
-    temporary_name,
-)
+from slurmtrain.integrations.commit import gather_states, save_together
 from slurmtrain.integrations.reporting import ProgressReport
 from slurmtrain.parallel.ddp import warm_up_ddp_buckets
 from slurmtrain.runtime.api import init, session, should_stop
@@ -53,28 +45,6 @@ SHOWN_AS = {"train_loss": "loss", "val_loss": "valid_loss"}  # usual names of a 
 OWN = "step_*.ckpt"  # what SlurmtrainCallback writes
 
 
-def _of_the_script() -> Any:
-    """Return the package that the script uses: `lightning.pytorch`, or its twin `pytorch_lightning`."""
-    names = ["lightning", "pytorch_lightning"]
-    if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
-        names.reverse()
-    found = [name for name in names if importlib.util.find_spec(name) is not None]
-    if not found:
-        raise ModuleNotFoundError(
-            "slurmtrain.integrations.lightning needs Lightning: pip install 'slurmtrain[lightning]'"
-        )
-    return importlib.import_module("lightning.pytorch" if found[0] == "lightning" else found[0])
-
-
-_pytorch = _of_the_script()
-_Callback: Any = _pytorch.Callback
-_ClusterEnvironment: Any = importlib.import_module(f"{_pytorch.__name__}.plugins.environments").ClusterEnvironment
-_AsyncCheckpointIO: Any = importlib.import_module(f"{_pytorch.__name__}.plugins.io").AsyncCheckpointIO
-_exceptions = importlib.import_module(f"{_pytorch.__name__}.utilities.exceptions")
-_SIGTERMException: Any = _exceptions.SIGTERMException
-_MisconfigurationException: type[Exception] = _exceptions.MisconfigurationException
-
-
 def _joined() -> DistributedContext:
     """Return this rank's groups; call `slurmtrain.init` if the script has not."""
     if session.distributed is None:
@@ -82,7 +52,7 @@ def _joined() -> DistributedContext:
     return session.initialised()[0]
 
 
-class SlurmtrainEnvironment(_ClusterEnvironment):  # type: ignore[misc]
+class SlurmtrainEnvironment(ClusterEnvironment):  # type: ignore[misc]
     """The ranks as slurmtrain has found them: Lightning starts no processes, and neither requeues nor catches signals.
 
     Raises:
@@ -142,7 +112,7 @@ class SlurmtrainEnvironment(_ClusterEnvironment):  # type: ignore[misc]
             )
 
 
-class SlurmtrainCallback(_Callback):  # type: ignore[misc]
+class SlurmtrainCallback(Callback):  # type: ignore[misc]
     """Stops all ranks after the same step when the job has to leave, saves, and ends with exit code 75: start me again.
 
     It saves through `Trainer.save_checkpoint`, in whatever form the strategy has; pass `resume_from()` to `fit`. It also
@@ -193,7 +163,7 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
             self._resumed = True
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if isinstance(trainer.strategy.checkpoint_io, _AsyncCheckpointIO):
+        if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
             raise ConfigError(
                 "AsyncCheckpointIO saves in the background, and does not report when a checkpoint is complete",
                 hint="leave it out",
@@ -274,48 +244,27 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
             return
         self._position.note()
         final = self._folder / f"step_{step:09d}.ckpt"
-        self._write(trainer, final)
+        self._of_all_ranks = gather_states(self._distributed, self._position.state_dict())
+        try:
+            save_together(self._distributed, final, trainer.save_checkpoint, pattern=OWN, keep=self._keep)
+        finally:
+            self._of_all_ranks = None
         if self._report is not None:
             self._report.saved(step, final)
         self._saved = step
-
-    def _write(self, trainer: Any, final: Path) -> None:
-        temporary, first = temporary_name(final), self._distributed.environment.rank == 0
-        if first:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            remove(temporary)
-        self._of_all_ranks = gather_states(self._distributed, self._position.state_dict())
-        try:
-            trainer.save_checkpoint(temporary)  # returns when all ranks have written
-        finally:
-            self._of_all_ranks = None
-        if self._distributed.environment.local_rank == 0:
-            flush(temporary)
-        self._distributed.leave_together()  # all is on the disk
-        if first:
-            commit(temporary, final)
-            keep_newest(self._folder, OWN, self._keep)
-        self._distributed.leave_together()  # nobody leaves before the commit
 
     def _leave(self, step: int) -> NoReturn:
         """Leave by Lightning's own way out of a SIGTERM, so that loggers and callbacks come to their end."""
         self._distributed.leave_together()
         log.info("told to stop: exiting after step %d", step)
-        raise _SIGTERMException(EXIT_REQUEUE)
+        raise SIGTERMException(EXIT_REQUEUE)
 
     def _validation_is_due(self, trainer: Any) -> bool:
         """Return whether Trainer validates after this batch, on any rank: clocks differ (val_check_interval in time)."""
         due = bool(trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
-        by_the_clock = getattr(trainer, "_val_check_time_interval", None) is not None
-        return self._on_any_rank(due) if by_the_clock else due
-
-    def _on_any_rank(self, value: bool) -> bool:
-        """Return whether `value` is true on a rank. All ranks call it together."""
-        if self._distributed.control_group is None:
-            return value
-        found = torch.tensor([int(value)])
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._distributed.control_group)
-        return bool(found.item())
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            due = bool(RankGroup(self._distributed.control_group).maximum(int(due)))
+        return due
 
     def _take_signals_back(self) -> None:
         """Let Lightning's own handling of signals stand back, which begins a broadcast wherever a rank happens to be."""
@@ -325,7 +274,7 @@ class SlurmtrainCallback(_Callback):  # type: ignore[misc]
 
 def _total_steps(trainer: Any) -> int | None:
     """Return the step at which training ends; None: it is not known."""
-    with suppress(_MisconfigurationException):  # accumulation changes on the way
+    with suppress(MisconfigurationException):  # accumulation changes on the way
         total = trainer.estimated_stepping_batches
         return int(total) if 0 < total < float("inf") else None
     return None
@@ -484,10 +433,7 @@ def own_folder() -> Path:
 
 
 def resume_from(folder: Path | str | None = None) -> str | None:
-    """Return the newest sound checkpoint, for `fit(..., ckpt_path=resume_from())`. All ranks call it together.
-
-    Rank 0 looks and tells the others. A file that is torn or damaged gets a hidden name, so that it does not stand in the
-    way of the next one of that step.
+    """Return the newest checkpoint, for `fit(..., ckpt_path=resume_from())`. All ranks call it together, and get the same.
 
     Args:
         folder: that of SlurmtrainCallback, if it was given another one.
@@ -495,17 +441,7 @@ def resume_from(folder: Path | str | None = None) -> str | None:
     Returns:
         None: there is no checkpoint, so that this is a fresh start.
     """
-    distributed = _joined()
-    found: Path | None = None
-    damaged: list[Path] = []
+    distributed, newest = _joined(), ""
     if distributed.environment.rank == 0:
-        for path in sorted((own_folder() if folder is None else Path(folder)).glob(OWN), reverse=True):
-            reason = None if path.is_dir() else damage_of_zip(path)  # a folder has got its name when it was complete
-            if reason is None:
-                found = path
-                break
-            log.warning("%s is incomplete and is skipped: %s", path, reason)
-            damaged.append(path)
-        for path in damaged if found is not None else ():
-            set_aside(path)
-    return distributed.broadcast_text(str(found or "")) or None
+        newest = max(map(str, (own_folder() if folder is None else Path(folder)).glob(OWN)), default="")
+    return distributed.broadcast_text(newest) or None

@@ -1,7 +1,6 @@
 """Hugging Face's Trainer under slurmtrain (extra `hf`): stopped at one step on all ranks, saved, requeued and resumed.
 
-Trainer saves as it always does, and goes on from its newest checkpoint that is complete; one that a kill left torn is moved
-aside.
+Trainer saves as it always does, and goes on from its newest checkpoint that is complete; one that a kill left torn is renamed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from transformers.trainer_callback import ExportableState
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 from slurmtrain.integrations.reporting import ProgressReport
 from slurmtrain.parallel.ddp import warm_up_ddp_buckets
-from slurmtrain.runs.program_checkpoints import cut
+from slurmtrain.runs.program_checkpoints import cut, move_aside
 from slurmtrain.runtime.api import exit_for_requeue, init, session, should_stop
 
 log = logging.getLogger(__name__)
@@ -129,8 +127,8 @@ def _join(args: Any) -> None:
 def resume_from(output_dir: str | Path) -> str | None:
     """Return the newest complete checkpoint of Trainer's in `output_dir`, for `train(resume_from_checkpoint=...)`.
 
-    All ranks call it, and get the same. Folders that a kill has left torn are moved aside, to `torn-checkpoint-<step>`,
-    with a message. None: there is no complete one, and training begins at step 0.
+    All ranks call it, and get the same. Folders that a kill has left torn are renamed, with a message. None: there is no
+    complete one, and training begins at step 0.
     """
     if session.distributed is None:
         init()
@@ -143,66 +141,38 @@ def resume_from(output_dir: str | Path) -> str | None:
 
 STATE_FILE = "trainer_state.json"  # Trainer writes it after everything else that a checkpoint needs
 FOLDER = re.compile(r"checkpoint-(\d+)")
-TORN = "torn-"  # begins the names of folders that were moved aside; Trainer's own search and removal pass them over
-SENTINEL = "checkpoint-is-incomplete.txt"  # of TrainingArguments(enable_jit_checkpoint=True), while it saves
-CALLBACK = "SlurmtrainCallback"  # keeps the number of ranks in the state
 # What Trainer resumes from. Of other files nothing is known: a mark that somebody's callback leaves may well be empty.
 NEEDED = (".safetensors", ".pt", ".pth", ".bin", "config.json", ".index.json")
 
 
 def newest_complete(output_dir: Path) -> Path | None:
     """Return the newest complete checkpoint, and move newer ones that are torn aside."""
-    numbered = [(int(match.group(1)), path) for path in _folders(output_dir) if (match := FOLDER.fullmatch(path.name))]
+    folders = [path for path in output_dir.glob("checkpoint-*") if path.is_dir()]
+    numbered = [(int(match.group(1)), path) for path in folders if (match := FOLDER.fullmatch(path.name))]
     for _, path in sorted(numbered, reverse=True):
         reason = torn(path)
         if reason is None:
             return path
-        aside, number = path.with_name(TORN + path.name), 1
-        while aside.exists():
-            number += 1
-            aside = path.with_name(f"{TORN}{path.name}.{number}")
-        path.rename(aside)
-        log.warning("%s is not complete and was moved aside, to %s: %s", path, aside.name, reason)
+        aside = move_aside(path, session.context.number if session.context is not None else 0)
+        log.warning("%s is not complete and was renamed to %s: %s", path, aside.name, reason)
     return None
-
-
-def _folders(path: Path) -> list[Path]:
-    with suppress(FileNotFoundError):
-        return [entry for entry in path.iterdir() if entry.is_dir()]
-    return []
 
 
 def torn(checkpoint: Path) -> str | None:
     """Return why a checkpoint of Trainer's is not complete, in one sentence; None: it is."""
     try:
         state = json.loads((checkpoint / STATE_FILE).read_text())
-        kept = (state.get("stateful_callbacks") or {}).get(CALLBACK) or {}
-        ranks = kept["attributes"]["world_size"] if isinstance(kept, dict) and kept else 0
-        step = state["global_step"]
+        callback = state["stateful_callbacks"].get(SlurmtrainCallback.__name__)
+        ranks = callback["attributes"]["world_size"] if callback else 0
     except FileNotFoundError:
         return f"it has no {STATE_FILE}, which Trainer writes last"
     except (ValueError, KeyError, AttributeError, TypeError):
         return f"its {STATE_FILE} is not whole"
-    if checkpoint.name != f"checkpoint-{step}":
-        return f"its {STATE_FILE} is of step {step}"
-    if (checkpoint / SENTINEL).exists():
-        return f"it has a {SENTINEL}"
     missing = [rank for rank in range(ranks) if ranks > 1 and not (checkpoint / f"rng_state_{rank}.pth").exists()]
     if missing:
         return f"the random state of rank {missing[0]} is missing"
     for path in sorted(checkpoint.rglob("*")):
-        reason = (cut(path) or _missing_shard(path)) if path.name.endswith(NEEDED) and path.is_file() else None
+        reason = cut(path) if path.name.endswith(NEEDED) and path.is_file() else None
         if reason:
             return f"{path.relative_to(checkpoint)}: {reason}"
     return None
-
-
-def _missing_shard(path: Path) -> str | None:
-    """Return which file of weights an index names that is not there; None: all are, or it is no index."""
-    if not path.name.endswith(".index.json"):
-        return None
-    try:
-        shards = set(json.loads(path.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return "it is no index"
-    return next((f"there is no {name}" for name in sorted(shards) if not (path.parent / name).exists()), None)

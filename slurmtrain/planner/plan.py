@@ -90,7 +90,7 @@ def saving_of(config: Config, step_s: float | None, hardware: Hardware) -> Savin
     size = trained * PARAMETER_BYTES * (1 + ADAM_STATES)
     written = size / hardware.storage
     copying = size / (config.world_size * hardware.host)
-    stalled = min(copying, written) if config.checkpoint.asynchronous else written
+    stalled = min(copying, written)
     mtbf_s = failure_interval_s(config, nodes)
     return Saving(
         size=size,

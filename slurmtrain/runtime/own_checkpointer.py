@@ -23,9 +23,6 @@ class Checkpointer(checkpointer.Checkpointer):
     Args:
         directory: shared by all ranks; default: the run's, or ./checkpoints for a script that was not submitted.
         keep: which complete checkpoints are kept, for instance slurmtrain.Keep(last=3, every=1000).
-        verify: "full": restored files are compared with their digests before a tensor is touched, and a new checkpoint is
-            read back before older ones are removed. "off": sizes only.
-        asynchronous: write while training goes on. False: `save` returns after the commit, and raises if it failed.
         max_failures: this many failed saves in a row end the run; 0: any number of failures is only reported.
         on_replica_drift: when ranks hold different values of what should be the same on all of them: "refuse" fails the
             save; "warn" says so once, and saves what the lowest rank holds.
@@ -49,8 +46,6 @@ class Checkpointer(checkpointer.Checkpointer):
         directory: Path | str | None = None,
         *,
         keep: Keep = Keep(),  # noqa: B008 (it is frozen)
-        verify: Literal["full", "off"] = "full",
-        asynchronous: bool = True,
         max_failures: int = 3,
         on_replica_drift: Literal["refuse", "warn"] = "refuse",
         config: Mapping[str, Any] | None = None,
@@ -74,8 +69,6 @@ class Checkpointer(checkpointer.Checkpointer):
             config=config,
             changed=changed,
             keep=keep,
-            verify=verify,
-            asynchronous=asynchronous,
             max_failures=max_failures,
             on_replica_drift=on_replica_drift,
             mirror=mirror,

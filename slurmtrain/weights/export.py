@@ -1,8 +1,7 @@
 """Export the tensors of one object of a checkpoint to files that other programs read: safetensors, or torch.save.
 
-The tensors are read as for a restore, digests included, some of them at a time, and go straight to their places, so that
-files and folders of any size take the memory of some tensors. The output's name does not exist before all of it was verified
-and is on the disk.
+The tensors are read as for a restore, digests included. A file has to be in memory, and a folder one of its files at a time.
+The output's name does not exist before all of it was verified and is on the disk.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.format.headers import Contents, read_contents
 from slurmtrain.checkpoint.format.manifest import Box, Manifest, read_manifest
 from slurmtrain.checkpoint.host_memory import available_memory
@@ -31,26 +31,25 @@ from slurmtrain.checkpoint.safetensors_files import INDEX, SINGLE
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, bytes_are_finite, bytes_of, dtype_name, dtype_of
 from slurmtrain.errors import UsageError, nearest
-from slurmtrain.system.files import fsync_directory, give_name, temporary_beside, write_synced
+from slurmtrain.system.files import fsync_directory, temporary_beside, write_synced
 
 SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
 CONFIG = "config.json"
 MADE_BY_EXPORTS = (CONFIG, "adapter_config.json")  # one of them is in each folder of an export
 SHARD_BYTES = 5_000_000_000  # as transformers: "5GB"
-ALIGNMENT = 8  # alignment of the data in a safetensors file
 NAMES_SHOWN = 8  # of tensors whose values are not finite
-BATCH_BYTES, BLOCKS_OF_FILE = 4 << 30, 4
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The file or folder that was written, its number of tensors and its size in bytes."""
+    """The file or folder that was written, its number of tensors, its size in bytes, and what a person should know of it."""
 
     path: Path
     tensors: int
     size: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,21 @@ class Entry:
         name: name in the output.
         shape, saved: global shape, and dtype in the checkpoint.
         dtype: dtype in the output.
+        source: name in the checkpoint.
     """
 
     name: str
     shape: tuple[int, ...]
     saved: torch.dtype
     dtype: torch.dtype
+    source: str = ""
 
     @property
     def nbytes(self) -> int:
         return Box.whole(self.shape).numel * self.dtype.itemsize
+
+
+Tensors = Callable[[Sequence[Entry]], Iterable[tuple[Entry, Tensor]]]  # reads those of some entries
 
 
 def export(
@@ -100,39 +104,34 @@ def export(
             hint=f"end it in one of: {', '.join((*SAFETENSORS, *TORCH))}",
         )
     with appearing(out, force=force) as temporary, opened(path, only, dtype) as checkpoint:
-        entries = list(checkpoint.entries.values())
+        entries, read = checkpoint.entries, partial(checkpoint.tensors, progress=progress)
         if out.suffix in SAFETENSORS:
-            about = {"format": "pt", **checkpoint.about, "object": only}
-            write_safetensors({temporary: entries}, about, checkpoint.tensors(progress))
+            write_safetensors(temporary, entries, {**checkpoint.about, "object": only}, read)
         else:
-            _write_torch(temporary, entries, checkpoint.tensors(progress))
+            _write_torch(temporary, entries, read)
     return Exported(out, len(entries), out.stat().st_size)
 
 
 def write_hf_folder(
     out: Path,
     entries: Sequence[Entry],
-    tensors: Iterable[tuple[Entry, Tensor]],
+    tensors: Tensors,
     config: Mapping[str, Any],
     *,
-    files: Mapping[str, bytes] | None = None,
-    about: Mapping[str, str] | None = None,
+    files: Mapping[str, bytes],
+    about: Mapping[str, str],
     shard_bytes: int = SHARD_BYTES,
     force: bool = False,
-    weights_name: str = SINGLE,
-    config_name: str = CONFIG,
 ) -> Exported:
     """Write a folder of weights as save_pretrained of transformers does, completely or not at all.
 
     Args:
         entries: the tensors, by the names of transformers, in the order in which they fill the files.
-        tensors: all of them, in any order.
         config: the contents of config.json.
         files: further files by name: those of the tokenizer, generation_config.json.
         about: entries of the header of each file of tensors.
         shard_bytes: greatest size of such a file in bytes of tensors; a larger tensor has a file of its own.
         force: replace `out` if it exists.
-        weights_name, config_name: names of the file of tensors, if it is one, and of that with `config`.
 
     Raises:
         UsageError: `out` exists, or the folder that it is to be in does not.
@@ -148,15 +147,16 @@ def write_hf_folder(
         size += entry.nbytes
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     with appearing(out, folder=True, force=force) as temporary:
+        others = {**files, CONFIG: json_bytes(config)}
         if len(shards) == 1:
-            names, index = [weights_name], {}
+            names = [SINGLE]
         else:
             file_of = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
             total = sum(entry.nbytes for entry in entries)
-            index = {INDEX: json_bytes({"metadata": {"total_size": total}, "weight_map": file_of})}
-        shard_of = {temporary / name: shard for name, shard in zip(names, shards, strict=True)}
-        write_safetensors(shard_of, {"format": "pt", **(about or {})}, tensors)
-        for name, content in {**(files or {}), config_name: json_bytes(config), **index}.items():
+            others[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": file_of})
+        for name, shard in zip(names, shards, strict=True):
+            write_safetensors(temporary / name, shard, about, tensors)
+        for name, content in others.items():
             write_synced(temporary / name, content)
     return Exported(out, len(entries), sum(path.stat().st_size for path in out.iterdir()))
 
@@ -166,51 +166,38 @@ def json_bytes(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
 
 
-def in_order(names: Sequence[str]) -> list[str]:
-    """Return names with the numbers in them in the order of numbers, so that layer 2 comes before layer 10."""
-    return sorted(
-        names, key=lambda name: [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
-    )
-
-
 # From a checkpoint.
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint that is marked as being read, and the tensors of one of its objects.
-
-    Attributes:
-        entries: the tensors by name in the checkpoint.
-    """
+    """A checkpoint that is marked as being read, and the tensors of one of its objects."""
 
     path: Path
     manifest: Manifest
     contents: Contents
-    entries: Mapping[str, Entry]
+    entries: Sequence[Entry]
 
     @property
     def about(self) -> dict[str, str]:
         """What an export says of where it comes from."""
         return {"step": str(self.manifest.step), "run_id": str(self.manifest.run_id)}
 
-    def tensors(
-        self, progress: Callable[[int], None], entries: Mapping[str, Entry] | None = None
-    ) -> Iterator[tuple[Entry, Tensor]]:
-        """Yield all tensors, or those of `entries` (by name in the checkpoint), in the element types of their entries.
+    def tensors(self, entries: Iterable[Entry], progress: Callable[[int], None]) -> Iterator[tuple[Entry, Tensor]]:
+        """Yield the tensors of these entries, in their element types.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or a value is too large for its type.
         """
+        wanted = {entry.source: entry for entry in entries}
+        found = read_whole(self.path, self.contents, self.manifest, wanted)
         not_finite = []
-        for batch in self._batches(self.entries if entries is None else entries):
-            found = read_whole(self.path, self.contents, self.manifest, batch)
-            for name, entry in batch.items():
-                tensor = found.pop(name)
-                if not bytes_are_finite(bytes_of(tensor), entry.saved):
-                    not_finite.append(entry.name)
-                progress(tensor.nbytes)
-                yield entry, in_type(entry, tensor)
+        for source, entry in wanted.items():
+            tensor = found.pop(source)
+            if not bytes_are_finite(bytes_of(tensor), entry.saved):
+                not_finite.append(entry.name)
+            progress(tensor.nbytes)
+            yield entry, in_type(entry, tensor)
         # Parameters that are trained never are, in a checkpoint; buffers, such as masks, may be meant to be so.
         if not_finite:
             shown, more = sorted(not_finite)[:NAMES_SHOWN], len(not_finite) - NAMES_SHOWN
@@ -219,20 +206,6 @@ class OpenCheckpoint:
                 ", ".join(shown),
                 f" and {more} more tensors" if more > 0 else "",
             )
-
-    def _batches(self, entries: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:
-        """Divide entries into batches that are read at once: some blocks of each file, of which few are then read twice."""
-        size = min(BATCH_BYTES, BLOCKS_OF_FILE * BLOCK_BYTES * len(self.contents.files))
-        batch: dict[str, Entry] = {}
-        held = 0
-        for name, entry in entries.items():
-            batch[name] = entry
-            held += Box.whole(entry.shape).numel * entry.saved.itemsize
-            if held >= size:
-                yield batch
-                batch, held = {}, 0
-        if batch:
-            yield batch
 
 
 @contextmanager
@@ -249,12 +222,12 @@ def opened(path: Path, only: str, dtype: str | None) -> Iterator[OpenCheckpoint]
     with retention.reading(path):
         manifest = read_manifest(path)
         contents = read_contents(path, manifest)
-        entries = {}
+        entries = []
         for name, fact in contents.facts.items():
             if name.startswith(f"{only}."):
                 saved = dtype_of(fact.dtype)
                 target = dtype_of(dtype) if dtype is not None and saved.is_floating_point else saved
-                entries[name] = Entry(name.removeprefix(f"{only}."), fact.shape, saved, target)
+                entries.append(Entry(name.removeprefix(f"{only}."), fact.shape, saved, target, source=name))
         if not entries:
             objects = {name.partition(".")[0] for name in contents.facts if "." in name}
             raise UsageError(f"{path} holds no tensors of an object {only!r}", hint=nearest(only, objects))
@@ -296,14 +269,14 @@ def appearing(out: Path, *, folder: bool = False, force: bool) -> Iterator[Path]
         yield temporary
         if folder:
             fsync_directory(temporary)
-            _give_folder_its_name(temporary, out, force=force)
-        elif force:
-            temporary.replace(out)
+            aside = temporary.with_name(f"{temporary.name}.old")
+            if force and out.is_dir():
+                out.rename(aside)  # no folder is renamed over another that is not empty
+            temporary.rename(out)
+            shutil.rmtree(aside, ignore_errors=True)
         else:
-            give_name(temporary, out)
+            temporary.replace(out)
         fsync_directory(out.parent)
-    except FileExistsError:
-        raise _exists(out, folder=folder) from None
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from None
     finally:
@@ -319,7 +292,8 @@ def check_free(out: Path, *, folder: bool, force: bool) -> None:
     if not out.parent.is_dir():
         raise UsageError(f"there is no folder {out.parent} to make {out.name} in")
     if os.path.lexists(out) and (not force or out.is_dir() != folder):
-        raise _exists(out, folder=folder)
+        replaceable = ", or replace it with --force" if out.is_dir() == folder else ""
+        raise UsageError(f"{out} exists", hint=f"choose another name{replaceable}")
     if folder and out.is_dir() and any(out.iterdir()) and not any((out / name).is_file() for name in MADE_BY_EXPORTS):
         raise UsageError(
             f"{out} is a folder with other files, which --force does not remove", hint="name a folder inside it"
@@ -328,97 +302,47 @@ def check_free(out: Path, *, folder: bool, force: bool) -> None:
         raise UsageError(f"{out} cannot be the name of a new folder", hint="name a folder inside it")
 
 
-def _exists(out: Path, *, folder: bool) -> UsageError:
-    replaceable = ", or replace it with --force" if out.is_dir() == folder else ""
-    return UsageError(f"{out} exists", hint=f"choose another name{replaceable}")
-
-
-def _give_folder_its_name(temporary: Path, out: Path, *, force: bool) -> None:
-    """Rename a folder; one that it replaces is moved aside first, since no folder is renamed over another."""
-    aside = temporary.with_name(f"{temporary.name}.old")
-    if force and out.is_dir():
-        out.rename(aside)
-    try:
-        temporary.rename(out)  # over an empty folder at most
-    except OSError:
-        if aside.is_dir() and not out.exists():
-            aside.rename(out)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def write_safetensors(
-    files: Mapping[Path, Sequence[Entry]],
-    about: Mapping[str, str],
-    tensors: Iterable[tuple[Entry, Tensor]],
-) -> None:
-    """Write tensors, which come in any order, to their places in new .safetensors files, and wait until they are on the disk.
+def write_safetensors(path: Path, entries: Sequence[Entry], about: Mapping[str, str], tensors: Tensors) -> None:
+    """Write a new .safetensors file, all of which has to be in memory, and wait until it is on the disk.
 
     Args:
-        files: what each file holds.
-        about: entries of the header of each.
+        about: entries of its header.
 
     Raises:
-        CheckpointError: they do not fit there, or the format has no place for one of them.
+        CheckpointError: the format has no place for a tensor, or memory or disk have none.
     """
-    size = sum(entry.nbytes for entries in files.values() for entry in entries)
-    free = shutil.disk_usage(next(iter(files)).parent).free
-    if size > free:
-        raise CheckpointError(f"this takes {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there")
-    descriptors: list[int] = []
-    places: dict[str, tuple[int, int]] = {}  # descriptor and first byte of each tensor
-    try:
-        for path, entries in files.items():
-            header, begins = _layout(entries, about)
-            descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
-            blocks.write_all(descriptors[-1], memoryview(header), 0)
-            places.update({name: (descriptors[-1], begin) for name, begin in begins.items()})
-        for entry, tensor in tensors:
-            blocks.write_all(places[entry.name][0], bytes_of(tensor.contiguous()), places[entry.name][1])
-        for descriptor in descriptors:
-            os.fsync(descriptor)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def _layout(entries: Sequence[Entry], about: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a .safetensors file and the first byte of each tensor.
-
-    The format is described at https://github.com/huggingface/safetensors#format.
-    """
-    header: dict[str, object] = {"__metadata__": dict(about)}
-    offsets: dict[str, int] = {}
-    position = 0
-    # An element type's size divides the next larger one's, so all are aligned.
-    for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
+    for entry in entries:
         if entry.dtype not in SAFETENSORS_NAMES:
             raise CheckpointError(
                 f"{entry.name} is {dtype_name(entry.dtype)}, which the safetensors format does not support",
                 hint="export to a .pt file",
             )
-        if entry.name == "__metadata__":
-            raise CheckpointError(f"the safetensors format knows no tensor called {entry.name}")
-        offsets[entry.name] = position
-        header[entry.name] = {
-            "dtype": SAFETENSORS_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [position, position := position + entry.nbytes],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + begin for name, begin in offsets.items()}
+    _check_memory(entries)
+    path.touch()
+    mode = path.stat().st_mode  # as the umask has it; the library's own files are for their owner alone
+    try:
+        save_file({entry.name: tensor for entry, tensor in tensors(entries)}, path, {"format": "pt", **about})
+    except SafetensorError as error:
+        raise CheckpointError(f"{path.name} cannot be written: {error}") from None
+    path.chmod(mode)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
-def _write_torch(path: Path, entries: Sequence[Entry], tensors: Iterable[tuple[Entry, Tensor]]) -> None:
-    """Write a file of torch.save, for which all tensors have to be in memory."""
-    size, left = sum(entry.nbytes for entry in entries), available_memory()
-    if left is not None and size > left:
-        raise CheckpointError(
-            f"torch.save needs the whole file in memory: {size / 1e9:.2f} GB, and {left / 1e9:.2f} GB are left",
-            hint="export to a .safetensors file, which needs the memory of a few tensors",
-        )
+def _write_torch(path: Path, entries: Sequence[Entry], tensors: Tensors) -> None:
+    """Write a file of torch.save, all of which has to be in memory."""
+    _check_memory(entries)
     with path.open("xb") as file:
-        torch.save({entry.name: tensor for entry, tensor in tensors}, file)
+        torch.save({entry.name: tensor for entry, tensor in tensors(entries)}, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _check_memory(entries: Sequence[Entry]) -> None:
+    size = sum(Box.whole(entry.shape).numel * max(entry.saved.itemsize, entry.dtype.itemsize) for entry in entries)
+    left = available_memory()
+    if left is not None and size > left:
+        raise CheckpointError(
+            f"the whole file has to be in memory: {size / 1e9:.2f} GB, and {left / 1e9:.2f} GB are left",
+            hint="--format hf writes files of 5 GB one after the other",
+        )

@@ -1,6 +1,6 @@
 """A checkpoint -> a folder that transformers, and what reads its folders, loads: names, config.json, tokenizer.
 
-The bytes go from the rank files to the folder block by block, see `weights.export`.
+See `weights.export` for how it is read and written.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +30,7 @@ from slurmtrain.weights.export import (
     SHARD_BYTES,
     Entry,
     Exported,
-    check_free,
-    in_order,
+    Tensors,
     json_bytes,
     opened,
     write_hf_folder,
@@ -58,28 +57,18 @@ LOOKED_AT = 1 << 16  # tokens of chat data that show how its answers end
 TO_FILE = "export to a file: --format safetensors"
 
 
-class ExportedFolder(NamedTuple):
-    """The folder that was written, and what a person should know of it, one sentence each."""
-
-    exported: Exported
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a folder says of the model, besides its weights.
+class Description(NamedTuple):
+    """What a checkpoint is, as a folder: its config.json, but for what depends on types and tokenizer.
 
     Attributes:
-        config: the contents of config.json.
-        names: name in the folder by name in the checkpoint; a name that is not there is left out.
-        files: further files by name.
-        notes: what a person should know.
+        names: name in the folder by name in the checkpoint; None: it is left out.
+        base: the folder that its weights came from, if that is there.
     """
 
     config: Mapping[str, Any]
-    names: Mapping[str, str]
-    files: Mapping[str, bytes]
-    notes: tuple[str, ...]
+    names: Mapping[str, str | None]
+    base: Path | None
+    notes: tuple[str, ...] = ()
 
 
 def export_hf(
@@ -90,7 +79,7 @@ def export_hf(
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], None] = lambda count: None,
-) -> ExportedFolder:
+) -> Exported:
     """Write the model of the checkpoint `path` to the folder `out`, which is there completely or not at all.
 
     Args:
@@ -104,79 +93,80 @@ def export_hf(
         CheckpointError: the checkpoint is damaged, does not say what model it holds, or holds one that Hugging Face has no
             family for; or `out` cannot be written.
     """
-    check_free(out, folder=True, force=force)
     if is_of_adapters(read_manifest(path).config):
-        return _export_merged(path, out, dtype=dtype, force=force, shard_bytes=shard_bytes, progress=progress)
+        adapters = read_adapters(path, progress)
+        merged_from = merged_entries(adapters, dtype)
+        return _write(
+            out,
+            list(merged_from),
+            lambda some: merged(adapters, {entry: merged_from[entry] for entry in some}),
+            Description(known_models.read_config(adapters.base), {}, adapters.base),
+            adapters.config,
+            adapters.about,
+            force=force,
+            shard_bytes=shard_bytes,
+        )
     with opened(path, MODEL, dtype) as checkpoint:
-        entries = checkpoint.entries
         try:
-            described = describe(checkpoint.manifest.config, list(entries.values()))
+            described = describe(checkpoint.manifest.config, checkpoint.entries)
         except ConfigError as error:
             raise CheckpointError(f"{path.name}: {error.message}", hint=error.hint) from None
-        ours = {entry.name: name for name, entry in entries.items()}
-        chosen = {
-            ours[name]: dataclasses.replace(entries[ours[name]], name=theirs)
-            for name, theirs in described.names.items()
-        }
-        in_file = {entry.name: entry for entry in chosen.values()}
-        exported = write_hf_folder(
+        ours = {entry.name: entry for entry in checkpoint.entries}
+        return _write(
             out,
-            [in_file[name] for name in in_order(list(in_file))],
-            checkpoint.tensors(progress, chosen),
-            described.config,
-            files=described.files,
-            about=checkpoint.about,
-            shard_bytes=shard_bytes,
+            [dataclasses.replace(ours[name], name=theirs) for name, theirs in described.names.items() if theirs],
+            partial(checkpoint.tensors, progress=progress),
+            described,
+            checkpoint.manifest.config,
+            checkpoint.about,
             force=force,
+            shard_bytes=shard_bytes,
         )
-    return ExportedFolder(exported, described.notes)
 
 
-def _export_merged(
-    path: Path, out: Path, *, dtype: str | None, force: bool, shard_bytes: int, progress: Callable[[int], None]
-) -> ExportedFolder:
-    """Write the weights with the adapters of the checkpoint `path` merged into them. Arguments and errors as of `export_hf`."""
-    adapters = read_adapters(path, progress)
-    entries = merged_entries(adapters, dtype)
-    files, special, notes = companions(adapters.config, adapters.base)
+def _write(
+    out: Path,
+    entries: Sequence[Entry],
+    tensors: Tensors,
+    described: Description,
+    config: Mapping[str, Any],
+    about: Mapping[str, str],
+    *,
+    force: bool,
+    shard_bytes: int,
+) -> Exported:
+    """Write a folder, with the tokenizer's files, the ids of its special tokens, and the type of the weights."""
+    files, special, notes = companions(config, described.base)
     dtypes = {dtype_name(entry.dtype) for entry in entries if entry.dtype.is_floating_point}
-    config = {**known_models.read_config(adapters.base), **{name: id for name, id in special.items() if id is not None}}
-    config.pop("dtype", None)
-    config["torch_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
-    files[GENERATION] = _generation(config, files.get(GENERATION), _ends_of_answers(adapters.config))
+    values = {**described.config, **{name: value for name, value in special.items() if value is not None}}
+    values.pop("dtype", None)
+    values["torch_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
+    files[GENERATION] = _generation(values, files.get(GENERATION), _ends_of_answers(config))
     exported = write_hf_folder(
-        out,
-        list(entries),
-        merged(adapters, entries),
-        config,
-        files=files,
-        about={"step": str(adapters.step), "run_id": adapters.run_id},
-        shard_bytes=shard_bytes,
-        force=force,
+        out, entries, tensors, values, files=files, about=about, shard_bytes=shard_bytes, force=force
     )
-    return ExportedFolder(exported, notes)
+    return dataclasses.replace(exported, notes=(*described.notes, *notes))
 
 
 def export_peft(
     path: Path, out: Path, *, force: bool = False, progress: Callable[[int], None] = lambda count: None
-) -> ExportedFolder:
+) -> Exported:
     """Write the adapters of the checkpoint `path` to the folder `out`, for PeftModel.from_pretrained of peft.
 
     Raises:
         UsageError: `out` is not valid.
         CheckpointError: the checkpoint is damaged or holds no adapters, or `out` cannot be written.
     """
-    check_free(out, folder=True, force=force)
     if not is_of_adapters(read_manifest(path).config):
         raise CheckpointError(f"{path.name} holds a whole model, and no adapters", hint="--format hf")
     adapters = read_adapters(path, progress)
     files, _, notes = companions(adapters.config, adapters.base)
     files.pop(GENERATION, None)
-    return ExportedFolder(export_adapters(adapters, out, files, force=force), notes)
+    return dataclasses.replace(export_adapters(adapters, out, files, force=force), notes=notes)
 
 
 def describe(config: Mapping[str, Any], entries: Sequence[Entry]) -> Description:
-    """Return what a folder says of a model, from the config that its checkpoint is bound to and its tensors.
+    """Describe a model, from the config that its checkpoint is bound to and its tensors.
 
     Raises:
         ConfigError: the config does not say what model it is, or Hugging Face has no family for it.
@@ -184,8 +174,6 @@ def describe(config: Mapping[str, Any], entries: Sequence[Entry]) -> Description
     model = config.get("model")
     if not isinstance(model, Mapping) or not model.get("_target_"):
         raise ConfigError("it does not say what model it holds, as one of a program of your own", hint=TO_FILE)
-    dtypes = {dtype_name(entry.dtype) for entry in entries if entry.dtype.is_floating_point}
-    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     base_folder = Path(model["path"]) if isinstance(model.get("path"), str) else None
     base, notes = None, []
     if base_folder is not None:
@@ -197,21 +185,16 @@ def describe(config: Mapping[str, Any], entries: Sequence[Entry]) -> Description
             )
     if is_our_decoder(model):
         names = {entry.name: hf_names.hugging_face_name(entry.name) for entry in entries}
-        described = hf_names.config_json(model, {entry.name: entry.shape for entry in entries}, dtype=dtype, base=base)
+        described = hf_names.config_json(model, {entry.name: entry.shape for entry in entries}, base=base)
     elif model.get("_target_") == known_models.HUGGING_FACE:
-        described, names = _of_transformers(model, base, entries, dtype)
+        described, names = _of_transformers(model, base, entries)
     else:
         raise ConfigError(f"it holds a {model['_target_']}, which transformers does not know", hint=TO_FILE)
-    files, special, more = companions(config, base_folder if base is not None else None)
-    for name, value in special.items():
-        if value is not None:
-            described[name] = value
-    files[GENERATION] = _generation(described, files.get(GENERATION), _ends_of_answers(config))
-    return Description(described, {ours: name for ours, name in names.items() if name}, files, (*notes, *more))
+    return Description(described, names, base_folder if base is not None else None, tuple(notes))
 
 
 def _of_transformers(
-    model: Mapping[str, Any], base: Mapping[str, Any] | None, entries: Sequence[Entry], dtype: str
+    model: Mapping[str, Any], base: Mapping[str, Any] | None, entries: Sequence[Entry]
 ) -> tuple[dict[str, Any], dict[str, str | None]]:
     """Return config.json and the names of tensors of a model of transformers."""
     values = base if base is not None else model.get("config")
@@ -232,9 +215,7 @@ def _of_transformers(
     missing = stored.names - set(names.values())
     if missing:
         raise ConfigError(f"it lacks {sorted(missing)[0]}, which its model has", hint=TO_FILE)
-    described = {**(base if base is not None else stored.config), "torch_dtype": dtype}
-    described.pop("dtype", None)
-    return described, names
+    return dict(base if base is not None else stored.config), names
 
 
 def _generation(config: Mapping[str, Any], given: bytes | None, ends: Sequence[int]) -> bytes:

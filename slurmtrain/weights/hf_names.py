@@ -64,15 +64,13 @@ def config_json(
     model: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     *,
-    dtype: str,
     base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the config.json of a decoder. It has the keys of transformers 4, which later ones read, too.
+    """Return the config.json of a decoder, but for its type. It has the keys of transformers 4, which later ones read, too.
 
     Args:
         model: the config group `model` that the decoder was built from.
         shapes: shapes of all its parameters, by the decoder's names.
-        dtype: of the weights, as "bfloat16".
         base: the config.json of the folder that its weights came from, whose other entries are kept; None: none.
 
     Raises:
@@ -109,7 +107,6 @@ def config_json(
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
-        "torch_dtype": dtype,
         "bos_token_id": None,
         "eos_token_id": None,
     }
@@ -123,15 +120,9 @@ def config_json(
         values |= {"attention_bias": False, "mlp_bias": False}
     if base is None:
         return values
-    return _on_base(values, base)
-
-
-def _on_base(values: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base`, of which only what training has changed is replaced: the element type, and longer sequences."""
+    # Training may have been on longer sequences, and has changed nothing else.
     longest = max(int(base["max_position_embeddings"]), values["max_position_embeddings"])
-    found = {**base, "torch_dtype": values["torch_dtype"], "max_position_embeddings": longest}
-    found.pop("dtype", None)
-    return found
+    return {**base, "max_position_embeddings": longest}
 
 
 def _scaling_json(scaling: Mapping[str, Any]) -> dict[str, Any]:

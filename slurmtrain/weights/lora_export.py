@@ -12,17 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.manifest import Box
-from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
+from slurmtrain.checkpoint.safetensors_files import StoredTensor, tensors_of
 from slurmtrain.checkpoint.tensors import dtype_of
 from slurmtrain.config import known_models
 from slurmtrain.models.huggingface import HuggingFace
+from slurmtrain.system.files import write_synced
 from slurmtrain.weights import hf_names
-from slurmtrain.weights.export import Entry, Exported, in_order, in_type, opened, write_hf_folder
+from slurmtrain.weights.export import Entry, Exported, appearing, in_type, json_bytes, opened, write_safetensors
 
 MODEL = "model"
 WEIGHTS = "adapter_model.safetensors"  # the names that peft gives
@@ -37,14 +36,13 @@ class Adapters:
         config: the config that the checkpoint is bound to.
         base: the folder of the weights beside which they stand.
         layers: A [r, in] and B [out, r] of each layer, by its name in a folder of Hugging Face, without ".weight".
-        step, run_id: of the checkpoint.
+        about: what an export says of where it comes from.
     """
 
     config: Mapping[str, Any]
     base: Path
     layers: Mapping[str, tuple[Tensor, Tensor]]
-    step: int
-    run_id: str
+    about: Mapping[str, str]
 
     @property
     def scale(self) -> float:
@@ -65,8 +63,9 @@ def read_adapters(path: Path, progress: Callable[[int], None] = lambda count: No
         CheckpointError: the checkpoint is damaged, or the weights beside its adapters are in no folder of Hugging Face.
     """
     with opened(path, MODEL, None) as checkpoint:
-        manifest, tensors = checkpoint.manifest, list(checkpoint.tensors(progress))
-    model = manifest.config.get("model")
+        config, about = checkpoint.manifest.config, checkpoint.about
+        tensors = list(checkpoint.tensors(checkpoint.entries, progress))
+    model = config.get("model")
     base = model.get("path") if isinstance(model, Mapping) else None
     if not isinstance(base, str):
         raise CheckpointError(
@@ -80,7 +79,7 @@ def read_adapters(path: Path, progress: Callable[[int], None] = lambda count: No
         layer, _, rest = entry.name.partition(".lora_")
         found.setdefault(_name_in_folder(layer, model or {}), {})[rest[:1]] = tensor
     layers = {layer: (pair["A"], pair["B"]) for layer, pair in found.items()}
-    return Adapters(manifest.config, Path(base), layers, manifest.step, str(manifest.run_id))
+    return Adapters(config, Path(base), layers, about)
 
 
 def merged_entries(adapters: Adapters, dtype: str | None) -> dict[Entry, StoredTensor]:
@@ -98,16 +97,17 @@ def merged_entries(adapters: Adapters, dtype: str | None) -> dict[Entry, StoredT
         raise CheckpointError(f"{adapters.base} lacks {missing[0]}.weight, which has adapters")
     target = None if dtype is None else dtype_of(dtype)
     return {
-        Entry(name, stored[name].shape, stored[name].dtype, _dtype(stored[name].dtype, target)): stored[name]
-        for name in in_order(list(stored))
+        Entry(
+            name, each.shape, each.dtype, each.dtype if target is None or not each.dtype.is_floating_point else target
+        ): each
+        for name, each in stored.items()
     }
 
 
 def merged(adapters: Adapters, entries: Mapping[Entry, StoredTensor]) -> Iterator[tuple[Entry, Tensor]]:
     """Yield all tensors of the merged model. Raises CheckpointError when the weights cannot be read."""
     for entry, stored in entries.items():
-        weight = torch.empty(stored.shape, dtype=stored.dtype)
-        read([Wanted(stored, Box.whole(stored.shape), weight)])
+        weight = stored.read()
         pair = adapters.layers.get(entry.name.removesuffix(".weight"))
         if pair is not None:
             a, b = (part.float() for part in pair)
@@ -136,19 +136,13 @@ def export_adapters(adapters: Adapters, out: Path, files: Mapping[str, bytes], *
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    about = {"step": str(adapters.step), "run_id": adapters.run_id}
-    return write_hf_folder(
-        out,
-        entries,
-        zip(entries, tensors.values(), strict=True),
-        config,
-        files=files,
-        about=about,
-        shard_bytes=1 << 62,
-        force=force,
-        weights_name=WEIGHTS,
-        config_name=CONFIG,
-    )
+    with appearing(out, folder=True, force=force) as temporary:
+        write_safetensors(
+            temporary / WEIGHTS, entries, adapters.about, lambda some: zip(some, tensors.values(), strict=True)
+        )
+        for name, content in {**files, CONFIG: json_bytes(config)}.items():
+            write_synced(temporary / name, content)
+    return Exported(out, len(entries), sum(path.stat().st_size for path in out.iterdir()))
 
 
 def _name_in_folder(layer: str, model: Mapping[str, Any]) -> str:
@@ -158,7 +152,3 @@ def _name_in_folder(layer: str, model: Mapping[str, Any]) -> str:
     if name is None:
         raise CheckpointError(f"{layer} has no name in a folder of Hugging Face", hint="--format safetensors")
     return name.removesuffix(".weight")
-
-
-def _dtype(stored: torch.dtype, target: torch.dtype | None) -> torch.dtype:
-    return target if target is not None and stored.is_floating_point else stored

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.format.manifest import Box
-from slurmtrain.checkpoint.safetensors_files import StoredTensor, Wanted, read, tensors_of
+from slurmtrain.checkpoint.safetensors_files import StoredTensor, tensors_of
 from slurmtrain.checkpoint.tensors import box_of, dtype_name, local
 from slurmtrain.config import known_models
 from slurmtrain.config.known_models import is_our_decoder
@@ -80,8 +80,10 @@ def load_pretrained(model: nn.Module, folder: Path) -> Loaded:
         raise ConfigError(
             f"{type(inner).__name__} has no weights in folders of Hugging Face", hint=known_models.ANY_FAMILY
         )
-    read(wanted)
-    return Loaded(folder, len(wanted), sum(each.into.nbytes for each in wanted))
+    for source, box, part in wanted:
+        if part.numel():
+            part.copy_(source.read(box))
+    return Loaded(folder, len(wanted), sum(part.nbytes for _, _, part in wanted))
 
 
 def _load_converted(held: Mapping[str, Tensor], folder: Path) -> Loaded:
@@ -104,8 +106,8 @@ def _wanted(
     stored: Mapping[str, StoredTensor],
     name_of: Callable[[str], str | None],
     folder: Path,
-) -> list[Wanted]:
-    """Return where to read each tensor that this rank holds from."""
+) -> list[tuple[StoredTensor, Box, Tensor]]:
+    """Return where to read each tensor that this rank holds from, which part of it, and into which memory."""
     wanted, missing, wrong = [], {}, []
     filled: set[int] = set()
     for name, tensor in held.items():
@@ -118,7 +120,7 @@ def _wanted(
         elif tensor.is_floating_point() and (not source.dtype.is_floating_point or source.dtype.itemsize == 1):
             wrong.append(f"{name_of(name)} is {dtype_name(source.dtype)} there: quantised weights cannot be read")
         else:
-            wanted.append(Wanted(source, box_of(name, tensor), part))
+            wanted.append((source, box_of(name, tensor), part))
             filled.add(part.data_ptr())
     # A tied matrix has two names, and one of them is in the folder.
     absent = [name for name, part in missing.items() if part.numel() and part.data_ptr() not in filled]

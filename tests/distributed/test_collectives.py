@@ -93,7 +93,7 @@ def talk(distributed: DistributedContext, canary: Path) -> list[Any]:
     def send_pickles(question: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(ranks, "encode", lambda value: pickle.dumps(Evil(canary)))
+                patch.setattr(ranks, "_encode", lambda value: pickle.dumps(Evil(canary)))
             hear(question)
 
     long = "a" * (100_000 * rank)

@@ -53,16 +53,25 @@ def save_two_and_wipe(folder: Path, run_id: str = "") -> None:
     shutil.rmtree(folder / "checkpoints")
 
 
-def test_a_copy_that_is_damaged_is_set_aside_and_the_older_is_fetched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
+def test_of_a_copy_that_is_damaged_the_older_is_fetched(tmp_path: Path, damage: str) -> None:
     save_two_and_wipe(tmp_path)
     (newest,) = (tmp_path / "store").glob("checkpoint_0000002*")
     content = bytearray((newest / "rank00000.safetensors").read_bytes())
     content[len(content) // 2] ^= 1
-    (newest / "rank00000.safetensors").write_bytes(content)
+    (newest / "rank00000.safetensors").write_bytes(content if damage == "flipped" else content[:-1])
     rank = mirrored(None, tmp_path, 3)
     assert rank.restore() == 1
     assert any("checkpoint_0000002 is damaged and was set aside" in line for line in rank.said)
-    assert not (newest / "COMPLETE").exists()
+
+
+def test_a_copy_that_somebody_has_renamed_is_damaged(tmp_path: Path) -> None:
+    save_two_and_wipe(tmp_path)
+    (newest,) = (tmp_path / "store").glob("checkpoint_0000002*")
+    newest.rename(newest.with_name(newest.name.replace("0000002", "0000003")))
+    rank = mirrored(None, tmp_path, 3)
+    assert rank.restore() == 1
+    assert any("belongs to another checkpoint" in line for line in rank.said)
 
 
 def test_copies_of_another_run_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.manifest import Box
-from slurmtrain.checkpoint.safetensors_files import Wanted, read, tensors_of
+from slurmtrain.checkpoint.safetensors_files import tensors_of
 from slurmtrain.checkpoint.tensors import box_of, local
 from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import HUGGING_FACE, with_sizes
@@ -110,8 +110,7 @@ def differing(model: torch.nn.Module, folder: Path, name_of: Callable[[str], str
     stored, wrong = tensors_of(folder), []
     for name, tensor in module_state.entries(model).items():
         source = stored.get(name_of(name) or "") or stored["model.embed_tokens.weight"]
-        whole = torch.empty(source.shape)
-        read([Wanted(source, Box.whole(source.shape), whole)])
+        whole = source.read()
         if not torch.equal(whole[box_of(name, tensor).within(Box.whole(source.shape))], local(tensor.detach())):
             wrong.append(name)
     return wrong

@@ -285,14 +285,11 @@ def save_replicas(distributed: DistributedContext, root: Path) -> dict[str, Any]
         norm = nn.BatchNorm1d(4)
         norm(torch.randn(8, 4) * (1 + rank) + rank)
         save("buffers", 13, norm=norm)
-        save("buffers again", 14, norm=norm)
         answers["of buffers"] = list(said)
     del said[:]
     with closing(Checkpointer(root, group=distributed.checkpoint_group)) as checkpointer:
         ddp = apply_ddp(nn.BatchNorm1d(4), torch.device("cpu"), distributed.device_group)
         ddp(torch.randn(8, 4) + rank)
-        save("buffers of DDP", 15, norm=ddp)
-        answers["of DDP"] = list(said)
         save("plain", 16, counter=Own(rank), model=same)
         answers["of plain"] = list(said)
         zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.1)
@@ -306,8 +303,6 @@ def save_replicas(distributed: DistributedContext, root: Path) -> dict[str, Any]
         answers["of plain on one rank"] = list(said)
     answers["warned"] = save_drifted(distributed, root / "warned")
     answers["averages"] = averages_go_on(distributed, root / "averages")
-    answers["by name"] = optimizer_goes_on(distributed, root / "by name", ByName)
-    answers["by number"] = optimizer_goes_on(distributed, root / "by number", hooked)
     return answers
 
 
@@ -356,50 +351,6 @@ def averages_go_on(distributed: DistributedContext, root: Path) -> bool:
     return all(torch.equal(local(one), local(two)) for one, two in pairs)
 
 
-class ByName(torch.optim.AdamW):
-    """Has its state by the names of parameters in its state_dict."""
-
-    def state_dict(self) -> dict[str, Any]:
-        (parameter,) = self.param_groups[0]["params"]
-        return {"moments": {"model.weight": self.state[parameter]}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        (parameter,) = self.param_groups[0]["params"]
-        self.state[parameter] = state["moments"]["model.weight"]
-
-
-def hooked(parameters: Any) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(parameters)
-    optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "more": 1})
-    return optimizer
-
-
-def optimizer_goes_on(
-    distributed: DistributedContext, root: Path, make: Callable[[Any], torch.optim.Optimizer]
-) -> bool:
-    """An optimiser of sharded parameters that has a state_dict of its own steps on after a restore."""
-    trainings = []
-    for _ in range(2):
-        model = model_of(6)
-        fully_shard(model, mesh=init_device_mesh("cpu", (distributed.environment.world_size,)))
-        trainings.append((model, make(model.parameters())))
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        model(torch.ones(2, 6)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    (model, optimizer), (other_model, other) = trainings
-    step(model, optimizer)
-    with closing(Checkpointer(root, group=distributed.checkpoint_group)) as checkpointer:
-        checkpointer.save(1, model=model, optimizer=optimizer).result(60)
-        assert checkpointer.restore(model=other_model, optimizer=other)
-    for training in trainings:
-        step(*training)
-    pairs = zip(model.parameters(), other_model.parameters(), strict=True)
-    return all(torch.equal(local(one), local(two)) for one, two in pairs)
-
-
 def local(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
@@ -431,12 +382,8 @@ def test_a_replica_that_has_drifted_in_one_element_is_found_within_a_few_saves(a
         assert "model.weight differs between rank 0 and rank 1, and should be the same on all of them" in found
 
 
-def test_buffers_that_differ_are_told_once_and_those_of_ddp_are_not(answers: list[dict[str, Any]]) -> None:
-    first = answers[0]
-    assert first["buffers"] == first["buffers again"] == first["buffers of DDP"] == "saved"
-    (sentence,) = first["of buffers"]
-    assert sentence.startswith("norm.running_mean differs between rank 0 and rank 1 (and 1 more): that of the lowest")
-    assert first["of DDP"] == []
+def test_buffers_may_differ(answers: list[dict[str, Any]]) -> None:
+    assert all((each["buffers"], each["of buffers"]) == ("saved", []) for each in answers)
 
 
 def test_replicas_that_have_drifted_are_saved_as_rank_0_has_them_when_that_is_asked_for(
@@ -458,12 +405,8 @@ def test_plain_values_that_differ_are_told(answers: list[dict[str, Any]]) -> Non
 def test_what_keeps_its_state_on_other_ranks_is_refused_when_it_is_saved(answers: list[dict[str, Any]]) -> None:
     for each in answers:
         assert "is a ZeroRedundancyOptimizer" in each["ZeRO"]
-        assert "FullyShardedDataParallel (FSDP1)" in each["FSDP1"]
+        assert "not the memory of a parameter or buffer" in each["FSDP1"]
 
 
 def test_an_average_of_sharded_parameters_goes_on_with_the_same_bits(answers: list[dict[str, Any]]) -> None:
     assert all(each["averages"] for each in answers)
-
-
-def test_optimisers_of_sharded_parameters_with_a_state_dict_of_their_own_step_on(answers: list[dict[str, Any]]) -> None:
-    assert all(each["by name"] and each["by number"] for each in answers)

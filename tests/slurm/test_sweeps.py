@@ -198,7 +198,6 @@ def test_secrets_reach_the_ranks_where_nothing_is_exported_and_lie_nowhere(sweep
         f"+secrets.FROM_FILE=file:{file}",
         "hooks.on_failure='echo $FROM_ENV $FROM_FILE'",
         "checkpoint.every_steps=2",
-        "checkpoint.asynchronous=false",
         "requeue=off",
         "train.seed=1",
         FROM_ENV=from_env,

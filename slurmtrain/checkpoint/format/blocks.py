@@ -298,7 +298,8 @@ def compare(
         check()
         expected = records[name]
         try:
-            found = digest_patiently(directory / name, descriptor, number, expected.size, into(name, number))
+            digest = partial(digest_block, number=number, size=expected.size, into=into(name, number))
+            found = read_patiently(directory / name, descriptor, digest)
         except OSError as error:
             return cannot_be_read(name, error)
         except EOFError as error:
@@ -331,31 +332,25 @@ def _size(path: Path) -> int:
     return os.stat(path).st_size
 
 
-def digest_patiently(
-    path: Path,
-    descriptor: int,
-    number: int,
-    size: int,
-    into: Sequence[memoryview] | None = None,
-) -> str:
-    """Return what `digest_block` returns, also after a failure of the storage that passes.
+def read_patiently(path: Path, descriptor: int, work: Callable[[int], T]) -> T:
+    """Return what `work` reads through the open file `descriptor`, also after a failure of the storage that passes.
 
     It is asked again through a new descriptor: one that a server has forgotten stays stale.
 
     Raises:
-        EOFError: the file ends before the block does.
+        EOFError: the file ends before.
         OSError, UnreadableError: see `patiently`.
     """
 
-    def read_anew() -> str:
+    def read_anew() -> T:
         descriptor = open_file(path)
         try:
-            return digest_block(descriptor, number, size, into)
+            return work(descriptor)
         finally:
             os.close(descriptor)
 
     try:
-        return digest_block(descriptor, number, size, into)
+        return work(descriptor)
     except OSError:  # mostly an error of the storage; an error of the file will come again
         return patiently(read_anew, path)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -70,15 +68,8 @@ def committed(directory: Path) -> list[Path]:
 
 
 def newest_committed_step(directory: Path) -> int | None:
-    """Return the step of the newest committed checkpoint; None if there is none. It looks into no other checkpoint."""
-    try:
-        found = [Path(directory, name) for name in os.listdir(directory) if FINAL_NAME.fullmatch(name)]
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # the same rule as in `committed`
-            return None
-        raise
-    newest_first = sorted(found, key=_step_and_revision, reverse=True)
-    return next((step_of(path) for path in newest_first if os.path.isfile(path / COMPLETE)), None)
+    """Return the step of the newest committed checkpoint; None if there is none."""
+    return max(map(step_of, committed(directory)), default=None)
 
 
 def remove(path: Path, order: int) -> None:
@@ -108,14 +99,10 @@ def remove(path: Path, order: int) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def set_aside(path: Path, *, hidden: bool = False) -> Path:
-    """Rename a damaged checkpoint so that no reader finds it, but keep it for people who want to look at it.
-
-    Args:
-        hidden: give it a name that begins with a dot, which the pattern of another trainer's checkpoints does not match.
-    """
-    number, name = 1, f".{path.name}" if hidden else path.name
-    while (target := path.with_name(f"{name}.damaged-{number}")).exists():
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that no reader finds it, but keep it for people who want to look at it."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1
     path.rename(target)
     fsync_directory(path.parent)

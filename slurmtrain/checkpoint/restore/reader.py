@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -244,21 +245,11 @@ class Files:
 
     def _read_from_disk(self, file: str, target: memoryview, position: int) -> None:
         path = self._path / file
-
-        def read_anew() -> None:
-            descriptor = blocks.open_file(path)
-            try:
-                blocks.read_into(descriptor, target, position)
-            finally:
-                os.close(descriptor)
-
         with self._opening:
             if file not in self._descriptors:
                 self._descriptors[file] = blocks.patiently(lambda: blocks.open_file(path), path)
-        try:
-            blocks.read_into(self._descriptors[file], target, position)
-        except OSError:
-            blocks.patiently(read_anew, path)
+        read = partial(blocks.read_into, buffer=target, offset=position)
+        blocks.read_patiently(path, self._descriptors[file], read)
 
 
 _local = threading.local()
@@ -330,7 +321,6 @@ def read_tensors(
     live: Collection[str],
     ranks: RankGroup,
     on_this_host: RankGroup,
-    digests: bool,
     buffer: Callable[[int], memoryview],
     fetch: Callable[[Collection[str]], list[str]] | None = None,
 ) -> tuple[list[str], Any]:
@@ -340,7 +330,6 @@ def read_tensors(
         targets: tensors to fill, by name.
         live: names of the targets that must not be touched before everything is known to be sound.
         own_file: the file with the plain state that this rank has for itself, if there is one.
-        digests: compare the needed blocks with their digests.
         buffer: returns memory of a size, to hold this rank's share.
         fetch: brings the files that this rank needs, of which this host may not have all, and returns why it cannot; called
             by all ranks together.
@@ -367,21 +356,17 @@ def read_tensors(
     damage = fetch({file for file, _, _ in ranges}) if fetch is not None else []
     if damage:
         return damage, None
-    share: Blocks = {}
-    if digests:
-        # As pairs, since JSON has no numbers as keys.
-        needs = on_this_host.gather(lambda: {file: [*numbers.items()] for file, numbers in need_of(ranges).items()})
-        of_ranks = [{file: dict(pairs) for file, pairs in need.items()} for need in needs]
-        share = share_out(of_ranks, on_this_host.rank)
+    # As pairs, since JSON has no numbers as keys.
+    needs = on_this_host.gather(lambda: {file: [*numbers.items()] for file, numbers in need_of(ranges).items()})
+    share = share_out([{file: dict(pairs) for file, pairs in need.items()} for need in needs], on_this_host.rank)
     straight = []
-    for span in spans if digests else ():
+    for span in spans:
         if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:
             memory = memory_of(span, local(targets[span.name]).detach())
             if memory is not None:
                 straight.append((span, memory))
     with blocks.threads() as pool, closing(Files(path, pool)) as files:
-        # Without digests nothing is read here, and no rank waits for the others.
-        found = ranks.gather(lambda: files.verify(records, share, straight, buffer)) if digests else []
+        found = ranks.gather(lambda: files.verify(records, share, straight, buffer))
         damage = sorted({sentence for each in found for sentence in each})
         if damage:
             return damage, None
@@ -417,7 +402,6 @@ def read_whole(path: Path, contents: Contents, manifest: Manifest, names: Iterab
         live=(),
         ranks=alone,
         on_this_host=alone,
-        digests=True,
         buffer=lambda size: memoryview(bytearray(size)),
     )
     if damage:

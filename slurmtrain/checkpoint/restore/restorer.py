@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from slurmtrain.checkpoint import module_state, state
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
@@ -46,7 +45,7 @@ from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.restore.reader import read_tensors
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import dtype_name
-from slurmtrain.choices import DECODERS, Allow, Verify
+from slurmtrain.choices import DECODERS, Allow
 from slurmtrain.errors import UsageError, nearest
 from slurmtrain.system.patience import refresh
 
@@ -123,7 +122,7 @@ class Restorer:
     Attributes:
         ranks, ranks_on_host: all ranks, and those of this host.
         borrow_buffer: returns host memory of a size, to read into.
-        changed, verify: see `Checkpointer`.
+        changed: see `Checkpointer`.
     """
 
     ranks: RankGroup
@@ -133,7 +132,6 @@ class Restorer:
     mirror_uploader: MirrorUploader | None
     node_copies: NodeCopies | None
     changed: frozenset[str]
-    verify: str
 
     def restore(self, request: RestoreRequest) -> Restored | None:
         """Load the newest sound checkpoint, or the one that was asked for; None: there is no checkpoint."""
@@ -163,15 +161,15 @@ class Restorer:
     def _restore_from_directory(self, request: RestoreRequest) -> Restored | None:
         """Load the newest sound checkpoint of the directory, or the one that was asked for."""
         set_aside: list[str] = []
-        fetched: dict[Path, str] = {}  # names in the mirror of the copies that were fetched
+        fetched: list[str] = []  # names in the mirror of the copies that were fetched
         while True:
             choice = self.ranks.on_rank_0(partial(self._choose, request.path, request.at_most))
             if choice is None:
                 copy = None
                 if self.mirror_uploader is not None:
-                    copy = self.mirror_uploader.fetch(self.ranks, request.at_most)
+                    copy = self.mirror_uploader.fetch(self.ranks, request.at_most, fetched)
                 if copy is not None:
-                    fetched[copy[0]] = copy[1]
+                    fetched.append(copy[1])
                     continue
                 if request.at_most is None:
                     self._check_never_damaged(set_aside)
@@ -187,7 +185,7 @@ class Restorer:
                 raise CheckpointError(
                     f"{path} was requested but is damaged: {'; '.join(damage)}", hint="name another checkpoint"
                 )
-            self.ranks.on_rank_0(partial(self._set_aside, path, fetched.get(path), damage))
+            self.ranks.on_rank_0(partial(self._set_aside, path, damage))
             set_aside.append(f"{path.name}: {damage[0]}")
         return _restored(path, manifest, request, set_aside=tuple(set_aside))
 
@@ -227,11 +225,9 @@ class Restorer:
             damage = [damage_of(path, error)]
         return [str(path), damage, texts[0].decode(errors="replace"), texts[1]]
 
-    def _set_aside(self, path: Path, copy: str | None, damage: list[str]) -> None:
-        """Set a damaged checkpoint aside, on rank 0, and the copy in the mirror that it was fetched from."""
+    def _set_aside(self, path: Path, damage: list[str]) -> None:
+        """Set a damaged checkpoint aside, on rank 0."""
         set_aside(path)
-        if copy is not None and self.mirror_uploader is not None:  # it would be fetched again
-            self.mirror_uploader.mirror.set_aside(copy, "; ".join(damage))
         log.warning("%s is damaged and was set aside: %s", path.name, "; ".join(damage))
 
     def _check_never_damaged(self, set_aside: list[str]) -> None:
@@ -239,12 +235,7 @@ class Restorer:
 
         An attempt before this one may have set them aside and failed; this one must not start afresh either.
         """
-
-        def find() -> list[str]:
-            copies = self.mirror_uploader.mirror.damaged() if self.mirror_uploader is not None else []
-            return damaged(self.identity.directory) + copies
-
-        set_aside = set_aside or self.ranks.on_rank_0(find)
+        set_aside = set_aside or self.ranks.on_rank_0(lambda: damaged(self.identity.directory))
         if set_aside:
             raise CheckpointMismatchError(
                 f"every checkpoint in {self.identity.directory} is damaged: {'; '.join(set_aside)}",
@@ -295,7 +286,6 @@ class Restorer:
             live=wanted | {in_file(name) for name in module_state.module_tensors(request.own_objects)},
             ranks=self.ranks,
             on_this_host=self.ranks_on_host,
-            digests=self.verify != Verify.OFF,
             buffer=self.borrow_buffer,
             fetch=None if copies is None else partial(copies.fetch, path, manifest),
         )
@@ -304,12 +294,8 @@ class Restorer:
 
         def load() -> None:
             lenient, convert = "keys" in request.allow, "dtypes" in request.allow
-            dropped = manifest.tensors.keys() - targets.keys()
-            own_dropped = own_names(manifest.tensors, self.ranks.rank).keys() - own_targets.keys()
-            state.load_objects(
-                request.objects, targets, manifest.state, dropped=dropped, lenient=lenient, convert=convert
-            )
-            state.load_objects(request.own_objects, own_targets, own_plain, dropped=own_dropped, lenient=True)
+            state.load_objects(request.objects, targets, manifest.state, lenient=lenient, convert=convert)
+            state.load_objects(request.own_objects, own_targets, own_plain, lenient=True)
 
         self.ranks.all_do(load)
         return []
@@ -355,14 +341,13 @@ class Restorer:
         facts = manifest.tensors
         alone = check_names(path, objects, wanted, on_any_rank, facts, manifest.state, allow)
         useful = {name: fact for name, fact in facts.items() if name not in alone}
-        targets = check_tensors(path, objects, state.templates(objects, useful), facts, allow)
+        targets = check_tensors(path, state.templates(objects, useful), facts, allow)
         if not own:
             return targets, {}
         own_facts = {name: facts[called] for name, called in own_names(facts, self.ranks.rank).items()}
         names = module_state.module_tensors(own_objects)
         check_names(path, own_objects, names, names, own_facts, None, allow)
-        own_templates = state.templates(own_objects, own_facts)
-        return targets, check_tensors(path, own_objects, own_templates, own_facts, allow)
+        return targets, check_tensors(path, state.templates(own_objects, own_facts), own_facts, allow)
 
 
 def _restored(
@@ -428,19 +413,14 @@ def check_config(
     if "config" not in allow:
         unasked = [line for key, line in lines.items() if not _is_under(key, changed)]
         _refuse(path, "config", "was saved with another config", unasked)
-    if content and FINGERPRINT in before and asked_for and "data" not in allow:
-        others = [line for key, line in lines.items() if key.startswith("data.")]
+    others = [line for key, line in lines.items() if key.startswith("data.")]
+    # In the same run, other data by config is allowed or refused as such: this is about other content in the same place.
+    if content and FINGERPRINT in before and "data" not in allow and (asked_for or not others):
         raise CheckpointMismatchError(
-            f"{path} has seen other data: {'; '.join([*others, content])}: its step, its schedule and its place "
+            f"{path} was saved with other data: {'; '.join([*others, content])}: its step, its schedule and its place "
             "among the samples would be carried onto this data",
-            hint="to restart with its weights: checkpoint.restore_only=model; to continue at its step on other data anyway: "
-            "checkpoint.allow=[config,data]",
-        )
-    # Other data by config is allowed or refused as such; this check is about other content in the same place.
-    if content and FINGERPRINT in before and not any(key.startswith("data.") for key in lines) and "data" not in allow:
-        raise CheckpointMismatchError(
-            f"{path} was saved with other data in the same place: {content}",
-            hint="was the data set prepared or edited again? To continue with the current data: checkpoint.allow=[data]",
+            hint="to restart with its weights: checkpoint.restore_only=model; to continue at its step with the current data "
+            f"anyway: checkpoint.allow=[{'config,' if others else ''}data]",
         )
 
 
@@ -483,45 +463,34 @@ def check_names(
 
 
 def check_tensors(
-    path: Path,
-    objects: Mapping[str, Any],
-    targets: Mapping[str, Tensor],
-    saved: Mapping[str, TensorFacts],
-    allow: Collection[str],
+    path: Path, targets: Mapping[str, Tensor], saved: Mapping[str, TensorFacts], allow: Collection[str]
 ) -> dict[str, Tensor]:
     """Check shapes and dtypes, and return the targets that can be filled.
 
     Raises:
         CheckpointMismatchError: a shape or a dtype differs.
     """
+    fit = {name: tensor for name, tensor in targets.items() if name in saved}  # others are allowed by `check_names`
     shapes, dtypes = [], []
-    fit = {}
-    for name, tensor in targets.items():
-        if name not in saved:  # allowed by `check_names`
-            continue
+    for name, tensor in fit.items():
         fact = saved[name]
         if tuple(tensor.shape) != fact.shape:
-            shapes.append((name, f"{name} is {list(fact.shape)} there and {list(tensor.shape)} here"))
-            continue
-        if dtype_name(tensor.dtype) != fact.dtype:
+            shapes.append(f"{name} is {list(fact.shape)} there and {list(tensor.shape)} here")
+        elif dtype_name(tensor.dtype) != fact.dtype:
             dtypes.append(f"{name} is {fact.dtype} there and {dtype_name(tensor.dtype)} here")
-        fit[name] = tensor
-    if "shapes" not in allow:
-        _refuse(path, "shapes", "does not fit", [line for _, line in shapes])
+    _refuse(path, None, "does not fit", shapes)
     if "dtypes" not in allow:
         _refuse(path, "dtypes", "does not fit", dtypes)
-    # The optimiser's state of a parameter that starts with new values is of no use.
-    optimizers = [key for key, value in objects.items() if isinstance(value, Optimizer)]
-    stale = tuple(f"{key}.state.{name}." for key in optimizers for name, _ in shapes)
-    return {name: tensor for name, tensor in fit.items() if not stale or not name.startswith(stale)}
+    return fit
 
 
-def _refuse(path: Path, kind: str, what: str, lines: list[str]) -> None:
+def _refuse(path: Path, kind: str | None, what: str, lines: list[str]) -> None:
     if lines:
         shown = "; ".join(lines[:SHOWN]) + (f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
         raise CheckpointMismatchError(
             f"{path} {what}: {shown}",
-            hint=f"was the model or the config changed since? To continue all the same: checkpoint.allow=[{kind}]",
+            hint="was the model or the config changed since?"
+            + (f" To continue all the same: checkpoint.allow=[{kind}]" if kind else ""),
         )
 
 

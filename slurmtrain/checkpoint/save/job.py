@@ -71,8 +71,7 @@ class PendingSave:
         self.step, self.begun, self.on_nodes_only = step, begun, on_nodes_only
         self.stall_s = 0.0
         self._decided = threading.Event()
-        self._saved: SaveResult | None = None
-        self._error: CheckpointError | None = None
+        self._ending: SaveResult | CheckpointError | None = None
 
     def done(self) -> bool:
         """Return whether it is committed or has failed."""
@@ -88,10 +87,10 @@ class PendingSave:
         """
         if not self._decided.wait(timeout_s):
             raise CheckpointError(f"the save of step {self.step} is not committed after {timeout_s} s")
-        if self._error is not None:
-            raise self._error
-        assert self._saved is not None
-        return self._saved
+        if isinstance(self._ending, SaveResult):
+            return self._ending
+        assert self._ending is not None
+        raise self._ending
 
     @doing(SAVE)
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -100,16 +99,13 @@ class PendingSave:
 
     def decide(self, ending: SaveResult | CheckpointError) -> None:
         """Record how the save ended. Called by the writer."""
-        if isinstance(ending, SaveResult):
-            self._saved = ending
-        else:
-            self._error = ending
+        self._ending = ending
         self._decided.set()
 
     @property
     def error(self) -> CheckpointError | None:
         """The error with which it failed; None: it has not failed, or is not decided yet."""
-        return self._error
+        return self._ending if isinstance(self._ending, CheckpointError) else None
 
 
 class Destination:
@@ -219,11 +215,10 @@ class SaveJob:
             path = destination.finish(answer["committed"])
         return path, answer["size"]
 
-    def read_back(self, path: Path, *, contents: bool, in_a_hurry: Callable[[], bool]) -> list[str] | None:
+    def read_back(self, path: Path, in_a_hurry: Callable[[], bool]) -> list[str] | None:
         """Compare the files on the disk with what was written; a checkpoint that is damaged is set aside.
 
         Args:
-            contents: compare digests, not only sizes.
             in_a_hurry: returns True once this rank has no time for it any more.
 
         Returns:
@@ -237,9 +232,7 @@ class SaveJob:
         def compare() -> list[str] | None:
             try:
                 check()
-                return blocks.find_damage(
-                    path, self._written, contents=contents, background=True, from_disk=True, check=check
-                )
+                return blocks.find_damage(path, self._written, background=True, from_disk=True, check=check)
             except _NoTimeError:
                 return None
 

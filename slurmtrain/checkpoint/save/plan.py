@@ -28,8 +28,8 @@ from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, box_of, dtype_name,
 
 PAGE_BYTES = 4096
 
-# What groups of ranks hold alike: a difference of tensors is an error, those of buffers and of plain state are reported.
-TENSORS, BUFFERS, PLAIN = "tensors", "buffers", "plain"
+# What groups of ranks hold alike: a difference of tensors is an error, that of plain state is reported.
+TENSORS, PLAIN = "tensors", "plain"
 
 Layout = tuple[Any, ...]  # for a DTensor: (ranks of the mesh, nested as its axes are; "S" or "R" for every axis)
 
@@ -133,16 +133,14 @@ def make_plan(
     known: SavePlan | None,
     *,
     of_first: Callable[[], Collection[str]] = frozenset,
-    not_compared: Callable[[], Collection[str]] = frozenset,
     lowest_writes: bool = False,
 ) -> SavePlan:
     """Make the plan for `tensors`, by all ranks together, or return `known` if it is still valid on all of them.
 
     Args:
         tensors: tensors by name, or why this rank has none; that error is raised on all ranks.
-        of_first: returns the names of tensors that are no exact replicas (buffers): the first rank that has one writes
-            it.
-        not_compared: returns the names of tensors that are meant to differ between ranks.
+        of_first: returns the names of tensors that are no exact replicas (buffers): they are not compared, and the first
+            rank that has one writes it.
         lowest_writes: of ranks that hold the same, the lowest writes all of it, so that what is saved is what one rank had.
 
     Raises:
@@ -170,9 +168,7 @@ def make_plan(
     texts = [ranks.broadcast(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
     described = list(zip(texts, members.values(), strict=True))
-    plan = ranks.all_do(
-        lambda: _make(tensors, number, described, ranks, signature, of_first(), not_compared(), lowest_writes)
-    )
+    plan = ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first(), lowest_writes))
     written = dict.fromkeys(plan.facts, 0)
     for piece in plan.pieces:
         written[piece.name] += piece.box.numel
@@ -236,7 +232,6 @@ def _make(
     ranks: RankGroup,
     signature: tuple[Any, ...],
     of_first: Collection[str],
-    not_compared: Collection[str],
     lowest_writes: bool,
 ) -> SavePlan:
     """Make a plan from the descriptions of all ranks.
@@ -285,8 +280,8 @@ def _make(
         else:
             group = sorted(holders[name])
         index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
-        if len(group) > 1 and box.numel and name not in not_compared:
-            compared[name] = group_key(BUFFERS if name in of_first else TENSORS, group), len(group)
+        if len(group) > 1 and box.numel and name not in of_first:
+            compared[name] = group_key(TENSORS, group), len(group)
         part: Box | None = box
         if name not in of_first and not lowest_writes:
             part = share(box, tensor.itemsize, name, index, len(group))

@@ -7,7 +7,6 @@ last save. The interval that loses the least time:
   - Daly 2006:  sqrt(2 C M) (1 + 1/3 sqrt(C / 2M) + 1/9 (C / 2M)) - C  for C < 2M, else M. J. T. Daly, "A higher order
     estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22(3). The duration of
     a restart does not move the optimum.
-  - Availability: where failures are noticed late, the optimum is not below the time until they are (arXiv 2410.18124).
 C is the time for which training is held up, not that of writing in the background: the latter makes each failure lose a
 constant time more, which does not move the optimum either.
 
@@ -41,25 +40,17 @@ CHEAP_STALL = 0.01
 STALLS_REMEMBERED = 3
 
 
-def young(cost_s: float, mtbf_s: float) -> float:
-    """Return Young's interval between two saves, in seconds.
+def daly(cost_s: float, mtbf_s: float) -> float:
+    """Return Daly's interval between the end of one save and the beginning of the next, in seconds.
 
     Args:
         cost_s: seconds for which one save holds training up.
         mtbf_s: mean seconds between failures of the whole job.
     """
-    return math.sqrt(2 * cost_s * mtbf_s) if cost_s > 0 else 0.0
-
-
-def daly(cost_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval between the end of one save and the beginning of the next, in seconds.
-
-    Arguments as for `young`.
-    """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = cost_s / (2 * mtbf_s)
-    return young(cost_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s if cost_s > 0 else 0.0
 
 
 def mean_time_between_failures(
@@ -110,19 +101,10 @@ class SaveSchedule:
             back makes the next save late by at most one interval.
         step: the step that the attempt began with, which needs no save.
         mtbf_s: for `auto`, from `mean_time_between_failures`. Infinite when nothing is known.
-        detection_s: for `auto`, seconds for which a failure may go unnoticed (the timeout of a collective, say).
     """
 
-    def __init__(
-        self,
-        interval: Interval,
-        *,
-        now: float,
-        step: int = 0,
-        mtbf_s: float = math.inf,
-        detection_s: float = 0.0,
-    ):
-        self._interval, self._mtbf_s, self._detection_s = interval, mtbf_s, detection_s
+    def __init__(self, interval: Interval, *, now: float, step: int = 0, mtbf_s: float = math.inf):
+        self._interval, self._mtbf_s = interval, mtbf_s
         self._since, self._step = now, step
         self._stalls: deque[float] = deque(maxlen=STALLS_REMEMBERED)
 
@@ -162,8 +144,7 @@ class SaveSchedule:
             return SHORTEST_S
         stall_s = max(self._stalls)
         at_most = max(LONGEST_S, stall_s * (1 / CHEAP_STALL - 1))
-        at_least = max(SHORTEST_S, self._detection_s)
-        return max(min(daly(stall_s, self._mtbf_s), at_most), at_least)
+        return max(min(daly(stall_s, self._mtbf_s), at_most), SHORTEST_S)
 
 
 def latest_stop(end_time: float, *, step_s: float, save_s: float, margin: float = 1.5, floor_s: float = 30.0) -> float:

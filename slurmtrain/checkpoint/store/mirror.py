@@ -1,7 +1,6 @@
 """Copies of committed checkpoints in an object store: scratch is wiped, and clusters go away.
 
-Promise: every copy that `committed` names is complete; no upload that dies at any moment can leave one that is not;
-nothing that was committed is ever written again.
+Promise: every copy that `committed` names is complete; no upload that dies at any moment can leave one that is not.
 
 The steps, and why each is needed. Object stores have no rename, and overwrite without asking:
  1. A copy has a prefix of its own, `<url>/checkpoint_0001000.7-1f0c9a3b/`: step, order of the incarnation, and the
@@ -27,14 +26,13 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
-from fsspec.registry import known_implementations
 
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
 from slurmtrain.checkpoint.format import blocks
@@ -53,8 +51,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COPY_NAME = re.compile(r"checkpoint_(\d{7,})\.(\d+)-([0-9a-f]{8})")
-DAMAGED = "DAMAGED"
-COMPLETE_BYTES = 65  # a digest and a newline: COMPLETE that a file system holds half of is none
 SLOWEST_S = 6 * 3600.0  # ranks that are done wait for the slowest upload; a store's hours are not training's
 
 
@@ -76,13 +72,7 @@ class Mirror:
             raise CheckpointError(f"{url!r} is not a URL that checkpoints can be copied to", hint=hint)
         try:
             self._fs, root = url_to_fs(url)
-        except ImportError as error:
-            package = known_implementations.get(protocol, {}).get("class", protocol).partition(".")[0]
-            raise CheckpointError(
-                f"checkpoints cannot be copied to {protocol}:// without a package that is not installed: {error}",
-                hint=f"pip install '{package}'",
-            ) from None
-        except Exception as error:
+        except Exception as error:  # that of a package that is not installed names it
             raise CheckpointError(f"checkpoints cannot be copied to {protocol}://: {error}", hint=hint) from None
         self._root = root.rstrip("/")
         if not self._root:
@@ -92,29 +82,19 @@ class Mirror:
         self.url: str = self._fs.unstrip_protocol(self._root)  # without a password that the one given may have held
         if getattr(self._fs, "local_file", False):  # an object store has no directories
             self._fs.auto_mkdir = True
-        self.leaving = threading.Event()  # ends the upload that is going on, and those to come
         self._metrics: dict[str, Mapping[str, float]] = {}  # metrics of copies, which never change
 
     # Writing.
 
-    def upload(self, path: Path, names: Sequence[str], order: int) -> None:
-        """Copy these files of the committed checkpoint `path`. Called by every rank for its own files.
-
-        A copy that is complete already is left as it is.
+    def upload(self, path: Path, file: str, order: int) -> None:
+        """Copy one file of the committed checkpoint `path`. Called by every rank for its own.
 
         Args:
             order: order of the incarnation that copies.
         """
-        name = copy_name(path, order)
-        for file in names if not _is_complete(self._sizes(name)) else ():
-            with self._told(f"{name}/{file}"):
-                self._fs.put_file(
-                    str(path / file), f"{self._root}/{name}/{file}", callback=_Progress(self._check_leaving)
-                )
-
-    def _check_leaving(self) -> None:
-        if self.leaving.is_set():
-            raise CheckpointError("the run is being left")
+        target = f"{copy_name(path, order)}/{file}"
+        with self._told(target):
+            self._fs.put_file(str(path / file), f"{self._root}/{target}", callback=_Progress())
 
     def complete(self, path: Path, order: int) -> None:
         """Commit the copy of `path`. Called by rank 0, when every rank's `upload` has returned.
@@ -123,18 +103,13 @@ class Mirror:
             CheckpointError: a file of the manifest is missing in the store, or has another size.
         """
         text, expected = read_manifest_bytes(path)
-        manifest, name = parse_manifest(path, text, expected), copy_name(path, order)
-        there = self._sizes(name)
-        if _is_complete(there):
-            return
-        wrong = [
-            f"{file} has {there[file]} bytes instead of {size}" if file in there else f"{file} is missing"
-            for file, size in sorted(manifest.sizes.items())
-            if there.get(file) != size
-        ]
-        if wrong:
-            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-            raise CheckpointError(f"{self.url}/{name} is not what was copied: {wrong[0]}{more}")
+        name, there = copy_name(path, order), self._sizes(copy_name(path, order))
+        for file, size in sorted(parse_manifest(path, text, expected).sizes.items()):
+            if there.get(file) != size:
+                raise CheckpointError(
+                    f"{self.url}/{name} is not what was copied: {file} "
+                    + (f"has {there[file]} bytes instead of {size}" if file in there else "is missing")
+                )
         self._put(f"{name}/{MANIFEST}", text)
         self._put(f"{name}/{COMPLETE}", f"{expected}\n".encode())
 
@@ -142,38 +117,25 @@ class Mirror:
 
     def committed(self) -> list[str]:
         """Return the names of the complete copies, oldest first: by step, then by incarnation."""
-        return [name for name in self._names() if _is_complete(self._sizes(name))]
+        return [name for name in self._names() if COMPLETE in self._sizes(name)]
 
     def manifest(self, name: str) -> tuple[bytes, Manifest]:
         """Return manifest.json of a copy: its bytes, and what it says.
 
         Raises:
-            CheckpointError: it is damaged, or of another checkpoint. CheckpointMismatchError: it is of another format.
+            CheckpointError: it is damaged. CheckpointMismatchError: it is of another format.
             UnreadableError: the store fails.
         """
         with self._told(name):
             text, complete = (self._fs.cat_file(f"{self._root}/{name}/{file}") for file in (MANIFEST, COMPLETE))
         expected = complete.decode(errors="replace").strip()
         try:
-            manifest = parse_manifest(Path(name), text, expected)
+            return text, parse_manifest(Path(name), text, expected)
         except CheckpointError as error:
             raise type(error)(f"in {self.url}: {error.message}", hint=error.hint) from None
-        if manifest.step != _step(name) or expected[:8] != name[-8:]:
-            raise CheckpointError(
-                f"{self.url}/{name}: manifest.json is of step {manifest.step} with digest {expected[:8]}, "
-                "so it belongs to another checkpoint"
-            )
-        return text, manifest
 
-    def download(self, name: str, directory: Path, sizes: Mapping[str, int]) -> None:
-        """Fetch files of a copy into `directory`, which has none of them yet, and wait until they are on the disk.
-
-        Args:
-            sizes: bytes of each of the files, from the manifest.
-
-        Raises:
-            CheckpointError: a file is missing or has another size, or cannot be written here.
-        """
+    def download(self, name: str, directory: Path, files: Collection[str]) -> None:
+        """Fetch files of a copy into `directory`, which has none of them yet, and wait until they are on the disk."""
 
         def fetch(file: str) -> None:
             target = directory / file
@@ -184,33 +146,15 @@ class Mirror:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
-            if target.stat().st_size != sizes[file]:
-                raise CheckpointError(
-                    f"{self.url}/{name}/{file} has {target.stat().st_size} bytes instead of {sizes[file]}"
-                )
 
         with blocks.threads() as pool:  # several at a time: one connection does not fill a network
-            blocks.each(pool, fetch, sizes)
+            blocks.each(pool, fetch, files)
         fsync_directory(directory)
 
     # Removing.
 
-    def set_aside(self, name: str, why: str) -> None:
-        """Mark a damaged copy so that no reader finds it and it is not counted among the kept ones, but keep its files.
-
-        It may have been damaged on the way, and not in the store.
-        """
-        self._put(f"{name}/{DAMAGED}", why.encode())
-        self._remove(f"{name}/{COMPLETE}")
-
-    def damaged(self) -> list[str]:
-        """Return the names of the copies that were set aside and still exist."""
-        return [name for name in self._names() if DAMAGED in self._sizes(name)]
-
     def prune(self, keep: Keep, *, spare: str, soundness: Soundness = UNKNOWN_SOUNDNESS) -> list[str]:
         """Remove the copies that `keep` does not want, and leftovers of uploads of this incarnation and older ones.
-
-        Copies that were set aside stay.
 
         Args:
             spare: name of the copy just made, which stays and is not the newest after a step back.
@@ -219,16 +163,14 @@ class Mirror:
         Returns:
             Names of what was removed.
         """
-        present = {name: self._sizes(name) for name in self._names()}
-        complete = [name for name in present if _is_complete(present[name])]
-        kept = [Kept(_step(name), self._metrics_of(name) if keep.best else {}) for name in complete]
+        names = self._names()
+        complete = [name for name in names if COMPLETE in self._sizes(name)]
+        for name in complete if keep.best else ():
+            self._metrics[name] = self._metrics.get(name) or self.manifest(name)[1].metrics
+        kept = [Kept(_step(name), self._metrics.get(name, {})) for name in complete]
         steps = set(surplus(kept, keep, in_use=[_step(spare)], soundness=soundness))
         gone = [name for name in complete if _step(name) in steps]
-        gone += [
-            name
-            for name in present
-            if name not in complete and DAMAGED not in present[name] and _order(name) <= _order(spare)
-        ]
+        gone += [name for name in names if name not in complete and _order(name) <= _order(spare)]
         for name in gone:
             self._remove_copy(name)
         return gone
@@ -241,22 +183,9 @@ class Mirror:
 
     def _remove_copy(self, name: str) -> None:
         # Without COMPLETE no reader sees the copy while its other files are removed, even if that is cut short.
-        self._remove(f"{name}/{COMPLETE}")
-        self._remove(name)
-
-    def _metrics_of(self, name: str) -> Mapping[str, float] | None:
-        """Return the metrics of a copy; a damaged copy has none. None: it is of another format, and stays.
-
-        A copy that merely cannot be read at the moment is an error: it may be the best, and must not be removed.
-        """
-        if name not in self._metrics:
-            try:
-                self._metrics[name] = self.manifest(name)[1].metrics
-            except UnreadableError:
-                raise
-            except CheckpointError as error:
-                return None if isinstance(error, CheckpointMismatchError) else {}
-        return self._metrics[name]
+        for what in (f"{self._root}/{name}/{COMPLETE}", f"{self._root}/{name}"):
+            with self._told(name), suppress(FileNotFoundError):  # removed by somebody else, or never there
+                self._fs.rm(what, recursive=True)
 
     # Objects.
 
@@ -281,17 +210,11 @@ class Mirror:
         with self._told(what):
             self._fs.pipe_file(f"{self._root}/{what}", data)
 
-    def _remove(self, what: str) -> None:
-        with self._told(what), suppress(FileNotFoundError):  # removed by somebody else
-            self._fs.rm(f"{self._root}/{what}", recursive=True)
-
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
         """Turn any error into a sentence that names the file: a store's package has errors of its own."""
         try:
             yield
-        except CheckpointError:
-            raise
         except Exception as error:
             reason = str(error).strip().partition("\n")[0][:300]
             raise UnreadableError(
@@ -301,14 +224,9 @@ class Mirror:
 
 
 class _Progress(Callback):  # type: ignore[misc]  # fsspec has no types
-    """Counts what moves, for whoever waits for it, and may end the transfer by an error."""
-
-    def __init__(self, check: Any = lambda: None):
-        super().__init__()
-        self._check = check
+    """Counts what moves, for whoever waits for it."""
 
     def relative_update(self, inc: int = 1) -> None:
-        self._check()
         note_block()
 
 
@@ -330,10 +248,6 @@ def _order(name: str) -> int:
     return int(name.partition(".")[2].partition("-")[0])
 
 
-def _is_complete(sizes: Mapping[str, int]) -> bool:
-    return sizes.get(COMPLETE) == COMPLETE_BYTES
-
-
 class MirrorUploader:
     """The copies of one run, under one URL. Its methods are called by all ranks together.
 
@@ -345,13 +259,13 @@ class MirrorUploader:
     """
 
     def __init__(self, url: str, ranks: RankGroup, identity: CheckpointIdentity, keep: Keep):
-        self.mirror = ranks.all_do(lambda: Mirror(url))
+        self._mirror = ranks.all_do(lambda: Mirror(url))
         self._ranks, self._identity, self._keep = ranks.own_group(SLOWEST_S), identity, keep
         self._thread = threading.Thread()  # of the last copy; this one has ended
-        self.soundness = UNKNOWN_SOUNDNESS
         self._skipped: Path | None = None  # the last one, if it came too soon after the one before
+        self._leaving = False
 
-    def offer(self, ranks: RankGroup, path: Path) -> None:
+    def offer(self, ranks: RankGroup, path: Path, soundness: Soundness = UNKNOWN_SOUNDNESS) -> None:
         """Copy a committed checkpoint in the background, unless the one before is still being copied.
 
         Args:
@@ -366,7 +280,9 @@ class MirrorUploader:
         if ranks.rank == 0:
             held.enter_context(retention.reading(path))  # so that it is not removed meanwhile
         self._wait()
-        self._thread = threading.Thread(target=self._copy, args=(path, held), name="checkpoint-uploader", daemon=True)
+        self._thread = threading.Thread(
+            target=self._copy, args=(path, held, soundness), name="checkpoint-uploader", daemon=True
+        )
         self._thread.start()
 
     def _wait(self, timeout_s: float | None = None) -> bool:
@@ -375,33 +291,32 @@ class MirrorUploader:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _copy(self, path: Path, held: ExitStack) -> None:
+    def _copy(self, path: Path, held: ExitStack, soundness: Soundness) -> None:
         order = self._identity.incarnation.order
 
         def finish(_: list[None]) -> None:
-            self.mirror.complete(path, order)
-            self.mirror.prune(self._keep, spare=copy_name(path, order), soundness=self.soundness)
+            self._mirror.complete(path, order)
+            self._mirror.prune(self._keep, spare=copy_name(path, order), soundness=soundness)
 
         try:
             with held:
                 self._ranks.gather_on_rank_0(
-                    lambda: self.mirror.upload(path, [file_name(self._ranks.rank)], order), finish
+                    lambda: self._mirror.upload(path, file_name(self._ranks.rank), order), finish
                 )
         except CheckpointError as error:
-            if self._ranks.rank == 0 and not self.mirror.leaving.is_set():
-                log.warning("%s was not copied to %s: %s", path.name, self.mirror.url, error.message)
+            if self._ranks.rank == 0 and not self._leaving:
+                log.warning("%s was not copied to %s: %s", path.name, self._mirror.url, error.message)
 
     def close(self, ranks: RankGroup, grace_s: float | None) -> None:
         """Wait for the copying to end.
 
-        With grace_s=None, wait until the last checkpoint is copied, else give up what is not done in time.
+        With grace_s=None, wait until the last checkpoint is copied, else leave what is not done in time.
         """
+        self._leaving = grace_s is not None
         if grace_s is None:
             self._wait()
             if self._skipped is not None:
                 self.offer(ranks, self._skipped)
-        else:
-            self.mirror.leaving.set()
         if self._wait(grace_s):
             self._ranks.end()
 
@@ -410,25 +325,26 @@ class MirrorUploader:
         self._wait()
         if self._skipped is not None and step_of(self._skipped) > step:
             self._skipped = None
-        ranks.on_rank_0(lambda: self.mirror.remove_newer(step))
+        ranks.on_rank_0(lambda: self._mirror.remove_newer(step))
 
-    def fetch(self, ranks: RankGroup, at_most: int | None = None) -> tuple[Path, str] | None:
+    def fetch(self, ranks: RankGroup, at_most: int | None, damaged: Collection[str]) -> tuple[Path, str] | None:
         """Commit the newest copy into the directory, which has no checkpoint, and return its path and its name in the store.
 
         Args:
             at_most: take the newest of at most this step; None: of any step.
+            damaged: names of copies that were fetched before, and were damaged.
 
         Raises:
             CheckpointError: the store does not answer, which is not the same as a fresh start.
         """
-        directory, incarnation, mirror = self._identity.directory, self._identity.incarnation, self.mirror
+        directory, incarnation, mirror = self._identity.directory, self._identity.incarnation, self._mirror
         text = b""  # of manifest.json, on rank 0
 
         def choose() -> list[Any] | None:
-            """Return name, bytes of the files, and where to write."""
+            """Return name, files, and where to write."""
             nonlocal text
             for name in reversed(mirror.committed()):
-                if at_most is not None and _step(name) > at_most:
+                if name in damaged or (at_most is not None and _step(name) > at_most):
                     continue
                 try:
                     text, manifest = mirror.manifest(name)
@@ -436,22 +352,20 @@ class MirrorUploader:
                     raise
                 except CheckpointError as error:
                     log.warning(error.message)
-                    mirror.set_aside(name, error.message)
                     continue
                 self._identity.check_run(f"{mirror.url}/{name}", manifest, hint="give each run a mirror of its own")
                 temporary = commit.begin(directory, manifest.step, incarnation, size=manifest.size)
-                return [name, manifest.sizes, str(temporary)]
+                return [name, sorted(manifest.files), str(temporary)]
             return None
 
         chosen = ranks.on_rank_0(choose)
         if chosen is None:
             return None
-        name, sizes, temporary = chosen[0], chosen[1], Path(chosen[2])
+        name, files, temporary = chosen[0], chosen[1], Path(chosen[2])
 
         def download() -> None:
             wait_until_visible(temporary)
-            own = sorted(sizes)[ranks.rank :: ranks.size]
-            mirror.download(name, temporary, {file: sizes[file] for file in own})
+            mirror.download(name, temporary, files[ranks.rank :: ranks.size])
 
         def publish(_: list[None]) -> str:
             return str(commit.publish(temporary, text, _step(name), incarnation))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -34,10 +33,9 @@ from slurmtrain.system.trust import is_mine
 
 READERS = ".readers"
 HOLDS = ".held"
-# A reader on another host cannot be asked whether it lives, so it touches its marker again and again. A checkpoint that a dead
-# reader holds back for some hours costs only its space.
-READER_S = 3 * 3600.0
-TOUCH_S = 300.0
+# A reader on another host cannot be asked whether it lives. A checkpoint that a dead one holds back for a day costs only its
+# space, and nobody reads for longer.
+READER_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -142,31 +140,19 @@ def _best(checkpoints: Sequence[Kept], keep: Keep) -> list[int]:
 def reading(path: Path) -> Iterator[None]:
     """Mark the checkpoint `path` as being read, so that it is not removed meanwhile.
 
-    A thread touches the marker every TOUCH_S seconds; that of a reader that was killed counts for READER_S seconds. If
-    no marker can be made (a read-only directory, a path that is no checkpoint), it is read without one.
+    The marker of a reader that was killed counts for READER_S seconds. If no marker can be made (a read-only directory,
+    a path that is no checkpoint), it is read without one.
     """
     path = Path(os.path.realpath(path))
     marker = path.parent / READERS / f"{path.name}.{secrets.token_hex(8)}"
-    done, touching = threading.Event(), None
-
-    def touch() -> None:
-        while not done.wait(TOUCH_S):
-            with suppress(OSError):
-                marker.touch()
-
     # Nothing else is ever pruned; and nothing is written among somebody else's checkpoints.
     if FINAL_NAME.fullmatch(path.name) and is_mine(path.parent):
         with suppress(OSError):
             marker.parent.mkdir(mode=folder_mode(path.parent), exist_ok=True)
             marker.touch()
-            touching = threading.Thread(target=touch, name="checkpoint-reader", daemon=True)
-            touching.start()
     try:
         yield
     finally:
-        done.set()
-        if touching is not None:
-            touching.join()  # or it would make the marker anew
         with suppress(OSError):
             marker.unlink()
 

@@ -28,7 +28,7 @@ from slurmtrain.runs.reasons import Verdict as Next
 from slurmtrain.runs.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from slurmtrain.checkpoint.difference import TensorDifference  # with numpy
+    from slurmtrain.checkpoint.difference import TensorDifference  # with torch
 
 
 MODE_HINT = "requeue=chain (or requeue=resubmit), which need no requeue by SLURM"
@@ -376,7 +376,7 @@ def compare_runs(undisturbed: RunDir, other: RunDir, job: JobConfig, resumed_at:
         saved = [{step_of(path): path for path in committed(run.checkpoints)} for run in runs]
         if not saved[0].keys() & saved[1].keys():
             return found
-    from slurmtrain.checkpoint.difference import differences  # with numpy
+    from slurmtrain.checkpoint.difference import differences  # with torch
 
     return with_checkpoint(found, saved[0], saved[1], differences)
 
@@ -395,7 +395,7 @@ def describe(found: Comparison) -> str:
         parts.append(f"diverges at step {found.divergence.step}: {_values(found.divergence)}")
     if found.tensors:
         first, others = found.tensors[0], len(found.tensors) - 1
-        more = f" ({first.described()})" + (f", and {others} more" if others else "")
+        more = f" ({first.why})" + (f", and {others} more" if others else "")
         parts.append(f"first tensor that differs in {at}: {first.name}{more}")
     if found.state:
         parts.append(f"differs in {at}: {', '.join(found.state[:5])}")

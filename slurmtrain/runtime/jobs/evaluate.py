@@ -84,7 +84,6 @@ def _measure(
     checkpointer = Checkpointer(
         context.run_dir.checkpoints,
         group=distributed.checkpoint_group,
-        verify=config.checkpoint.verify,
     )
     restored = checkpointer.restore(
         path=config.checkpoint.restore_from, allow=["config"], model=distributed_model.model

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slurmtrain.checkpoint import difference
 from slurmtrain.checkpoint.difference import differences
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.manifest import Box
@@ -33,9 +32,7 @@ def test_a_checkpoint_of_the_same_bits_does_not_differ_and_another_one_does_wher
     assert names(a, save(tmp_path / "c", model=model)) == ["model.factor", "model.linear.weight"]
 
 
-@pytest.mark.parametrize("piece", [1, 700, 2**26])
-def test_layouts_leave_no_difference(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(difference, "PIECE_BYTES", piece)
+def test_layouts_leave_no_difference(tmp_path: Path) -> None:
     torch.manual_seed(0)
     whole = {"model.w": torch.randn(37, 11), "model.scale": torch.randn(()), "optimizer.m": torch.randn(5)}
 
@@ -67,7 +64,7 @@ def test_a_file_that_was_cut_short_is_an_error_and_no_difference(tmp_path: Path)
         names(a, b)
 
 
-def test_a_whole_comparison_tells_by_how_much_each_tensor_of_every_object_differs(tmp_path: Path) -> None:
+def test_a_whole_comparison_names_each_tensor_of_every_object_that_differs(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -81,7 +78,6 @@ def test_a_whole_comparison_tells_by_how_much_each_tensor_of_every_object_differ
         optimizer.state[model.weight]["exp_avg"] *= 1.5
     tensors, state = differences(a, save(tmp_path / "c", model=model, optimizer=optimizer))
     assert [each.name.endswith("weight.exp_avg") for each in tensors] == [True]
-    assert tensors[0].relative == pytest.approx(1 / 3)
     assert state == ["optimizer.param_groups.0.lr"]
     tensors, _ = differences(a, save(tmp_path / "d", model=model.double(), optimizer=optimizer))
     assert {each.why for each in tensors if each.name.startswith("model.")} == {"another shape or type"}
@@ -114,7 +110,6 @@ def test_what_differs_is_named_by_file_and_place(tmp_path: Path) -> None:
         ("optimizer.pt: state.0.step", "values"),
         ("optimizer.pt: state.0.exp_avg", "values"),
     ]
-    assert tensors[-1].relative == pytest.approx(0.2) and tensors[0].relative == 1.0
     assert state == ["optimizer.pt: param_groups.0.lr"]
 
 
@@ -123,7 +118,7 @@ def test_single_files_are_compared_and_nan_equals_itself_only(tmp_path: Path) ->
         torch.save({"loss": value, "w": torch.tensor([value])}, tmp_path / name)
     assert differences(tmp_path / "a.pt", tmp_path / "b.pt") == ([], [])
     tensors, state = differences(tmp_path / "a.pt", tmp_path / "c.pt")
-    assert [(each.name, each.relative) for each in tensors] == [("w", math.inf)] and state == ["loss"]
+    assert [(each.name, each.why) for each in tensors] == [("w", "values")] and state == ["loss"]
 
 
 def test_a_checkpoint_that_would_run_code_is_not_read(tmp_path: Path) -> None:

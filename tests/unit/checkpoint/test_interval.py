@@ -121,8 +121,8 @@ def test_auto_measures_with_a_first_save_after_a_minute() -> None:
     assert cadence.seconds == pytest.approx(daly(2, mtbf_s))
 
 
-def auto_seconds(*stalls: float | None, mtbf_s: float = 28.8 * HOUR, detection_s: float = 0.0) -> float:
-    cadence = SaveSchedule(Interval(auto=True), now=0, mtbf_s=mtbf_s, detection_s=detection_s)
+def auto_seconds(*stalls: float | None, mtbf_s: float = 28.8 * HOUR) -> float:
+    cadence = SaveSchedule(Interval(auto=True), now=0, mtbf_s=mtbf_s)
     for step, stall in enumerate(stalls, 1):
         cadence.saved(step, 0, stall)
     return cadence.seconds
@@ -137,7 +137,6 @@ QUIET_S = 150 * DAY  # one node, by hardware failures alone
         pytest.param((9, 1, 2), {}, (9,), id="the worst of the last stalls counts"),
         pytest.param((9, 1, 1, 2), {}, (2,), id="older ones are forgotten"),
         pytest.param((4, None, math.nan), {}, (4,), id="a save that could not be measured changes nothing"),
-        pytest.param((1,), {"detection_s": 30}, (1,), id="a failure is noticed soon enough"),
         pytest.param((None,), {}, 60, id="nothing is known"),
         pytest.param((), {}, 60, id="nothing was saved"),
         pytest.param((1e-6,), {}, 60, id="however small the stall, not all the time"),
@@ -146,7 +145,6 @@ QUIET_S = 150 * DAY  # one node, by hardware failures alone
         pytest.param((30,), {"mtbf_s": QUIET_S}, 3600, id="no more than an hour is lost where that is cheap"),
         pytest.param((30,), {"mtbf_s": math.inf}, 3600, id="an hour where nothing ever fails"),
         pytest.param((120,), {"mtbf_s": QUIET_S}, 99 * 120, id="hourly saves would cost more than a hundredth"),
-        pytest.param((1,), {"mtbf_s": HOUR, "detection_s": 1800}, 1800, id="not before a failure is noticed"),
         pytest.param((1,), {"mtbf_s": HOUR}, daly(1, HOUR), id="more often where things fail more often"),
     ],
 )

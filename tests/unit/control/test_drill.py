@@ -328,14 +328,14 @@ def test_a_counter_that_begins_anew_is_told_from_a_training_that_differs() -> No
     ]
 
 
-def test_a_tensor_that_differs_is_named_with_how_much() -> None:
+def test_a_tensor_that_differs_is_named() -> None:
     found = Comparison(
         steps=(1,),
         checkpoint=20,
-        tensors=(TensorDifference("optimizer.state.w.exp_avg", 0.5), TensorDifference("optimizer.state.w.step")),
+        tensors=(TensorDifference("optimizer.state.w.exp_avg"), TensorDifference("optimizer.state.w.step")),
     )
     assert describe(found) == (
-        "first tensor that differs in the checkpoint of step 20: optimizer.state.w.exp_avg (by 5.0e-01 relative), and 1 more"
+        "first tensor that differs in the checkpoint of step 20: optimizer.state.w.exp_avg (values), and 1 more"
     )
     assert "optimiser's state" in likely_causes(found, 10)[0]
 
@@ -418,7 +418,7 @@ def test_random_states_that_differ_alone_are_no_difference(tmp_path: Path) -> No
     tensors, state = [TensorDifference("rng.torch")], ["random.python", "rank0: numpy_rng"]
     found = with_checkpoint(LATER, undisturbed, resumed, lambda a, b: (tensors, state))
     assert found.same_bits and found.checkpoint == 16
-    tensors.append(TensorDifference("random_projection.weight", 0.1))  # no random state
+    tensors.append(TensorDifference("random_projection.weight"))  # no random state
     found = with_checkpoint(LATER, undisturbed, resumed, lambda a, b: (tensors, state))
     assert not found.same_bits and "random_projection.weight" in describe(found)
     assert "random state is not restored" in likely_causes(found, 8)[0]

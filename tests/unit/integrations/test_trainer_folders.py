@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from slurmtrain.checkpoint.state import RANDOM_STATE
-from slurmtrain.integrations import commit as commit_room
-from slurmtrain.integrations.commit import commit, damage_of, keep_newest, note_files, set_aside
 from slurmtrain.integrations.transformers import newest_complete, torn
 
 
@@ -52,9 +48,7 @@ def without(name: str) -> Callable[[Path], None]:
     return lambda checkpoint: (checkpoint / name).unlink()
 
 
-def shards(checkpoint: Path) -> None:
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+ASIDE = ".incomplete-checkpoint-100-attempt-0"
 
 
 @pytest.mark.parametrize(
@@ -66,11 +60,6 @@ def shards(checkpoint: Path) -> None:
         (cut("model.safetensors"), "model.safetensors: it is cut"),
         (zeros("model.safetensors"), "model.safetensors: it is cut"),
         (cut("optimizer.pt"), "optimizer.pt: it is cut"),
-        (shards, "model.safetensors.index.json: there is no model-00001-of-00002.safetensors"),
-        (
-            lambda checkpoint: (checkpoint / "checkpoint-is-incomplete.txt").touch(),
-            "it has a checkpoint-is-incomplete.txt",
-        ),
     ],
 )
 def test_a_torn_checkpoint_is_moved_aside_and_the_one_before_it_is_taken(
@@ -80,8 +69,8 @@ def test_a_torn_checkpoint_is_moved_aside_and_the_one_before_it_is_taken(
     damage(newest)
     assert torn(newest) == reason
     assert newest_complete(tmp_path) == older
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-90", "torn-checkpoint-100"]
-    assert reason in caplog.text and "torn-checkpoint-100" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [ASIDE, "checkpoint-90"]
+    assert reason in caplog.text and ASIDE in caplog.text
 
 
 def test_complete_checkpoints_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -100,65 +89,10 @@ def test_folders_that_were_torn_twice_at_a_step_are_both_kept(tmp_path: Path) ->
     for _ in range(2):
         without("trainer_state.json")(write(tmp_path, 5))
         assert newest_complete(tmp_path) is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["torn-checkpoint-5", "torn-checkpoint-5.2"]
-
-
-# Folders that others have written, with a list of their files.
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    temporary = tmp_path / ".step_1.tmp-1"
-    (temporary / "engine").mkdir(parents=True)
-    torch.save({"weights": torch.ones(100)}, temporary / "engine" / "states.pt")
-    (temporary / "engine" / "words").write_text("of a format that nobody knows")
-    note_files(temporary)
-    commit(temporary, tmp_path / "step_1")
-    return tmp_path / "step_1"
-
-
-def test_a_whole_folder_is_whole(saved: Path) -> None:
-    assert damage_of(saved) is None and damage_of(saved, thorough=True) is None
-
-
-def test_what_is_missing_cut_or_of_another_content_is_named(saved: Path) -> None:
-    words, states = saved / "engine" / "words", saved / "engine" / "states.pt"
-    os.truncate(words, 7)
-    assert damage_of(saved) == "engine/words has 7 of 29 bytes"
-    words.unlink()
-    assert damage_of(saved) == "engine/words is missing"
-    words.write_text("of a format that nobody knows")
-    content = bytearray(states.read_bytes())
-    content[content.index(torch.ones(100).numpy().tobytes()) + 8] ^= 1
-    states.write_bytes(content)
-    assert damage_of(saved) is None
-    assert "is damaged" in (damage_of(saved, thorough=True) or "")
-
-
-def test_a_folder_of_an_earlier_version_is_judged_by_the_formats_of_its_files(saved: Path) -> None:
-    (saved / "files.json").unlink()
-    assert damage_of(saved, thorough=True) is None
-    os.truncate(saved / "engine" / "states.pt", 300)
-    assert damage_of(saved) == "engine/states.pt: it is cut"
-
-
-def test_an_error_that_may_pass_is_no_damage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stale(path: Path) -> int:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(commit_room, "_size", stale)
-    with pytest.raises(OSError, match="Stale"):
-        damage_of(saved)
-
-
-def test_a_damaged_one_that_is_set_aside_makes_room_for_the_sound_one_of_its_name(saved: Path) -> None:
-    set_aside(saved)
-    sound = saved.with_name(".step_1.tmp-2")
-    sound.mkdir()
-    commit(sound, saved)
-    keep_newest(saved.parent, "step_*", 1)
-    assert {path.name for path in saved.parent.iterdir()} == {"step_1", ".step_1.damaged-1"}
-    assert not any(saved.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".incomplete-checkpoint-5-attempt-0",
+        ".incomplete-checkpoint-5-attempt-0-1",
+    ]
 
 
 # The loaders of an Accelerator, when a training goes on in the midst of an epoch.

@@ -73,7 +73,7 @@ def test_a_folder_comes_in_and_goes_out_with_the_same_logits(
     torch.testing.assert_close(model(TOKENS), theirs.logits_of(expected), rtol=0, atol=TOLERANCE)
 
     checkpoint = saved(tmp_path / "checkpoints", model, config)
-    exported = export_hf(checkpoint, tmp_path / "out", shard_bytes=20_000).exported
+    exported = export_hf(checkpoint, tmp_path / "out", shard_bytes=20_000)
     again = theirs.read(tmp_path / "out")
     assert type(again) is type(expected) and len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 5
     assert {name: value.tolist() for name, value in again.state_dict().items()} == {
