@@ -167,7 +167,6 @@ def _build_loader(
         ahead=train.data_ahead,
         sorted_steps=train.length_sorted_steps,
         row_length=row_length_of(dims, config.parallel),
-        device=distributed.device,
     )
     _check_repetition(loader, train)
     return loader
