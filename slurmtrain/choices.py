@@ -46,8 +46,6 @@ CpMethod = StrEnum("CpMethod", "ALL_GATHER ULYSSES")
 ParamDtype = StrEnum("ParamDtype", "BFLOAT16")
 # The type in which gradients are added up
 ReduceDtype = StrEnum("ReduceDtype", "FLOAT32 BFLOAT16")
-# What replicas send in place of float32 gradients
-GradientCompression = StrEnum("GradientCompression", "NONE BF16 FP16")
 # From what keeps most activations to what keeps least
 ActivationCheckpointing = StrEnum("ActivationCheckpointing", "NONE SELECTIVE FULL")
 # The kind of device that a rank trains on

@@ -63,7 +63,7 @@ def evaluation_config(
         merge(cluster, config.eval.cluster)
     # One copy of the model; further ranks are further copies, or shards if the training has shards.
     sharded = dims.dp_shard > 1
-    layout = {"tp": dims.tp, "pp": dims.pp, "cp": dims.cp, "gradient_compression": "none"}
+    layout = {"tp": dims.tp, "pp": dims.pp, "cp": dims.cp}
     layout |= {"dp_replicate": 1, "dp_shard": -1} if sharded else {"dp_replicate": -1, "dp_shard": 1}
     values["cluster"] = cluster
     merge(values["parallel"], layout | config.eval.parallel)

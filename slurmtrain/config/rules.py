@@ -16,7 +16,6 @@ import msgspec
 from slurmtrain.choices import (
     Backend,
     EvalMode,
-    GradientCompression,
     JobKind,
     PpSchedule,
     PreflightMode,
@@ -340,13 +339,7 @@ RULES: tuple[Rule, ...] = (_together, _job, _sbatch, _secrets, _decoder, _own_cl
 
 def _layout(config: Config, dims: ParallelDims) -> Iterator[ConfigError]:
     """Check what does not work with these parallel dims."""
-    parallel, lora = config.parallel, config.lora
-    if parallel.gradient_compression != GradientCompression.NONE and dims.uses_fsdp(parallel):
-        yield ConfigError(
-            f"parallel.gradient_compression={parallel.gradient_compression} works only with whole replicas in float32 (DDP), "
-            f"not with {dims}, nor with parallel.param_dtype or parallel.reduce_dtype",
-            hint="parallel.reduce_dtype=bfloat16 halves the communication there",
-        )
+    lora = config.lora
     if lora.r and dims.tp * dims.pp > 1:
         yield ConfigError(
             f"lora.r={lora.r} with {dims}: LoRA adapters cannot be combined with tensor or pipeline parallelism",

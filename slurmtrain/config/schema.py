@@ -297,8 +297,6 @@ class ParallelConfig(Struct):
     param_dtype: choices.ParamDtype | None = None
     # data type of the gradient reduction; "bfloat16" halves the communication
     reduce_dtype: choices.ReduceDtype = choices.ReduceDtype.FLOAT32
-    # data type in which DDP replicas exchange gradients: "none" for their own, "bf16" or "fp16" for half the bytes
-    gradient_compression: choices.GradientCompression = choices.GradientCompression.NONE
     # "full": recompute whole blocks in backward; "selective": recompute all but their matmuls
     activation_checkpointing: choices.ActivationCheckpointing = choices.ActivationCheckpointing.NONE
     compile: bool = False  # compile the model with torch.compile, block by block
@@ -340,7 +338,7 @@ class TrainConfig(Struct):
     # for samples of different lengths: number of steps whose samples are sorted together
     length_sorted_steps: Positive = 32
     data_workers: Natural = 0  # data loader processes per rank that read ahead
-    data_ahead: Natural = 2  # steps that data_workers read ahead and announce to the file system
+    data_ahead: Natural = 2  # steps that data_workers read ahead
     log_every: Annotated[Positive, Share(0.02, most=10)] = OPEN  # steps between log lines
     # steps between evaluations; 0: only at the end; see `eval`
     eval_every: Annotated[Natural, Share(0.25, most=500)] = OPEN

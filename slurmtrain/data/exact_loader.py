@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +18,7 @@ import torch.distributed as dist
 from torch.utils import data
 
 from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.data.loading.batches import preserved_random_state, seed_generators
 from slurmtrain.data.loading.workers import ignoring_stop_signals
 from slurmtrain.errors import UsageError
 
@@ -168,17 +167,8 @@ class _Seeded(data.Dataset[T]):
 def seeded(seed: Seed, *generators: torch.Generator) -> Iterator[None]:
     """Seed Python's, torch's (on the CPU) and numpy's generators, and `generators`; afterwards all but these are as before."""
     number = int.from_bytes(hashlib.blake2b(repr(seed).encode(), digest_size=8).digest(), "big")
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
-    random.seed(number)
-    for generator in (torch.default_generator, *generators):
-        generator.manual_seed(number)
-    if numpy:
-        numpy.random.seed(number % 2**32)
-    try:
+    with preserved_random_state():
+        seed_generators(number)
+        for generator in generators:
+            generator.manual_seed(number)
         yield
-    finally:
-        random.setstate(before[0])
-        torch.set_rng_state(before[1])
-        if numpy:
-            numpy.random.set_state(before[2])

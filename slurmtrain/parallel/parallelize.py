@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from slurmtrain.choices import GradientCompression
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.parallel.ddp import apply_ddp
@@ -84,14 +83,6 @@ def parallelize(
     if not dims.uses_fsdp(parallel):
         prepare_units(model, parallel)
         model = apply_ddp(fill(model), device, group)
-        if (
-            isinstance(model, nn.parallel.DistributedDataParallel)
-            and parallel.gradient_compression != GradientCompression.NONE
-        ):
-            from slurmtrain.parallel.ddp import compress
-
-            assert group is not None
-            compress(model, parallel.gradient_compression, group)
         return DistributedModel(model, (model,), (0,), 1, parallel, dims, rank, device)
 
     # Importing DTensors, FSDP and pipelines takes more than a second, which replicas do without.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from slurmtrain.choices import ActivationCheckpointing, CpMethod, GradientCompression, PpSchedule, ReduceDtype
+from slurmtrain.choices import ActivationCheckpointing, CpMethod, PpSchedule, ReduceDtype
 from slurmtrain.config.parallel_dims import AXES, STAGES_PER_RANK, ParallelDims
 from slurmtrain.config.schema import Config, ParallelConfig
 from slurmtrain.planner.hardware import Hardware
@@ -195,7 +195,6 @@ def _replicas(work: Work) -> Traffic:
     ranks, trained, reduce_bytes = work.dims.dp_replicate, _trained(work), _reduce_bytes(work)
     messages = work.layers + 1
     if not work.dims.uses_fsdp(work.parallel):
-        reduce_bytes = 4 if work.parallel.gradient_compression == GradientCompression.NONE else 2
         messages = math.ceil(4 * trained / BUCKET_BYTES)
     sent = 2 * trained / (work.dims.dp_shard * work.dims.cp) * reduce_bytes * (ranks - 1) / ranks
     return Traffic("dp_replicate", ALL_REDUCE, ranks, work.inside("dp_replicate"), sent, messages)

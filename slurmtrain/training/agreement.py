@@ -32,29 +32,17 @@ class TrainingRanks:
         """Number of ranks."""
         return 1 if self.control_group is None else self.control_group.size()
 
-    @waiting()
     def sum(self, value: Tensor) -> Tensor:
         """Return the sum of `value` over all ranks, in float64 on the CPU."""
-        total = value.double().cpu()
-        if self.control_group is not None:
-            dist.all_reduce(total, group=self.control_group)
-        return total
+        return self._reduced(value.detach().double().cpu().clone())
 
-    @waiting()
     def sum_integers(self, values: Tensor) -> Tensor:
         """Return the sum of integers (int64, on the CPU) over all ranks."""
-        total = values.clone()
-        if self.control_group is not None:
-            dist.all_reduce(total, group=self.control_group)
-        return total
+        return self._reduced(values.clone())
 
-    @waiting()
     def most(self, values: Sequence[float]) -> list[float]:
         """Return the greatest of each of these numbers over all ranks."""
-        common = torch.tensor(values, dtype=torch.float64)
-        if self.control_group is not None:
-            dist.all_reduce(common, dist.ReduceOp.MAX, self.control_group)
-        found: list[float] = common.tolist()
+        found: list[float] = self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
         return found
 
     def gather(self, value: Any) -> list[Any]:
@@ -63,21 +51,19 @@ class TrainingRanks:
 
         return RankGroup(self.control_group).gather(lambda: value)
 
-    @waiting()
     def all_true(self, value: bool) -> bool:
         """Return whether `value` is true on all ranks."""
-        common = torch.tensor(int(value))
-        if self.control_group is not None:
-            dist.all_reduce(common, dist.ReduceOp.MIN, self.control_group)
-        return bool(common)
+        return bool(self._reduced(torch.tensor(int(value)), dist.ReduceOp.MIN))
 
-    @waiting()
     def of_rank_0(self, value: int) -> int:
         """Return rank 0's value on all ranks."""
-        common = torch.tensor([value])
+        return int(self._reduced(torch.tensor(value if self.rank == 0 else 0)))
+
+    @waiting()
+    def _reduced(self, value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         if self.control_group is not None:
-            dist.broadcast(common, group=self.control_group, group_src=0)
-        return int(common.item())
+            dist.all_reduce(value, operation, self.control_group)
+        return value
 
 
 class AgreedDecision(NamedTuple):

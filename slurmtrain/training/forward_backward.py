@@ -256,7 +256,7 @@ def _own(batch: Batch, distributed_model: DistributedModel) -> Batch:
     def own(name: str, tensor: Tensor) -> Tensor:
         if cp > 1 and name != "documents" and tensor.dim() > 1 and tensor.shape[1] == length:
             tensor = tensor.chunk(cp, dim=1)[distributed_model.coordinates["cp"]]
-        # From any other memory, a copy waits for all that the GPU still has to do. Training batches are there already.
+        # From any other memory, a copy waits for all that the GPU still has to do.
         if distributed_model.device.type == "cuda" and not tensor.is_cuda:
             tensor = tensor.pin_memory()
         return tensor.to(distributed_model.device, non_blocking=True)

@@ -65,21 +65,19 @@ class _Noted:
     """The numbers of a step on this rank while they are copied from the device.
 
     Attributes:
-        values: sum of this rank's losses, and the norm of all gradients; from a GPU, float32 [2] in host memory.
+        values: sum of this rank's losses, and the norm of all gradients, float32 [2] in host memory.
         tokens: number of tokens of the step over all ranks.
         copied: on a GPU, the event that marks the end of the copy.
     """
 
     step: int
     samples: tuple[int, int]
-    values: Tensor | tuple[float, float]
+    values: Tensor
     tokens: int
     copied: torch.cuda.Event | None
 
     def read(self) -> tuple[float, float]:
         """Return the sum of this rank's losses, and the norm of all gradients, once they are copied."""
-        if isinstance(self.values, tuple):
-            return self.values
         if self.copied is not None:
             self.copied.synchronize()
         loss_sum, norm = self.values.tolist()
@@ -107,15 +105,11 @@ class NumbersReader:
 
     def note(self, step: int, samples: tuple[int, int], loss_sum: Tensor, norm: Tensor, tokens: int) -> None:
         """Copy the numbers of a step (scalars) from its device, without waiting for the copy."""
-        values: Tensor | tuple[float, float]
-        copied = None
+        values, copied = torch.stack([loss_sum.detach().float(), norm.detach().float()]), None
         if norm.is_cuda:
-            values = torch.stack([loss_sum.detach().float(), norm.detach().float()])
             values = torch.empty(2, pin_memory=True).copy_(values, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        else:
-            values = loss_sum.item(), norm.item()
         self._waiting.append(_Noted(step, samples, values, tokens, copied))
 
     def own_part(self) -> list[int]:

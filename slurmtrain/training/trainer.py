@@ -1,7 +1,7 @@
 """The training loop: steps until done or told to stop.
 
-It knows nothing of SLURM. A `StopAgreement` decides whether to stop, and everything besides the steps, such as
-checkpoints, evaluation and reports, is a hook (`training/hooks/`).
+It knows nothing of SLURM. A `StopAgreement` decides whether to stop. Checkpoints, profiles and the guard against numbers
+that break are asked in each step; everything else, such as evaluation and reports, is a hook (`training/hooks/`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +32,9 @@ from slurmtrain.training.agreement import StopAgreement, TrainingRanks
 from slurmtrain.training.forward_backward import ForwardBackward
 from slurmtrain.training.health import HINT
 from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
+from slurmtrain.training.hooks.checkpointing import Checkpointing
+from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
+from slurmtrain.training.hooks.profiling import StepProfiles
 from slurmtrain.training.optim import build_optimizer, set_learning_rate
 from slurmtrain.training.state import Counters, StepResult, TrainingState, all_finite
 from slurmtrain.training.step_numbers import NumbersReader
@@ -65,7 +68,7 @@ class StepSums(NamedTuple):
         tokens: number of targets that are not ignored; at least 1.
         rows: what the model computes on.
         digest: digest of the samples.
-        numbers: sums of what `NumbersReader.own_part` returns, of an earlier step; empty if nobody wants its numbers.
+        numbers: sums of what `NumbersReader.own_part` returns, of an earlier step.
     """
 
     tokens: int
@@ -85,6 +88,8 @@ class Trainer:
         forward_backward: runs micro batches through the model.
         ranks: this rank, and its process groups.
         stop_check: asked once a step whether to stop.
+        checkpointing, guard, profiles: decide on saves, on skipped updates and going back, and on profiles; they are among
+            the hooks, too.
         hooks: what happens besides the steps, in this order.
         data_hash: name of the data, with which the digest of the samples begins.
         phases: measures the parts of each step; None: nothing does.
@@ -101,7 +106,10 @@ class Trainer:
         *,
         ranks: TrainingRanks,
         stop_check: StopAgreement,
-        hooks: Sequence[TrainingHook] = (),
+        checkpointing: Checkpointing,
+        guard: NonfiniteGuard,
+        profiles: StepProfiles,
+        hooks: Sequence[TrainingHook],
         data_hash: str = "",
         phases: PhaseClock | None = None,
         flops: ModelFlops | None = None,
@@ -109,6 +117,7 @@ class Trainer:
         self._train, self._optim = train, optim
         self._distributed_model, self._loader, self._forward_backward = distributed_model, loader, forward_backward
         self._ranks, self._stop_check = ranks, stop_check
+        self._checkpointing, self._guard, self._profiles = checkpointing, guard, profiles
         self._optimizer = build_optimizer(distributed_model.model, optim)
         self._parameters = [parameter for parameter in distributed_model.model.parameters() if parameter.requires_grad]
         self.state = TrainingState(
@@ -125,10 +134,8 @@ class Trainer:
             phases=phases or PhaseClock(None),
             flops=flops,
         )
-        self._wants_numbers = self.state.hooks.has_handler("numbers_known")
         # Changed by a step before its optimiser, and brought back if it skips the update.
-        skips = self.state.hooks.has_handler("skips_update")
-        self._buffers = RunningBuffers(distributed_model.stages) if skips else None
+        self._buffers = RunningBuffers(distributed_model.stages)
 
     @property
     def step(self) -> int:
@@ -141,38 +148,36 @@ class Trainer:
             outcome = self._fit()
         except BaseException:
             # What fails in ending must not hide why training ends, which decides the exit code.
-            with _logged_only():
-                try:
-                    self.state.hooks.on_error(self.state)
-                finally:
-                    self._close()
+            with _logged_only(), ExitStack() as endings:  # the last one first, whatever one of them raises
+                endings.callback(self._close)
+                endings.callback(self._profiles.abandon, failed=True)
+                endings.callback(self._checkpointing.wait_for_save_in_flight)
             raise
         self._close()
         return outcome
 
     def _fit(self) -> Outcome:
         state, hooks = self.state, self.state.hooks
-        hooks.setup(state)
         self._warm_up()
-        hooks.load(state)
+        self._checkpointing.load(state)
         state.begin_at_checkpoint()
         state.first_step = state.step
-        hooks.start(state)
-        state.throughput.start()
         # The objects that exist by now stay. A full garbage collection would visit all of them, for a tenth of a second
         # and more; each rank would do so at another time, and all others wait.
         gc.collect()
         gc.freeze()
         self._loader.start()  # before a hook opens files that the workers would then share
         state.stopping = self._is_told_to_stop()
-        hooks.before_first_step(state)
+        state.throughput.start()
+        hooks.start(state)
         if state.counters.health.due and not state.stopping:  # an earlier attempt was stopped before it could
-            roll_back(state, self._train, state.counters.health.due)
+            self._roll_back(state.counters.health.due)
         state.throughput.start()
         state.phases.start()
         while not state.stopping and not state.is_last_step:
             self._train_step()
-        hooks.finish(state)
+        self._guard.check_parameters(state)
+        self._checkpointing.finish(state)
         state.finished = not state.stopping
         valid_loss = state.metrics.get("valid_loss")
         return Outcome(state.finished, state.step, state.first_step, state.saved, valid_loss)
@@ -194,24 +199,23 @@ class Trainer:
         data_wait_s = time.perf_counter() - began
         phases.enter(Phase.FORWARD_BACKWARD)
         sums = self._begin_sums(data)
-        if self._buffers is not None:
-            self._buffers.begin_step()
+        self._buffers.begin_step()
         rate = learning_rate(state.step, total_steps=self._train.steps, config=self._optim)
         set_learning_rate(self._optimizer, rate)
 
         loss_sum = self._forward_backward.train(data.micro_batches, lambda: sums().tokens)
         tokens, rows, digest, known = sums()
         phases.enter(Phase.OTHER)
-        if self._wants_numbers and (numbers := state.numbers.finish(known)) is not None:
-            hooks.numbers_known(state, numbers)
+        if (numbers := state.numbers.finish(known)) is not None:
+            self._guard.look(state, numbers)
 
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
         # the optimiser works.
-        why = hooks.wants_rollback(state)
+        why = state.counters.health.due
         self._stop_check.begin(
-            save=hooks.wants_save(state),
+            save=self._checkpointing.wants_save(state),
             roll_back=why is not None,
-            profile=hooks.wants_profile(state),
+            profile=self._profiles.wants_profile(state),
         )
         with phases.within(Phase.OPTIMIZER):
             norm = self._clip()
@@ -222,9 +226,8 @@ class Trainer:
             decision = self._stop_check.finish()
 
         state.advance(digest)
-        if self._wants_numbers:
-            samples = state.loader.samples_consumed - self._train.global_batch_size, state.loader.samples_consumed
-            state.numbers.note(state.step, samples, loss_sum, norm, tokens)
+        samples = state.loader.samples_consumed - self._train.global_batch_size, state.loader.samples_consumed
+        state.numbers.note(state.step, samples, loss_sum, norm, tokens)
         step_s = state.throughput.step(
             tokens, data_wait_s, samples=self._train.global_batch_size, flops=self._flops_of(rows)
         )
@@ -237,7 +240,7 @@ class Trainer:
         phases.end_step()
         hooks.after_step(state, StepResult(loss_sum, norm, tokens, rate, decision))
         if goes_back:
-            roll_back(state, self._train, why or "another rank wanted to go back to a checkpoint")
+            self._roll_back(why or "another rank wanted to go back to a checkpoint")
 
     def _flops_of(self, rows: RowCounts) -> tuple[int, int]:
         """Return the operations of a step over all ranks, with dense and with attended attention; 0: not known."""
@@ -247,15 +250,14 @@ class Trainer:
         return flops.of(rows.tokens, rows.dense_pairs), flops.of(rows.tokens, rows.attended_pairs)
 
     def _update(self, norm: Tensor) -> None:
-        """Let the optimiser change the parameters, unless a hook skips the update, which only the device knows so far."""
-        skips = self.state.hooks.skips_update(self.state, norm)
+        """Let the optimiser change the parameters, unless the guard skips the update, which only the device knows so far."""
+        skips = self._guard.skips_update(norm)
         if skips is not None and skips.device.type == "cpu" and not skips:  # to read it costs nothing there
             skips = None
         # torch's fused optimisers take this from gradient scalers: where it is 1, they leave everything as it is.
         self._optimizer.found_inf = None if skips is None else skips.float()  # type: ignore[attr-defined]
         self._optimizer.step()
-        if self._buffers is not None:
-            self._buffers.end_step(skips)
+        self._buffers.end_step(skips)
         self._optimizer.zero_grad(set_to_none=True)
 
     def _look_at_last_steps(self) -> tuple[bool, str | None]:
@@ -264,11 +266,54 @@ class Trainer:
         Returns:
             Whether some rank wants to go back, and why, if this one does.
         """
-        state, hooks = self.state, self.state.hooks
-        for numbers in state.numbers.take_all() if self._wants_numbers else ():
-            hooks.numbers_known(state, numbers)
-        why = hooks.wants_rollback(state)
+        for numbers in self.state.numbers.take_all():
+            self._guard.look(self.state, numbers)
+        why = self.state.counters.health.due
         return not self._ranks.all_true(why is None), why
+
+    def _roll_back(self, why: str) -> None:
+        """Go back, within the process, to the newest checkpoint of a sound step.
+
+        All ranks call it together. Everything but the position in the data comes back. All samples since that checkpoint
+        are left out, not only those of the steps that went wrong. To train on the others once more would give the
+        parameters that there are now, to the last bit: the updates of the steps that went wrong were never made. And a loss
+        that jumps is that of the parameters that the steps before have given. The number of the step is that of the
+        checkpoint, so that the schedule and the number of updates are those of the config; the digest of the samples says
+        which were seen.
+
+        Args:
+            why: what went wrong, one sentence.
+
+        Raises:
+            DivergedError: going back is not possible, or has not helped.
+        """
+        state, train = self.state, self._train
+        step, health = state.step, state.counters.health
+        if health.sound_step is None or not self._checkpointing.roll_back(state, health.sound_step):
+            raise DivergedError(f"{why}; there is no checkpoint from before it to go back to", hint=HINT)
+        # Only now, so that a resume with another config begins where it was sound.
+        if health.rollbacks >= train.max_rollbacks:
+            times = "once" if health.rollbacks == 1 else f"{health.rollbacks} times in a row"
+            many = f"going back {times} has not helped" if health.rollbacks else "it does not go back"
+            raise DivergedError(
+                f"{why}; {many} (train.max_rollbacks={train.max_rollbacks}); the newest checkpoint is that of step "
+                f"{state.step}, from before it",
+                hint=HINT,
+            )
+        state.counters.health.went_back(health, from_step=step, to_step=state.step)
+        needed = state.loader.samples_consumed + (train.steps - state.step) * train.global_batch_size
+        if not train.repeat and needed > state.loader.order.once:
+            raise DivergedError(
+                f"{why}; after going back to step {state.step} the samples left would not do for {train.steps} steps "
+                "(train.repeat=false)",
+                hint=HINT,
+            )
+        state.begin_at_checkpoint()
+        state.hooks.rolled_back(state, step)
+        state.hooks.message(
+            f"{why}; so training went back from step {step} to step {state.step}, and leaves out the samples since"
+        )
+        state.throughput.start()
 
     def _clip(self) -> Tensor:
         """Scale the gradients so that their norm is at most `optim.grad_clip`, and return the norm before."""
@@ -295,7 +340,7 @@ class Trainer:
             A function that waits for the sums.
         """
         counted = self._distributed_model.counts_samples  # otherwise another rank has the same samples
-        own = self.state.numbers.own_part() if self._wants_numbers else []
+        own = self.state.numbers.own_part()
         counts = data.targets, *data.rows, *data.digest
         sums = torch.tensor([*(value * counted for value in counts), *own], dtype=torch.int64)
         work = None
@@ -385,49 +430,3 @@ class RunningBuffers:
             for buffer, before in pairs:
                 buffer.copy_(torch.where(skips, before, buffer))
         self._before = []
-
-
-def roll_back(state: TrainingState, train: TrainConfig, why: str) -> None:
-    """Go back, within the process, to the newest checkpoint of a sound step, or to what the run has begun from.
-
-    All ranks call it together. Everything but the position in the data comes back. All samples since that checkpoint are
-    left out, not only those of the steps that went wrong. To train on the others once more would give the parameters that
-    there are now, to the last bit: the updates of the steps that went wrong were never made. And a loss that jumps is that
-    of the parameters that the steps before have given. The number of the step is that of the checkpoint, so that the
-    schedule and the number of updates are those of the config; the digest of the samples says which were seen.
-
-    Args:
-        why: what went wrong, one sentence.
-
-    Raises:
-        DivergedError: going back is not possible, or has not helped.
-    """
-    step, health = state.step, state.counters.health
-    if health.sound_step is None or not state.hooks.roll_back(state, health.sound_step):
-        raise DivergedError(f"{why}; there is no checkpoint from before it to go back to", hint=HINT)
-    # Only now, so that a resume with another config begins where it was sound.
-    if health.rollbacks >= train.max_rollbacks:
-        many = f"going back {'once' if health.rollbacks == 1 else f'{health.rollbacks} times in a row'} has not helped"
-        raise DivergedError(
-            f"{why}; {many if health.rollbacks else 'it does not go back'} (train.max_rollbacks={train.max_rollbacks}); the "
-            f"newest checkpoint is that of step {state.step}, from before it",
-            hint=HINT,
-        )
-    state.counters.health.went_back(health, from_step=step, to_step=state.step)
-    _check_samples_left(state, train, why)
-    state.begin_at_checkpoint()
-    state.hooks.rolled_back(state, step)
-    state.hooks.message(
-        f"{why}; so training went back from step {step} to step {state.step}, and leaves out the samples since"
-    )
-    state.throughput.start()
-
-
-def _check_samples_left(state: TrainingState, train: TrainConfig, why: str) -> None:
-    needed = state.loader.samples_consumed + (train.steps - state.step) * train.global_batch_size
-    if not train.repeat and needed > state.loader.order.once:
-        raise DivergedError(
-            f"{why}; after going back to step {state.step} the samples left would not do for {train.steps} steps "
-            "(train.repeat=false)",
-            hint=HINT,
-        )

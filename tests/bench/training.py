@@ -102,7 +102,7 @@ class BareLoop(TrainingHook):
         self._ours: list[Spent] = []
         self._began = now()
 
-    def before_first_step(self, state: TrainingState) -> None:
+    def start(self, state: TrainingState) -> None:
         rank = state.ranks.rank
         self._loop = bare_loop(self._layout, self._steps, rank)
         self._writes = rank == 0
@@ -115,7 +115,7 @@ class BareLoop(TrainingHook):
         self._bare.append(since(began))
         self._began = now()
 
-    def finish(self, state: TrainingState) -> None:
+    def close(self, state: TrainingState) -> None:
         if self._writes:  # the last step of ours is left out: evaluation and the last save belong to no step
             self._out.write_text(json.dumps([self._bare[:-1], self._ours]))
 

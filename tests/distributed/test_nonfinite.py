@@ -21,7 +21,6 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.training.hooks import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState, all_finite
-from slurmtrain.weights.hf_export import export_hf
 from tests.distributed.test_training import StopAt, alone, fit, losses, trainer
 from tests.support.gloo import GlooRanks
 from tests.support.local_runs import Project, assert_same_tensors
@@ -298,52 +297,6 @@ def test_after_some_rollbacks_that_do_not_help_the_run_ends_and_keeps_what_was_s
     assert saved(tmp_path / "run") == [8]  # that of step 12 had taken the place of step 4's
 
 
-@pytest.mark.parametrize(("only", "begins_at"), [("null", 8), ("model", 0)])
-def test_a_run_that_breaks_before_its_first_checkpoint_goes_back_to_what_it_has_begun_from(
-    tmp_path: Path, only: str, begins_at: int
-) -> None:
-    """And goes on as a run that begins from it with the samples after the trouble."""
-    fit(alone(), tmp_path / "source", [*poisoned(), "train.steps=8", "model.dropout=0"])
-    source = tmp_path / "source" / "checkpoints" / "checkpoint_0000008"
-    begin = [
-        "checkpoint.allow=[config]",
-        f"checkpoint.restore_from={source}",
-        f"checkpoint.restore_only={only}",
-        "checkpoint.every_steps=100",
-    ]
-    broken = [*poisoned(*(begins_at + number for number in (3, 4, 5))), *ROLLBACK, "model.dropout=0", *begin]
-    assert fit(alone(), tmp_path / "run", broken).finished
-    (back,) = events(tmp_path / "run", Event.ROLLED_BACK)
-    assert (back["step"], back["from_step"]) == (begins_at, begins_at + 7)
-    moved = trainer(
-        alone(), tmp_path / "other", [*poisoned(), "model.dropout=0", *begin], hooks=[BeginWith(8 * (begins_at + 7))]
-    )
-    moved.fit()
-    assert_same_run(tmp_path / "run", tmp_path / "other")
-
-
-def test_a_run_that_breaks_before_its_first_checkpoint_goes_back_to_the_weights_of_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [word for word in BASE if not word.startswith("model.")]
-    fit(alone(), tmp_path / "source", [*words, "train.steps=1"])
-    export_hf(tmp_path / "source" / "checkpoints" / "checkpoint_0000001", tmp_path / "folder")
-    forward = Decoder.forward
-
-    def fragile(self: Decoder, tokens_BS: Tensor, *more: Any, **named: Any) -> Tensor:
-        result = forward(self, tokens_BS, *more, **named)
-        return result + torch.where((tokens_BS[:, 0] == POISON).any(), math.nan, 0.0) if self.training else result
-
-    monkeypatch.setattr(Decoder, "forward", fragile)
-    begin = [*words, "model=hf", f"model.path={tmp_path}/folder", "checkpoint.every_steps=100", "train.steps=8"]
-    samples = ",".join(str(8 * step - 1) for step in (2, 3, 4))
-    assert fit(alone(), tmp_path / "run", [*begin, f"+data.poisoned=[{samples}]", *ROLLBACK]).finished
-    (back,) = events(tmp_path / "run", Event.ROLLED_BACK)
-    assert (back["step"], back["from_step"], back["in_a_row"]) == (0, 6, 1)
-    trainer(alone(), tmp_path / "other", begin, hooks=[BeginWith(8 * 6)]).fit()
-    assert_same_run(tmp_path / "run", tmp_path / "other")
-
-
 @pytest.mark.parametrize("begun", [False, True], ids=["anew", "from a checkpoint"])
 def test_a_run_whose_first_steps_break_has_nothing_to_go_back_to(tmp_path: Path, begun: bool) -> None:
     words = [*poisoned(3, 4, 5), *ROLLBACK]
@@ -368,7 +321,7 @@ class Jump(TrainingHook):
     def __init__(self, step: int, by: float = 50.0):
         self._step, self._by = step, by
 
-    def setup(self, state: TrainingState) -> None:
+    def start(self, state: TrainingState) -> None:
         note = state.numbers.note
 
         def jumping(step: int, samples: tuple[int, int], loss_sum: Tensor, *more: Any) -> None:

@@ -103,9 +103,9 @@ class Odd:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("text", "'text' of the data's samples is text; a model is called with tensors by name"),
+        ("text", "'text' of the data's samples is a list; a model is called with tensors by name"),
         ("nested", "'facts' of the data's samples is a dict"),
-        ("untargeted", "'targets' of the data's samples is text"),
+        ("untargeted", "'targets' of the data's samples is a list"),
         ("tuple", "without 'inputs' and 'targets'"),
         ("stream", r"the training data \(.*Stream\) is a stream: it needs len\(\) and \[i\]"),
     ],

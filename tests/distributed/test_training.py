@@ -118,26 +118,14 @@ for event in vars(TrainingHook):
         )
 
 
-class Eager(TrainingHook):
-    """Answers yes to what the hooks are asked after each step; those behind it are asked, too."""
-
-    def wants_save(self, state: TrainingState) -> bool:
-        return True
-
-
 def test_a_hook_hears_of_everything_in_the_order_that_its_protocol_states(tmp_path: Path) -> None:
     listener = Listener()
-    trainer(alone(), tmp_path / "run", ["train.steps=2", "train.eval_every=0"], hooks=[Eager(), listener]).fit()
-    asked = ["before_step", "wants_rollback", "wants_save", "wants_profile"]
-    asked += ["before_optimizer_step", "skips_update"]
+    trainer(alone(), tmp_path / "run", ["train.steps=2", "train.eval_every=0"], hooks=[listener]).fit()
     assert listener.heard == [
-        *(("setup", 0), ("load", 0), ("start", 0), ("before_first_step", 0)),
-        *((event, 0) for event in asked),
-        *(("log", 1), ("after_step", 1)),
-        *((event, 1) for event in asked),
-        *(("numbers_known", 2), ("numbers_known", 2), ("wants_rollback", 2)),  # of both steps, since no other comes
-        *(("log", 2), ("evaluated", 2), ("after_step", 2)),
-        *(("finish", 2), ("close", 2)),
+        ("start", 0),
+        *(("before_step", 0), ("before_optimizer_step", 0), ("log", 1), ("after_step", 1)),
+        *(("before_step", 1), ("before_optimizer_step", 1), ("log", 2), ("evaluated", 2), ("after_step", 2)),
+        ("close", 2),
     ]
 
 
@@ -170,19 +158,19 @@ def test_what_is_no_hook_is_refused(tmp_path: Path, target: str, problem: str) -
 
 
 class FailingAt(Listener):
-    """Fails at one moment, and again in both endings."""
+    """Fails at one moment, and again when it is closed."""
 
     def __init__(self, moment: str):
         super().__init__()
-        for event in (moment, "on_error", "close"):
+        for event in (moment, "close"):
             setattr(self, event, lambda state, *more, event=event: self._fail(event))
 
     def _fail(self, event: str) -> None:
         self.heard.append((event, 0))
-        raise (OSError if event in ("on_error", "close") else ConfigError)(f"failed at {event}")
+        raise (OSError if event == "close" else ConfigError)(f"failed at {event}")
 
 
-MOMENTS = ("setup", "warm-up", "load", "start", "before_first_step", "before_step", "finish", "close")
+MOMENTS = ("warm-up", "start", "before_step", "before_optimizer_step", "after_step", "close")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -197,8 +185,7 @@ def test_an_error_at_any_moment_closes_everything_and_stays_the_error_that_is_ra
         monkeypatch.setattr(training, "_warm_up", lambda: failing._fail(moment))
     with pytest.raises(OSError if moment == "close" else ConfigError, match=f"failed at {moment}"):
         training.fit()
-    endings = [event for event, _ in listener.heard if event in ("on_error", "close", "loader")]
-    assert endings[-2:] == ["close", "loader"] and ("on_error" in endings) == (moment != "close")
+    assert [event for event, _ in listener.heard if event in ("close", "loader")] == ["close", "loader"]
     assert failing.heard[-1][0] == early.heard[-1][0] == "close" and gc.get_freeze_count() == 0
     assert ("could not end cleanly" in caplog.text) == (moment != "close")
 

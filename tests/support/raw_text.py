@@ -84,7 +84,7 @@ def documents_of(output: Path, split: str = "train") -> Iterator[tuple[list[int]
     for shard in manifest.splits[split].shards:
         files: dict[str, Any] = {
             kind: np.fromfile(shard_file(output, split, shard.name, kind), dtype)
-            for kind, dtype in (("tokens", manifest.dtype), ("ends", "<u8"), ("bytes", "<u4"))
+            for kind, dtype in (("tokens", manifest.tokenizer.dtype), ("ends", "<u8"), ("bytes", "<u4"))
         }
         begin = 0
         for end, size in zip(files["ends"].tolist(), files["bytes"].tolist(), strict=True):

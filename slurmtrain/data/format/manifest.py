@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -37,7 +37,6 @@ from slurmtrain.system import files
 from slurmtrain.system.files import fsync_directory
 
 FORMAT = 1
-CHAT_FORMAT = 2  # with the entry `chat` and a file more per shard
 FILE_NAME = "manifest.json"
 SHARED_MODE = 0o666  # the umask decides who reads a data set
 TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}  # bytes of one token, by dtype
@@ -153,7 +152,6 @@ class InputRecord:
 class Manifest:
     """The description of a prepared data set; `splits` are by name, in the order "train", "valid"; `chat` is None for text."""
 
-    dtype: str
     tokenizer: TokenizerFacts
     splits: Annotated[dict[Name, Split], msgspec.Meta(min_length=1)]
     sources: tuple[InputRecord, ...]
@@ -166,18 +164,7 @@ class Manifest:
 
     def text(self) -> str:
         """Return the content of manifest.json."""
-        splits = {
-            name: {"documents": split.documents, "tokens": split.tokens, "bytes": split.bytes, **_plain(split)}
-            for name, split in self.splits.items()
-        }
-        value = {
-            "format": FORMAT if self.chat is None else CHAT_FORMAT,
-            "dtype": self.dtype,
-            "tokenizer": _plain(self.tokenizer),
-            **({} if self.chat is None else {"chat": _plain(self.chat)}),
-            "splits": splits,
-            "sources": [_plain(source) for source in self.sources],
-        }
+        value = {"format": FORMAT, "dtype": self.tokenizer.dtype, **dataclasses.asdict(self)}
         return json.dumps(value, indent=1) + "\n"
 
     def write(self, folder: Path) -> None:
@@ -205,13 +192,13 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}", hint=AGAIN) from None
-    if isinstance(value, dict) and value.get("format") not in (FORMAT, CHAT_FORMAT):
+    if isinstance(value, dict) and value.get("format") != FORMAT:
         raise ConfigError(
-            f"{path} has format {value.get('format')!r}, expected {FORMAT} or {CHAT_FORMAT}",
+            f"{path} has format {value.get('format')!r}, expected {FORMAT}",
             hint="prepare the data set again, or read it with the version that wrote it",
         )
     try:
-        return _parsed(value)
+        return msgspec.convert(value, Manifest)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}", hint=AGAIN) from None
 
@@ -234,7 +221,7 @@ def verify(folder: Path, manifest: Manifest) -> Iterator[str]:
         (shard_file(folder, split, shard.name, kind), size, shard.sha256[kind])
         for split, content in manifest.splits.items()
         for shard in content.shards
-        for kind, size in shard.file_sizes(manifest.dtype).items()
+        for kind, size in shard.file_sizes(manifest.tokenizer.dtype).items()
     ]
     if manifest.tokenizer.file is not None:
         files.insert(0, (folder / manifest.tokenizer.file, None, manifest.tokenizer.sha256))
@@ -254,23 +241,3 @@ def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     """
     files.replace_file(path, content, mode=SHARED_MODE)
     fsync_directory(path.parent)
-
-
-def _plain(value: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = dataclasses.asdict(value)
-    return plain
-
-
-def _parsed(value: Any) -> Manifest:
-    """Return the manifest in the JSON `value`. Raises ValueError if it is not what `prepare` writes."""
-    manifest = msgspec.convert(value, Manifest)
-    tokenizer = manifest.tokenizer
-    if manifest.dtype != tokenizer.dtype:
-        raise ValueError(f"dtype is {manifest.dtype!r}, but {tokenizer.vocab_size} token ids need {tokenizer.dtype!r}")
-    kinds = KINDS if manifest.chat is None else (*KINDS, LOSS_MASK)
-    for name, split in manifest.splits.items():
-        for shard in split.shards:
-            if shard.sha256.keys() != set(kinds):
-                found = ", ".join(shard.sha256)
-                raise ValueError(f"shard {shard.name} of {name}: sha256 has {found}, expected {', '.join(kinds)}")
-    return manifest

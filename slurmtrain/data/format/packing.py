@@ -16,10 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.errors import ConfigError
-
 PIECE = np.dtype([("start", "<u8"), ("pairs", "<u4")])  # 12 bytes, the form in which they are stored
-LONG_DOCUMENTS = ("cut", "split", "refuse")
 
 Pieces = NDArray[np.void]  # an array of PIECE
 
@@ -47,30 +44,12 @@ def best_fit_rows(ends: NDArray[np.uint64], first_token: int, seq_len: int) -> t
     return _pieces(starts[order], pairs[order]), np.bincount(sample, minlength=len(firsts))
 
 
-def document_rows(
-    ends: NDArray[np.uint64], first_token: int, seq_len: int, long_documents: str
-) -> tuple[Pieces, NDArray[np.int64]]:
-    """Make one sample of each document; documents without a pair are left out.
+def document_rows(ends: NDArray[np.uint64], first_token: int, seq_len: int) -> tuple[Pieces, NDArray[np.int64]]:
+    """Make one sample of each document, of its first `seq_len` pairs; documents without a pair are left out.
 
-    Args:
-        ends, first_token, seq_len: as for `best_fit_rows`.
-        long_documents: what happens to a document with more than `seq_len` pairs: "cut" drops the rest, "split" makes
-            further samples of it, "refuse" raises.
-
-    Returns:
-        As `best_fit_rows`.
-
-    Raises:
-        ConfigError: a document is too long, and `long_documents` is "refuse".
+    Arguments and result are as for `best_fit_rows`.
     """
     starts, pairs = _whole_documents(ends, first_token)
-    if long_documents == "split":
-        starts, pairs = _split_at(seq_len, starts, pairs)
-    elif long_documents == "refuse" and (longest := int(pairs.max(initial=0))) > seq_len:
-        raise ConfigError(
-            f"a document has {longest + 1:,} tokens, more than data.seq_len={seq_len} + 1",
-            hint=f"set data.seq_len={longest}, or data.long_documents=cut or split",
-        )
     return _pieces(starts, np.minimum(pairs, seq_len)), np.ones(len(starts), dtype=np.int64)
 
 

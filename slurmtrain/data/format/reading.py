@@ -56,14 +56,6 @@ class DataFile:
                 raise self._wrong_size(offset + count)
             count += more
 
-    def will_need(self, offset: int, count: int) -> None:
-        """Ask the kernel to read these bytes ahead, and return at once. Errors are left to the read itself."""
-        try:  # contextlib.suppress would take longer than the call
-            descriptor = _opened(self)
-            os.posix_fadvise(descriptor.number, offset, count, os.POSIX_FADV_WILLNEED)
-        except (OSError, SlurmtrainError):
-            return
-
     def check_size(self) -> None:
         """Check the file's size without opening it; raise the errors that `read_into` raises."""
         found = self._attempts(lambda: os.stat(self.path).st_size)
@@ -85,16 +77,14 @@ class DataFile:
         return number
 
     def _read(self, array: NDArray[Any], offset: int) -> int:
-        try:
+        def read() -> int:
             descriptor = _opened(self)  # held, or another thread's reading might close it now
             return os.preadv(descriptor.number, [array.data], offset)
-        except OSError as error:
-            return self._attempts(functools.partial(self._read_anew, array, offset), failed=error)
 
-    def _read_anew(self, array: NDArray[Any], offset: int) -> int:
-        descriptor = _opened(self)
-        descriptor.open_anew()
-        return os.preadv(descriptor.number, [array.data], offset)
+        try:
+            return read()
+        except OSError as error:
+            return self._attempts(read, failed=error)
 
     def _attempts(self, act: Callable[[], int], failed: OSError | None = None) -> int:
         """Return what `act` returns; call it again after an error that may pass.
@@ -115,6 +105,7 @@ class DataFile:
             raise self._unreadable(error) from None
 
     def _complain(self, error: OSError) -> None:
+        _opened.cache_clear()  # the next attempt opens the file anew
         if not self._complained:
             self._complained = True
             log.warning("%s cannot be read: %s; it is tried again", self.path, error.strerror)
@@ -143,15 +134,6 @@ class _Descriptor:
     def __init__(self, file: DataFile):
         self._file, self.number = file, -1
         self.number = file.open()
-
-    def open_anew(self) -> None:
-        """Open the file again under the same descriptor number.
-
-        So no thread is left with a number that means another file.
-        """
-        number = self._file.open()
-        os.dup2(number, self.number, inheritable=False)
-        os.close(number)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.number >= 0:

@@ -29,9 +29,8 @@ from slurmtrain.errors import ConfigError
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-GROUP_DOCUMENTS = 1 << 21  # packed together: enough to waste nothing, few enough for memory
 _HEADER_BYTES = 512
-# Packs one group of documents: ends uint64 [documents] after a first token -> pieces, and their number in each sample.
+# Packs the documents of a shard: ends uint64 [documents] after a first token -> pieces, and their number in each sample.
 Pack = Callable[[NDArray[np.uint64], int], tuple[Pieces, NDArray[np.int64]]]
 
 
@@ -142,7 +141,7 @@ def row_index(stream: TokenStream, name: str, made_from: str, folders: Sequence[
         name: name of the packing, a part of the file name.
         made_from: digest of everything that the index depends on.
         folders: where the index may be kept, the best one first.
-        pack: packs one group of documents.
+        pack: packs the documents of one shard.
 
     Raises:
         ConfigError, DataError: the data cannot be read, no folder can be written, or `pack` refuses it.
@@ -198,7 +197,7 @@ def _write(file: BinaryIO, stream: TokenStream, made_from: str, pack: Pack) -> _
     file.write(bytes(_HEADER_BYTES))
     pieces = pairs = 0
     counts = [np.zeros(1, dtype=np.int64)]
-    for first_token, ends in _groups(stream):
+    for first_token, ends in stream.shard_ends():
         packed, count = pack(ends, first_token)
         pieces, pairs = pieces + len(packed), pairs + int(packed["pairs"].sum(dtype=np.int64))
         counts.append(count)
@@ -209,25 +208,6 @@ def _write(file: BinaryIO, stream: TokenStream, made_from: str, pack: Pack) -> _
     file.seek(0)
     file.write(header.to_bytes())
     return header
-
-
-def _groups(stream: TokenStream) -> Iterator[tuple[int, NDArray[np.uint64]]]:
-    """Yield the documents of consecutive shards in groups.
-
-    A group is the position of its first token, and its documents' ends after it, uint64 [documents].
-    """
-    group: list[NDArray[np.uint64]] = []
-    documents = group_first = 0
-    for first, ends in stream.shard_ends():
-        if group and documents + len(ends) > GROUP_DOCUMENTS:
-            yield group_first, np.concatenate(group)
-            group, documents = [], 0
-        if not group:
-            group_first = first
-        group.append(ends + np.uint64(first - group_first))
-        documents += len(ends)
-    if group:
-        yield group_first, np.concatenate(group)
 
 
 @contextlib.contextmanager

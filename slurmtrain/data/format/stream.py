@@ -41,12 +41,15 @@ class TokenStream:
 
     def __init__(self, folder: Path, manifest: Manifest, split: str):
         self.split, self.name = manifest.splits[split], split
-        self.dtype, self.vocab_size = np.dtype(manifest.dtype).newbyteorder("<"), manifest.tokenizer.vocab_size
+        self.dtype, self.vocab_size = (
+            np.dtype(manifest.tokenizer.dtype).newbyteorder("<"),
+            manifest.tokenizer.vocab_size,
+        )
         self._firsts = list(itertools.accumulate((shard.tokens for shard in self.split.shards), initial=0))
         self._files = [
             {
                 kind: DataFile(shard_file(folder, split, shard.name, kind), size)
-                for kind, size in shard.file_sizes(manifest.dtype).items()
+                for kind, size in shard.file_sizes(manifest.tokenizer.dtype).items()
             }
             for shard in self.split.shards
         ]
@@ -91,41 +94,6 @@ class TokenStream:
             part, row = row[:count], row[count:]
             self._files[shard][LOSS_MASK].read_into(part, begin)
 
-    def will_need(self, positions: Iterable[int], counts: Iterable[int]) -> None:
-        """Ask the kernel to read ahead `count` tokens and the next one from each position, and return at once.
-
-        The part of a stretch beyond the end of a shard is not read ahead.
-        """
-        firsts, files, size = self._firsts, self._tokens, self.dtype.itemsize
-        for position, count in zip(positions, counts, strict=True):
-            shard = bisect.bisect_right(firsts, position) - 1
-            if 0 <= shard < len(files):
-                first = position - firsts[shard]
-                files[shard].will_need(first * size, (count + 1) * size)
-                if self.has_loss_mask:
-                    self._files[shard][LOSS_MASK].will_need(first, count + 1)
-
-    def check_ids(self, positions: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Check that all tokens in these stretches are below `vocab_size`.
-
-        Args:
-            positions: position of the first token of each stretch, int64 [stretches].
-            counts: number of tokens of each stretch, int64 [stretches].
-
-        Raises:
-            ConfigError: a token is not; the message names its shard and offset.
-        """
-        for position, count in zip(positions.tolist(), counts.tolist(), strict=True):
-            row = np.empty(count, dtype=self.dtype)
-            self.read_into(row, position)
-            for index in np.flatnonzero(row >= self.vocab_size).tolist():
-                shard, offset, _ = next(self._stretches(position + index, 1))
-                raise ConfigError(
-                    f"{self._files[shard]['tokens'].path} has the token {row[index]} at offset {offset:,}, but the "
-                    f"tokenizer's ids are below {self.vocab_size}",
-                    hint="the file is damaged (`prepare verify FOLDER` looks at all of them): prepare the data set again",
-                )
-
     def shard_ends(self) -> Iterator[tuple[int, NDArray[np.uint64]]]:
         """Yield, for each shard, the position of its first token and where its documents end after that, uint64 [documents].
 
@@ -151,15 +119,9 @@ class TokenStream:
         tokens, documents = self.split.shards[shard].tokens, self.split.shards[shard].documents
         ends = np.empty(documents, dtype="<u8")
         self._files[shard]["ends"].read_into(ends, 0)
-        wrong = ends[1:] < ends[:-1]
-        if wrong.any():
-            number = int(wrong.argmax()) + 1
-        elif documents and ends[-1] != tokens:
-            number = documents - 1
-        else:
+        if not (ends[1:] < ends[:-1]).any() and (not documents or ends[-1] == tokens):
             return ends
         raise ConfigError(
-            f"{self._files[shard]['ends'].path}: document {number:,} ends at token {ends[number]:,}, after one that "
-            f"ends at {ends[number - 1] if number else 0:,}, in a shard of {tokens:,} tokens",
+            f"{self._files[shard]['ends'].path}: the ends of its documents do not rise to the {tokens:,} tokens of the shard",
             hint="the file is damaged: copy or prepare the data set again",
         )

@@ -53,9 +53,6 @@ class Tokenizer(Protocol):
             ConfigError: tokenizers of this kind have no special tokens.
         """
 
-    def special_tokens(self) -> Sequence[str]:
-        """Return the texts of the special tokens that the tokenizer's file names."""
-
 
 @dataclass(frozen=True)
 class TokenizerChoice:
@@ -143,9 +140,6 @@ class _Bytes:
             found.append((ids, mask))
         return found
 
-    def special_tokens(self) -> Sequence[str]:
-        return ()
-
 
 class _HuggingFace:
     def __init__(self, choice: TokenizerChoice, content: bytes):
@@ -168,7 +162,9 @@ class _HuggingFace:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         size = max(vocabulary.values(), default=0) + 1
         ids = _Ids(choice, vocabulary, size)
-        eos = ids.only_end(self.special_tokens()) if choice.eos is None else ids.find("eos")
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = [token.content for token in added if token.special]
+        eos = ids.only_end(special) if choice.eos is None else ids.find("eos")
         self.facts = _facts(choice, "tokenizers", "tokenizer.json", content, size, ids.find("bos"), eos)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
@@ -194,10 +190,6 @@ class _HuggingFace:
                 mask |= (((begins >= begin) | (ends > begin)) & (begins < end) & (ends <= end)).astype(np.uint8)
             found.append((ids, mask))
         return found
-
-    def special_tokens(self) -> Sequence[str]:
-        added = self._tokenizer.get_added_tokens_decoder()
-        return [token.content for token in added.values() if token.special]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from slurmtrain.data.format.rows import Rows, damaged
 from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.loading.batches import IGNORED_TARGET
+from slurmtrain.errors import ConfigError
 
 
 class _Plan(NamedTuple):
@@ -64,11 +65,6 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return one sample, each name [S]."""
         return {name: rows[0] for name, rows in self.get_batch(np.array([index])).items()}
-
-    def will_need(self, indices: NDArray[np.int64]) -> None:
-        """Ask the kernel to read the samples `indices` [B] ahead."""
-        pieces, _ = self._rows.pieces(indices)
-        self._stream.will_need(pieces["start"].tolist(), pieces["pairs"].tolist())
 
     def get_batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         """Return the samples `indices` [B] as one batch, each name [B, S].
@@ -138,7 +134,11 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         places = zip(begins.tolist(), (begins + plan.pairs + 1).tolist(), plan.starts.tolist(), strict=True)
         last_targets = self._stream.read_pieces(tokens.reshape(-1), places)
         if max(tokens.max(initial=0), max(last_targets, default=0)) >= self._stream.vocab_size:
-            self._stream.check_ids(plan.starts, plan.pairs + 1)
+            raise ConfigError(
+                f"the split {self._stream.name} of prepared data has a token that is not below the tokenizer's "
+                f"{self._stream.vocab_size} ids",
+                hint="a file is damaged: `prepare verify FOLDER` says which; prepare the data set again",
+            )
         return last_targets
 
     def _masked(self, plan: _Plan, width: int) -> NDArray[np.int64]:

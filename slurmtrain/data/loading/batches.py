@@ -108,21 +108,10 @@ def check_for_model(batch: Any) -> None:
         )
     for name, values in batch.items():
         if not isinstance(values, Tensor):
-            kind = (
-                "a dict"
-                if isinstance(values, Mapping)
-                else "text"
-                if _is_text(values)
-                else f"a {type(values).__name__}"
-            )
             raise ConfigError(
-                f"{name!r} of the data's samples is {kind}; a model is called with tensors by name",
+                f"{name!r} of the data's samples is a {type(values).__name__}; a model is called with tensors by name",
                 hint="remove it from what [i] returns, or use tensors: {'inputs': ..., 'targets': ..., 'NAME': tensor}",
             )
-
-
-def _is_text(values: Any) -> bool:
-    return isinstance(values, Sequence) and bool(values) and isinstance(values[0], str | bytes)
 
 
 def num_targets(batch: Batch) -> int:
@@ -203,11 +192,7 @@ def _within_documents(documents: Tensor) -> int:
 
 
 def fetch(dataset: MapDataset, indices: NDArray[np.int64]) -> Batch:
-    """Return the samples `indices` [B] as one batch; their numbers are their indices, and the seed is 0.
-
-    Raises:
-        ConfigError: a sample raises StopIteration.
-    """
+    """Return the samples `indices` [B] as one batch; their numbers are their indices, and the seed is 0."""
     return fetch_batch(inspect_dataset(dataset), indices, indices, seed=0)
 
 
@@ -224,26 +209,18 @@ def fetch_batch(spec: DatasetSpec, indices: NDArray[np.int64], numbers: NDArray[
     Args:
         indices: the samples' indices in the data set, int64 [B].
         numbers: the samples' numbers in the run, int64 [B].
-
-    Raises:
-        ConfigError: a sample raises StopIteration, which would be taken for the end of the run.
     """
     dataset = spec.dataset
-    try:
-        if spec.method is FetchMethod.GET_SEEDED_BATCH:
-            seeded: Batch = dataset.get_seeded_batch(indices, numbers=numbers, seed=seed)
-            return seeded
-        keys = _seeds_of(seed, numbers)
-        with _preserved_random_state():
-            if spec.method is FetchMethod.GET_ITEM:
-                return collate([_fetch_seeded(dataset, int(i), int(key)) for i, key in zip(indices, keys, strict=True)])
-            _seed_generators(int(keys[:1].sum()))
-            batch: Batch = dataset.get_batch(indices)
-            return batch
-    except StopIteration:
-        raise ConfigError(
-            "the data set raised StopIteration for a sample", hint="raise another exception there"
-        ) from None
+    if spec.method is FetchMethod.GET_SEEDED_BATCH:
+        seeded: Batch = dataset.get_seeded_batch(indices, numbers=numbers, seed=seed)
+        return seeded
+    keys = _seeds_of(seed, numbers)
+    with preserved_random_state():
+        if spec.method is FetchMethod.GET_ITEM:
+            return collate([_fetch_seeded(dataset, int(i), int(key)) for i, key in zip(indices, keys, strict=True)])
+        seed_generators(int(keys[:1].sum()))
+        batch: Batch = dataset.get_batch(indices)
+        return batch
 
 
 def _seeds_of(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -252,18 +229,20 @@ def _seeds_of(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def _fetch_seeded(dataset: MapDataset, index: int, key: int) -> Any:
-    _seed_generators(key)
+    seed_generators(key)
     return dataset[index]
 
 
-def _seed_generators(key: int) -> None:
+def seed_generators(key: int) -> None:
+    """Seed Python's, numpy's and torch's generator; a GPU's stays with the training."""
     random.seed(key)
     np.random.seed(key % 2**32)
-    torch.default_generator.manual_seed(key % 2**63)  # the CPU's alone; a GPU's stays with the training
+    torch.default_generator.manual_seed(key % 2**63)
 
 
 @contextmanager
-def _preserved_random_state() -> Iterator[None]:
+def preserved_random_state() -> Iterator[None]:
+    """Leave these generators as they were before."""
     states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield

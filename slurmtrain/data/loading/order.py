@@ -12,7 +12,6 @@ Mixer: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014; constants o
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -175,25 +174,15 @@ class ByLength:
         self._order, self._lengths = order, lengths
         self._batch, self._steps, self._seed = global_batch_size, steps, seed
         self._last: tuple[int, NDArray[np.int64]] | None = None
-        self._lock = threading.Lock()  # batches are cut in a thread, and their samples named in another
         self.epoch = order.epoch
         self.once = order.once if order.epoch else order.once // self._window_size * self._window_size
 
     def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        indices: NDArray[np.int64] = self.with_lengths(numbers)[0]
-        return indices
-
-    def with_lengths(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices that `at` returns and the samples' lengths, int64 [2, B].
-
-        Both are returned together since looking a length up may mean reading the sample from a file.
-        """
         windows, offsets = np.divmod(numbers, self._window_size)
-        result = np.empty((2, len(numbers)), dtype=np.int64)
-        with self._lock:
-            for window in np.unique(windows).tolist():
-                inside = windows == window
-                result[:, inside] = self._window(window)[:, offsets[inside]]
+        result = np.empty(len(numbers), dtype=np.int64)
+        for window in np.unique(windows).tolist():
+            inside = windows == window
+            result[inside] = self._window(window)[offsets[inside]]
         return result
 
     @property
@@ -201,15 +190,14 @@ class ByLength:
         return self._batch * self._steps
 
     def _window(self, number: int) -> NDArray[np.int64]:
-        """Return the indices and lengths of the samples that are sorted together, int64 [2, samples]."""
+        """Return the indices of the samples that are sorted together, int64 [samples]."""
         if self._last is None or self._last[0] != number:
             begin = number * self._window_size
             numbers = np.arange(begin, begin + self._window_size)
             ids, epochs = self._order.at(numbers), numbers // (self.epoch or MAX_SAMPLES)
-            both = np.stack([ids, self._lengths(ids)])
-            steps = both[:, np.lexsort((both[1], epochs))].reshape(2, self._steps, self._batch)
-            steps = steps[:, self._shuffled(epochs.reshape(self._steps, self._batch), number)]
-            self._last = number, steps.reshape(2, -1)
+            steps = ids[np.lexsort((self._lengths(ids), epochs))].reshape(self._steps, self._batch)
+            steps = steps[self._shuffled(epochs.reshape(self._steps, self._batch), number)]
+            self._last = number, steps.reshape(-1)
         return self._last[1]
 
     def _shuffled(self, epochs: NDArray[np.int64], number: int) -> NDArray[np.int64]:

@@ -21,9 +21,9 @@ _LANES = np.array(LANES, dtype=np.uint64)[:, None]
 
 
 def digest(numbers: NDArray[np.int64], indices: NDArray[np.int64]) -> tuple[int, ...]:
-    """Return what the samples of a micro batch add to the digest of their step: a signed 64-bit number per lane.
+    """Return what a rank's samples add to the digest of their step: a signed 64-bit number per lane.
 
-    The numbers of all micro batches of a step are to be added up modulo 2^64 (`added`).
+    The numbers of all ranks are to be added up modulo 2^64.
 
     Args:
         numbers: the samples' numbers in the run, int64 [B].
@@ -32,11 +32,6 @@ def digest(numbers: NDArray[np.int64], indices: NDArray[np.int64]) -> tuple[int,
     places, samples = numbers.astype(np.uint64), indices.astype(np.uint64)
     hashes = mixed(mixed(places ^ _LANES) ^ mixed(samples + _LANES))  # [lanes, B]
     return tuple(hashes.sum(axis=1).astype(np.int64).tolist())
-
-
-def added(digests: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the sum of digests modulo 2^64, as a signed number per lane."""
-    return tuple((sum(lane) + 2**63) % 2**64 - 2**63 for lane in zip(*digests, strict=True))
 
 
 def chained(before: str, sums: Sequence[int]) -> str:

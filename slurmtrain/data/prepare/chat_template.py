@@ -5,18 +5,16 @@ A chat template is the Jinja program that comes with a tokenizer (`chat_template
 in Jinja's sandbox. It is not given `strftime_now`: what is prepared must not depend on the day on which that is done.
 
 An answer is what the model writes after the generation prompt: the assistant's content, what the template puts in front
-of it after the generation prompt, and the special token that ends the turn. Where that lies in the text is found by
-rendering the conversation a second time with another content in its place, so that templates need no
+of it after the generation prompt, and what it puts behind it, such as the token that ends the turn. Where that lies in the
+text is found by rendering the conversation a second time with another content in its place, so that templates need no
 `{% generation %}` marks, and may trim or rearrange what they are given.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,13 +57,11 @@ class ChatTemplate:
     Attributes:
         source: the Jinja program; None: questions and answers are put end to end.
         tokens: name and text of each of NAMED_TOKENS that the tokenizer has.
-        special_tokens: texts of all special tokens of the tokenizer, one of which ends a turn.
         loss_on: which parts count.
     """
 
     source: str | None
     tokens: tuple[tuple[str, str], ...]
-    special_tokens: tuple[str, ...]
     loss_on: LossOn
 
     @property
@@ -108,7 +104,7 @@ class ChatTemplate:
         if self.loss_on == LossOn.ALL:
             return RenderedText(text, _non_empty([(0, len(text))]))
         spans: list[tuple[int, int]] = []
-        marks = _marks(self.special_tokens, text)
+        end_of_turn = _end_of_turn(self)
         for index in self._counted(conversation):
             floor = spans[-1][1] if spans else 0
             content = self._content_span(conversation, index, text)
@@ -117,7 +113,7 @@ class ChatTemplate:
             else:
                 end = self._end_of_calls(conversation, index, text, content[1])
                 if end is None:
-                    end = self._end_of_turn(conversation, index, text, content[1], marks)
+                    end = content[1] + len(end_of_turn) * text.startswith(end_of_turn, content[1])
                 spans.append((self._after_generation_prompt(text, floor, content[0]), end))
         return RenderedText(text, _non_empty(spans))
 
@@ -163,9 +159,8 @@ class ChatTemplate:
     def _end_of_calls(self, conversation: Conversation, index: int, text: str, end: int) -> int | None:
         """Return the end of a turn with calls of tools after its content, which ends at `end`.
 
-        It is found by rendering the conversation up to that turn, so that it needs no special token, and one that begins
-        the calls is not taken for the end. None: there are no calls, or what the template makes of the turn then is not
-        in the text.
+        It is found by rendering the conversation up to that turn. None: there are no calls, or what the template makes of
+        the turn then is not in the text.
         """
         if not conversation.messages[index].get("tool_calls"):
             return None
@@ -177,25 +172,6 @@ class ChatTemplate:
             return None
         calls = with_turn[content[1] :].rstrip() if content is not None else ""
         return end + len(calls) if calls and text.startswith(calls, end) else None
-
-    def _end_of_turn(
-        self, conversation: Conversation, index: int, text: str, end: int, marks: Sequence[tuple[int, int]]
-    ) -> int:
-        """Return the end of the special token that ends the turn, whose content ends at `end`; `end` if there is none.
-
-        Args:
-            marks: where the special tokens begin and end in the text.
-        """
-        following_mark = bisect.bisect_left(marks, (end, 0))
-        if following_mark == len(marks):
-            return end
-        place, end_of_mark = marks[following_mark]
-        # Between the two may be calls of tools, but not the next turn, as in templates whose turns have no such token.
-        if text[end:place].strip() and index + 1 < len(conversation.messages):
-            following = self._content_span(conversation, index + 1, text)
-            if following is not None and place > following[0]:
-                return end
-        return end_of_mark
 
     def _run(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, **more: Any) -> str:
         assert self.source is not None
@@ -217,15 +193,12 @@ def _beyond_chatml(conversation: Conversation) -> str | None:
     return None
 
 
-def load_chat_template(
-    choice: TokenizerChoice, given: str | None, loss_on: LossOn, special_tokens: Sequence[str]
-) -> ChatTemplate:
+def load_chat_template(choice: TokenizerChoice, given: str | None, loss_on: LossOn) -> ChatTemplate:
     """Return the chat template that the user has given, or the tokenizer's own.
 
     Args:
         choice: the tokenizer, beside whose file its own template lies.
         given: path of a Jinja file, "chatml", or "none"; None: the tokenizer's own.
-        special_tokens: texts of the tokenizer's special tokens.
 
     Raises:
         ConfigError: there is no such file, the tokenizer has no template, or it is no Jinja program.
@@ -234,10 +207,7 @@ def load_chat_template(
     settings = _settings_beside(folder)
     tokens = tuple((name, text) for name in NAMED_TOKENS if (text := _text_of(settings.get(name))) is not None)
     source = _source(choice, given, folder, settings)
-    marks = {*special_tokens, *(text for name, text in tokens if name == "eos_token")}
-    if source == CHATML_TEMPLATE:
-        marks.add("<|im_end|>")
-    template = ChatTemplate(source, tokens, tuple(sorted(marks)), loss_on)
+    template = ChatTemplate(source, tokens, loss_on)
     if source is not None:
         try:
             _compiled(source)
@@ -302,18 +272,6 @@ def _read(path: Path) -> bytes | None:
         return None
 
 
-def _marks(special_tokens: tuple[str, ...], text: str) -> list[tuple[int, int]]:
-    """Return where special tokens begin and end in a text, in their order: one pass for all of them and all turns."""
-    pattern = _pattern_of(special_tokens)
-    return [match.span() for match in pattern.finditer(text)] if pattern is not None else []
-
-
-@functools.lru_cache(maxsize=8)
-def _pattern_of(special_tokens: tuple[str, ...]) -> re.Pattern[str] | None:
-    longest_first = sorted(filter(None, special_tokens), key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
 def _shared_length(first: str, second: str) -> int:
     """Return the number of characters with which both texts begin."""
     low, high = 0, min(len(first), len(second))
@@ -339,6 +297,16 @@ def _generation_prompt(template: ChatTemplate) -> str:
     except jinja2.TemplateError:
         return ""
     return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
+
+
+@functools.lru_cache(maxsize=8)
+def _end_of_turn(template: ChatTemplate) -> str:
+    """Return what the template puts behind an answer, without the white space before the next turn; "" if it refuses."""
+    turns = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": PLACEHOLDER}]
+    try:
+        return template._run(turns, None).rpartition(PLACEHOLDER)[2].rstrip()
+    except jinja2.TemplateError:
+        return ""
 
 
 class _GenerationTag(Extension):

@@ -60,7 +60,7 @@ def _finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
     chat = plan.settings.chat
     if chat is not None and chat.source is not None:
         replace_file(plan.output / TEMPLATE_FILE, chat.source.encode())
-    manifest = Manifest(facts.dtype, facts, splits, tuple(_sources(plan, records)), chat.facts if chat else None)
+    manifest = Manifest(facts, splits, tuple(_sources(plan, records)), chat.facts if chat else None)
     manifest.write(plan.output)
     shutil.rmtree(plan.begun_folder, ignore_errors=True)  # left by processes that were killed
     return manifest

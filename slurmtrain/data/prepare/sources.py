@@ -17,7 +17,6 @@ FORMATS = {
     "parquet": (".parquet",),
     "text": (".txt", ".md"),
 }
-ARROW = ".arrow"  # of a data set that the package `datasets` has saved
 PACKINGS = {".gz": "gz", ".zst": "zst"}
 TOO_LONG = 1 << 32  # bytes of a document, which the data set counts as uint32
 
@@ -116,11 +115,6 @@ def _source(path: Path, root: Path, format: str) -> InputFile:
     if format == RawFormat.AUTO:
         suffix = Path(path.stem).suffix if packing else path.suffix
         known = {suffix: name for name, suffixes in FORMATS.items() for suffix in suffixes}
-        if suffix == ARROW:
-            raise ConfigError(
-                f"prepare.inputs: {path} is of a data set saved by `datasets`, which is not read",
-                hint="write it as Parquet: datasets.load_from_disk(FOLDER).to_parquet('FILE.parquet'), of each split",
-            )
         if suffix not in known:
             raise ConfigError(
                 f"prepare.inputs: it is not known what is in {path}: its suffix is {suffix!r}",

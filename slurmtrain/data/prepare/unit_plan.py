@@ -147,7 +147,8 @@ def agree_on(plan: PreparePlan) -> None:
     path = plan.work_folder / "plan.json"
     if (plan.output / "manifest.json").exists() and not path.exists():
         raise ConfigError(f"{plan.output} holds a data set that was not prepared there", hint="choose another output")
-    mine = _facts(plan.settings, plan.sources) | {"modified": {source.name: source.modified for source in plan.sources}}
+    changed = {f"the last change of {source.name}": source.modified for source in plan.sources}
+    mine = _facts(plan.settings, plan.sources) | changed
     try:
         for folder in (plan.units_folder, plan.begun_folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -184,7 +185,7 @@ def _chat_template(
                 hint="give conversations as JSON lines or Parquet",
             )
     tokenizer.encode_chats([], [])  # refuses a kind without special tokens
-    return load_chat_template(choice, config.chat_template, config.loss_on, tokenizer.special_tokens())
+    return load_chat_template(choice, config.chat_template, config.loss_on)
 
 
 def _packages(sources: Sequence[InputFile]) -> dict[str, str]:
@@ -223,17 +224,14 @@ def _facts(settings: Settings, sources: Sequence[InputFile]) -> dict[str, Any]:
     tokenizer = asdict(settings.facts)
     chat = settings.chat
     return {
+        **{f"the input {source.name}": f"{source.size} bytes of {source.format}" for source in sources},
         "prepare.text_field": settings.text_field,
-        **(
-            {}
-            if chat is None
-            else {"prepare.chat_template": chat.facts.template_sha256, "prepare.loss_on": chat.loss_on}
-        ),
-        **({} if chat is None else {"prepare.chat_template's tokens": dict(chat.tokens)}),
+        "prepare.loss_on": chat and str(chat.loss_on),
+        "the sha256 of prepare.chat_template": chat and chat.facts.template_sha256,
+        "the tokens of prepare.chat_template": chat and dict(chat.tokens),
         "prepare.valid_fraction": settings.valid_fraction,
         "prepare.unit_mb": settings.unit_bytes / 1e6,
         **{f"tokenizer.{name}": value for name, value in tokenizer.items()},
-        "inputs": {source.name: f"{source.size} bytes of {source.format}" for source in sources},
     }
 
 
@@ -266,31 +264,15 @@ def _write_once(path: Path, value: dict[str, Any]) -> dict[str, Any]:
     return there
 
 
-# What a person calls the files of which the facts hold a digest.
-_CONTENTS = {
-    "prepare.chat_template": "the chat template (prepare.chat_template)",
-    "tokenizer.sha256": "the content of the tokenizer's file",
-}
-
-
 def _difference(there: dict[str, Any], mine: dict[str, Any]) -> str | None:
     """Describe the first difference between two plans; return None when they are equal."""
-    for name in ("inputs", "modified"):
-        for source in sorted(there[name].keys() | mine[name].keys()):
-            was, now = there[name].get(source), mine[name].get(source)
-            if was == now:
-                continue
-            if now is None:
-                return f"the input {source} is missing"
-            if was is None:
-                return f"the input {source} is new"
-            return f"the input {source} had {was}, now {now}" if name == "inputs" else f"the input {source} has changed"
-    for name, now in mine.items():
-        was = there.get(name)
-        if was != now and name in _CONTENTS:
-            return f"{_CONTENTS[name]} is another one: its sha256 was {was or 'none'}, now {now or 'none'}"
-        if was != now:
-            return f"{name} was {was}, now {now}"
+    for name in [*mine, *there]:
+        if name not in mine:
+            return f"{name} is missing"
+        if name not in there:
+            return f"{name} is new"
+        if there[name] != mine[name]:
+            return f"{name} was {there[name]}, now {mine[name]}"
     return None
 
 

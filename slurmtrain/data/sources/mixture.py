@@ -115,11 +115,6 @@ class MixedSamples:
         names = {"documents"} if self.document_mask else set()
         return padded(with_documents(merged, names), (self.seq_len or 0) if self.lengths is None else 0)
 
-    def will_need(self, indices: NDArray[np.int64]) -> None:
-        for part, _, own in self._split(indices):
-            if (announce := self._parts[part].will_need) is not None:
-                announce(own)
-
     def order(self, seed: int, shuffle: bool) -> Order:
         """Return an order of all samples once an epoch or, with weights, one that mixes the parts.
 

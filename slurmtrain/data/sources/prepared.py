@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from slurmtrain.data.format.manifest import Manifest, read_manifest
-from slurmtrain.data.format.packing import LONG_DOCUMENTS, best_fit_rows, document_rows
+from slurmtrain.data.format.packing import best_fit_rows, document_rows
 from slurmtrain.data.format.rows import Pack, Rows, Windows, row_index
 from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.format.tokens import DocumentTokens, PackedTokens
@@ -25,11 +25,9 @@ class PreparedText:
         seq_len: S, tokens of a sample; for packing="documents", of the longest one.
         packing: what a sample consists of. "concat": the documents end to end, cut every S tokens. "best_fit": whole
             documents, packed so that hardly any room is left; only those longer than S are cut. "documents": one
-            document, so samples differ in length.
+            document, without what it has after S + 1 tokens, so samples differ in length.
         document_mask: of "best_fit": attention does not cross documents, and positions restart; False: documents see
             those before them in their row.
-        long_documents: for "documents": what happens to a document of more than S + 1 tokens: "cut" drops the rest,
-            "split" makes several samples, "refuse" raises.
         train_split: name of the split to train on.
         valid_split: name of the split that becomes the evaluation set "valid"; None: "valid", if there is one.
 
@@ -50,23 +48,20 @@ class PreparedText:
         seq_len: int,
         packing: str = "concat",
         document_mask: bool | None = None,
-        long_documents: str = "cut",
         train_split: str = "train",
         valid_split: str | None = None,
     ):
-        _check(seq_len, packing, document_mask, long_documents)
+        _check(seq_len, packing, document_mask)
         self._folder = Path(path).expanduser()
         self._manifest = read_manifest(self._folder)
-        self._seq_len, self._packing, self._long_documents = seq_len, packing, long_documents
+        self._seq_len, self._packing = seq_len, packing
         self._document_mask = packing == "best_fit" and document_mask is not False
         if valid_split is None and "valid" in self._manifest.splits:
             valid_split = "valid"
         self.train = self._open(train_split)
         self.valid = self._open(valid_split) if valid_split else None
         self.vocab_size = self._manifest.tokenizer.vocab_size
-        settings = (
-            f"{self._manifest.fingerprint} {train_split} {seq_len} {packing} {long_documents} {self._document_mask}"
-        )
+        settings = f"{self._manifest.fingerprint} {train_split} {seq_len} {packing} {self._document_mask}"
         self.fingerprint = hashlib.sha256(settings.encode()).hexdigest()
         split = self._manifest.splits[train_split]
         self.description = (
@@ -97,23 +92,18 @@ class PreparedText:
         if self._packing == "best_fit":
             pack: Pack = functools.partial(best_fit_rows, seq_len=self._seq_len)
         else:
-            name += f"-{self._long_documents}"
-            pack = functools.partial(document_rows, seq_len=self._seq_len, long_documents=self._long_documents)
+            pack = functools.partial(document_rows, seq_len=self._seq_len)
         made_from = hashlib.sha256(f"{self._manifest.fingerprint} {stream.name} {name}".encode()).hexdigest()
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         folders = [self._folder / "packed", cache / "slurmtrain" / "packed"]
         return row_index(stream, name, made_from, folders, pack)
 
 
-def _check(seq_len: int, packing: str, document_mask: bool | None, long_documents: str) -> None:
+def _check(seq_len: int, packing: str, document_mask: bool | None) -> None:
     if seq_len < 1:
         raise ConfigError(f"data.seq_len is {seq_len}, it must be at least 1", hint="e.g. data.seq_len=4096")
-    for name, value, known in (
-        ("packing", packing, PACKINGS),
-        ("long_documents", long_documents, LONG_DOCUMENTS),
-    ):
-        if value not in known:
-            raise ConfigError(f"data.{name} is {value!r}", hint=nearest(str(value), known))
+    if packing not in PACKINGS:
+        raise ConfigError(f"data.packing is {packing!r}", hint=nearest(str(packing), PACKINGS))
     if packing != "best_fit" and document_mask:
         raise ConfigError(
             f"data.document_mask={document_mask} with data.packing={packing}: rows of whole documents can be masked",

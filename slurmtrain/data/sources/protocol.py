@@ -22,8 +22,6 @@ A data set has `len()` and `[i]`, and may have the following. Arrays of indices 
     get_seeded_batch(indices, *, numbers, seed)
                                 the same, given the samples' numbers in the run and its seed; it seeds its generators itself
     lengths(indices)            -> tokens of each sample; only for samples that differ in length
-    will_need(indices)          announces samples that will be fetched soon, and returns without waiting for them. Called in
-                                a process that fetches samples; where there are several, another one may fetch these
     order(seed, shuffle)        -> the data set's own `Order` of samples
     seq_len                     tokens of the longest sample
     num_bytes                   bytes of text that all targets stand for
@@ -82,7 +80,6 @@ class DatasetSpec:
     dataset: Any
     method: FetchMethod
     lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None
-    will_need: Callable[[NDArray[np.int64]], None] | None = None
     order: Callable[[int, bool], Order] | None = None
     seq_len: int | None = None
 
@@ -166,7 +163,6 @@ def inspect_dataset(dataset: Any, what: str = "the data set") -> DatasetSpec:
         dataset,
         _fetch_method(dataset),
         lengths=getattr(dataset, "lengths", None),
-        will_need=getattr(dataset, "will_need", None),
         order=getattr(dataset, "order", None),
         seq_len=getattr(dataset, "seq_len", None),
     )

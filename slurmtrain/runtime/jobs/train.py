@@ -99,7 +99,8 @@ def build_trainer(
     timeline.begin("looking for a checkpoint")
 
     steps = profiled_steps(observe.profile_steps) if observe.profile_steps is not None else None
-    used: list[TrainingHook] = [StepProfiles(run_dir, profile_switch, steps, observe.profile_ranks)]
+    profiles = StepProfiles(run_dir, profile_switch, steps, observe.profile_ranks)
+    used: list[TrainingHook] = [profiles]
     if record is not None:
         described = source.description or config.data["_target_"]
         heading = f"model: {parameters:,} parameters; {dims}; data: {described}"
@@ -110,17 +111,17 @@ def build_trainer(
     used.append(StepReports(config.train, peak))
     if observe.straggler_every and phases.measures and distributed.control_group is not None:
         used.append(StragglerWatch(observe.straggler_every, environment.node))
-    used.append(NonfiniteGuard(config.train))
+    guard = NonfiniteGuard(config.train)
+    used.append(guard)
     baseline = None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy)
     used.append(Evaluation(evaluator, config.train, config.checkpoint, by_jobs=by_jobs, jobs=jobs, baseline=baseline))
     used += [*_configured_hooks(config), *hooks]
     # The last, so that it saves in the same step what any hook before it asks for, and what they have changed.
     mtbf_s = _mtbf_s(config, context)
-    used.append(
-        Checkpointing(
-            checkpointer, config.checkpoint, mtbf_s=mtbf_s, planner=stop_watcher, pretrained=pretrained(config)
-        )
+    checkpointing = Checkpointing(
+        checkpointer, config.checkpoint, mtbf_s=mtbf_s, planner=stop_watcher, pretrained=pretrained(config)
     )
+    used.append(checkpointing)
     return Trainer(
         config.train,
         config.optim,
@@ -129,6 +130,9 @@ def build_trainer(
         forward_backward,
         ranks=TrainingRanks(rank, distributed.device_group, distributed.control_group),
         stop_check=stop_agreement,
+        checkpointing=checkpointing,
+        guard=guard,
+        profiles=profiles,
         hooks=used,
         data_hash=source.fingerprint,
         phases=phases,
@@ -166,7 +170,6 @@ def _build_loader(
         ahead=train.data_ahead,
         sorted_steps=train.length_sorted_steps,
         row_length=row_length_of(dims, config.parallel),
-        device=distributed.device,
     )
     _check_repetition(loader, train)
     return loader

@@ -6,14 +6,12 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.save.job import DRAIN_S, PendingSave, SaveResult
 from slurmtrain.checkpoint.save.schedule import Interval, SaveSchedule, is_better_discarded
@@ -54,11 +52,11 @@ class Checkpointing(TrainingHook):
         self._interval, self._mtbf_s = Interval(config.every_steps, config.every_minutes, config.auto), mtbf_s
         self._pending_save: PendingSave | None = None
         self._longest_save_s: float | None = None  # of this attempt
-        self._untrained: dict[str, Any] = {}  # the counters of a run that has not begun
         self._schedule: SaveSchedule
 
     def load(self, state: TrainingState) -> None:
-        settings, self._untrained = settings_of(state.optimizer), state.counters.state_dict()
+        """Load what this attempt begins from into `state.objects()`, and set `state.restored`."""
+        settings = settings_of(state.optimizer)
         state.restored = self._checkpointer.restore(allow=self._config.allow, **state.objects())
         if state.restored is None and self._config.restore_from:
             state.restored = self._begin_from(self._config.restore_from, state)
@@ -72,6 +70,7 @@ class Checkpointing(TrainingHook):
         self._schedule = SaveSchedule(self._interval, now=time.monotonic(), step=state.step, mtbf_s=self._mtbf_s)
 
     def wants_save(self, state: TrainingState) -> bool:
+        """Return whether this rank wants a checkpoint after this step, which is not yet counted in `state.step`."""
         return self._schedule.due(state.step + 1, time.monotonic())
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
@@ -85,9 +84,14 @@ class Checkpointing(TrainingHook):
         self._measure(state)
 
     def roll_back(self, state: TrainingState, at_most: int) -> bool:
+        """Load the newest checkpoint of at most step `at_most` into `state.objects_but_loader()`, and forget newer ones.
+
+        Returns:
+            False, and nothing is changed, if there is none.
+        """
         settings = settings_of(state.optimizer)
         restored = self._checkpointer.restore(at_most=at_most, **state.objects_but_loader())
-        if restored is None and not self._go_back_to_beginning(state, at_most):
+        if restored is None:
             return False
         apply_settings(state.optimizer, settings)
         self._checkpointer.remove_newer(state.step)
@@ -97,33 +101,10 @@ class Checkpointing(TrainingHook):
 
     def _say_what_is_sound(self, state: TrainingState) -> None:
         health = state.counters.health
-        unchecked_step = health.checked_step if state.hooks.has_handler("numbers_known") else None
-        self._checkpointer.sound_step, self._checkpointer.unchecked_step = health.sound_step, unchecked_step
-
-    def _go_back_to_beginning(self, state: TrainingState, at_most: int) -> bool:
-        """Load what the run has begun from: another run's checkpoint, of at most step `at_most`, or weights of a folder."""
-        path, only_model = self._config.restore_from, self._config.restore_only == RestoreOnly.MODEL
-        if path is None and self._pretrained is not None:
-            self._pretrained(state.distributed_model.model)
-            self._forget_training(state)
-            return True
-        if path is None:
-            return False
-        if at_most < (0 if only_model else state.ranks.of_rank_0(read_manifest(Path(path)).step)):
-            return False  # no step after it was sound, so that nothing would be different
-        if only_model:
-            self._restore_from(path, {"model": state.distributed_model.model}, as_start=True)
-            self._forget_training(state)
-        else:
-            self._restore_from(path, state.objects_but_loader())
-        return True
-
-    def _forget_training(self, state: TrainingState) -> None:
-        """Make optimiser and counters those of step 0."""
-        state.optimizer.state.clear()  # which it makes anew in its next step
-        state.counters.load_state_dict(self._untrained)
+        self._checkpointer.sound_step, self._checkpointer.unchecked_step = health.sound_step, health.checked_step
 
     def finish(self, state: TrainingState) -> None:
+        """Save a last time: all steps are done, or training stops early (`state.stopping`)."""
         only_on_nodes = state.restored is not None and state.restored.origin != ""
         if state.step > state.first_step or not state.stopping or only_on_nodes:
             state.saved = self._save_last(state)
@@ -131,8 +112,8 @@ class Checkpointing(TrainingHook):
             self._checkpointer.remove_local()  # the newest state is in the run directory, and the nodes are left
         self._checkpointer.close(0 if state.stopping else None)
 
-    def on_error(self, state: TrainingState) -> None:
-        """Wait for the save in flight, without which the next attempt would have to repeat more steps."""
+    def wait_for_save_in_flight(self) -> None:
+        """Wait, after an error, for the save in flight, without which the next attempt would have to repeat more steps."""
         with suppress(CheckpointError):
             self._checkpointer.close(DRAIN_S)
 

@@ -44,11 +44,10 @@ class Evaluation(TrainingHook):
         self._by_jobs, self._jobs, self._baseline = by_jobs, jobs, baseline
         self._best_metric = checkpoint.best_metric if checkpoint.keep_best else None
 
-    def setup(self, state: TrainingState) -> None:
         if self._best_metric is not None:
-            self._evaluator.check_best_metric(self._best_metric)
+            evaluator.check_best_metric(self._best_metric)
 
-    def before_first_step(self, state: TrainingState) -> None:
+    def start(self, state: TrainingState) -> None:
         if not self._by_jobs:
             self._evaluator.prepare()
         self._evaluate_if_due(state)  # one that a stop has cut short is repeated first

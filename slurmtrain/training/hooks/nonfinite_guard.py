@@ -29,13 +29,22 @@ class NonfiniteGuard(TrainingHook):
         self._train = train
         self._error: DivergedError | None = None
 
-    def skips_update(self, state: TrainingState, grad_norm: Tensor) -> Tensor | None:
+    def skips_update(self, grad_norm: Tensor) -> Tensor | None:
+        """Return whether to leave out this step's update: a bool scalar on the device, the same on all ranks; None: no.
+
+        Parameters and optimiser then stay as they are, and the batch counts as seen. Nobody waits for the answer.
+        """
         # A loss that is not finite gives gradients that are not, see `training/forward_backward.py`.
         if not grad_norm.is_cuda and math.isfinite(grad_norm.item()):
             return None
         return grad_norm - grad_norm != 0  # as isfinite(), with fewer kernels: the difference of other numbers is NaN
 
-    def numbers_known(self, state: TrainingState, numbers: StepNumbers) -> None:
+    def look(self, state: TrainingState, numbers: StepNumbers) -> None:
+        """Look at the loss and the gradient norm of an earlier step; `health.due` then says why to go back, if it is to.
+
+        Called once for each step, in their order: in the second step after it, or after the last one. Of a step that was
+        still unread when a checkpoint was written, in the attempt that goes on from there.
+        """
         health = state.counters.health
         finding = health.look(numbers, self._train)
         if finding is None:
@@ -52,14 +61,12 @@ class NonfiniteGuard(TrainingHook):
         else:
             health.due = why
 
-    def wants_rollback(self, state: TrainingState) -> str | None:
-        return state.counters.health.due
-
     def after_step(self, state: TrainingState, result: StepResult) -> None:
         if self._error is not None:
             raise self._error
 
-    def finish(self, state: TrainingState) -> None:
+    def check_parameters(self, state: TrainingState) -> None:
+        """Raise DivergedError if training is done and the parameters are not finite."""
         if not state.stopping and not state.is_finite():
             raise DivergedError(f"the parameters are not finite after step {state.step}", hint=HINT)
 

@@ -50,6 +50,7 @@ class StepProfiles(TrainingHook):
                 self._planned = None  # an earlier attempt has taken it
 
     def wants_profile(self, state: TrainingState) -> bool:
+        """Return whether this rank knows of a wish to profile the next steps."""
         return self._profiling.wanted and state.step + 1 < state.total_steps
 
     def before_step(self, state: TrainingState) -> None:
@@ -76,10 +77,10 @@ class StepProfiles(TrainingHook):
         elif result.decision.profile and not state.is_last_step:
             self._due = True
 
-    def on_error(self, state: TrainingState) -> None:
-        if hasattr(self, "_profiling"):
-            self._profiling.abandon(failed=True)
-
     def close(self, state: TrainingState) -> None:
+        self.abandon()
+
+    def abandon(self, *, failed: bool = False) -> None:
+        """Drop the profile that is under way, if there is one."""
         if hasattr(self, "_profiling"):
-            self._profiling.abandon()
+            self._profiling.abandon(failed=failed)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from slurmtrain.config.schema import Config, TrainConfig
 from slurmtrain.observe.logger import Ending
@@ -16,7 +17,6 @@ from slurmtrain.observe.reporter import Reporter
 from slurmtrain.planner.gpus import Peak
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.norms import ParameterNorm
 from slurmtrain.training.state import StepResult, TrainingState
 
 DIGITS = 7  # of a number that was measured
@@ -36,7 +36,6 @@ class StepReports(TrainingHook):
         self._train = train
         self._peak = peak or Peak(None, "nobody has said what the device can do")
         self._said_waiting = False
-        self._parameter_norm: ParameterNorm | None = None
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
         if state.step % self._train.log_every != 0 and state.step != state.total_steps:
@@ -45,11 +44,10 @@ class StepReports(TrainingHook):
         with state.phases.waiting():
             total = state.ranks.sum(result.loss_sum)  # after which the device has done all of the step
         throughput = state.throughput
-        self._parameter_norm = self._parameter_norm or ParameterNorm(state)
         values: dict[str, float | str | None] = {
             "loss": total.item() / result.tokens,
             "grad_norm": float(result.grad_norm),
-            "param_norm": self._parameter_norm.measure(),
+            "param_norm": _parameter_norm(state),
             "lr": result.learning_rate,
             **{name: _short(value) for name, value in self._measured(state, window).items()},
             "data_hash": state.counters.data_hash,
@@ -86,6 +84,16 @@ class StepReports(TrainingHook):
         if self._peak.tflops is not None:
             values |= {"mfu": dense / self._peak.tflops, "mfu_attended": attended / self._peak.tflops}
         return values
+
+
+def _parameter_norm(state: TrainingState) -> float:
+    """Return the norm of the trained parameters. All ranks call it together."""
+    if state.distributed_model.mesh is None:  # the same on all ranks
+        return nn.utils.get_total_norm([parameter.detach() for parameter in state.parameters]).item()
+    from slurmtrain.parallel.gradients import total_norm  # with DTensors, which take half a second to import
+
+    tied = state.distributed_model.tied_parameters
+    return total_norm(state.parameters, state.ranks.device_group, tied, state.phases.waiting).item()
 
 
 def _short(value: float) -> float:
@@ -173,7 +181,7 @@ class ExternalLoggers(TrainingHook):
         self._run_dir, self._config, self._attempt = run_dir, config, attempt
         self._threads: list[LoggerThread] = []
 
-    def before_first_step(self, state: TrainingState) -> None:
+    def start(self, state: TrainingState) -> None:
         # The workers of the loader are there: a fork while a thread imports W&B leaves the locks of its imports held.
         names, say = loggers_of(self._config.observe), state.hooks.message
         self._threads = [follow(name, self._run_dir, self._config, self._attempt, say) for name in names]

@@ -52,9 +52,8 @@ class StragglerWatch(TrainingHook):
             work = dist.all_gather(parts, own, group=state.ranks.control_group, async_op=True)
             assert work is not None
             self._exchange = work, own, everyones
-
-    def finish(self, state: TrainingState) -> None:
-        self._look(state)
+            if state.stopping or state.is_last_step:
+                self._look(state)
 
     def rolled_back(self, state: TrainingState, from_step: int) -> None:
         state.phases.take_steps()  # a restore lies between them

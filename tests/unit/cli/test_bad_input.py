@@ -88,16 +88,6 @@ BAD_CONFIGS = [
         "train.global_batch_size=8",
     ),
     (
-        [*SLURM, "parallel=hsdp", "parallel.gradient_compression=bf16"],
-        "gradient_compression=bf16 works only with whole replicas",
-        "parallel.reduce_dtype=bfloat16",
-    ),
-    (
-        [*SLURM, "parallel.param_dtype=bfloat16", "parallel.gradient_compression=bf16"],
-        "nor with parallel.param_dtype",
-        "parallel.reduce_dtype=bfloat16",
-    ),
-    (
         [*SLURM, "parallel=fsdp", "parallel.reshard_after_forward=3"],
         "parallel.reshard_after_forward=3 does not cut 4 shards",
         "2, true or false",

@@ -42,7 +42,7 @@ def typed(lines: Sequence[str], folder: Path) -> str:
 def test_the_first_lines_about_data_prepare_text_and_train_on_it(project: Path) -> None:
     (project / "raw.jsonl").write_bytes(json_lines(texts(200, seed=1)))
     said = typed(lines_of("data", "Prepare text once", 0), project)
-    assert read_manifest(project / "tokens").dtype == "uint8"
+    assert read_manifest(project / "tokens").tokenizer.dtype == "uint8"
     assert "step 20/20" in said and "slurmtrain: finished" in said
 
 

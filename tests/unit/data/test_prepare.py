@@ -124,7 +124,7 @@ def test_documents_are_what_the_tokenizer_makes_of_them_between_bos_and_eos(tmp_
     prepare(tmp_path / "raw.jsonl", tmp_path / "out", tokenizer=str(file), unit_mb=0.002, bos="1")
     manifest = read_manifest(tmp_path / "out")
     facts = manifest.tokenizer
-    assert facts.kind == "tokenizers" and facts.file is not None and manifest.dtype == "uint16"
+    assert facts.kind == "tokenizers" and facts.file is not None and manifest.tokenizer.dtype == "uint16"
     assert (tmp_path / "out" / facts.file).read_bytes() == file.read_bytes()
     tokenizer, _ = load_tokenizer(TokenizerChoice(str(file), eos="0"))
     expected = [([facts.bos, *ids.tolist(), facts.eos], 0) for ids in tokenizer.encode_batch(documents)]
@@ -468,7 +468,7 @@ def write_sparse(path: Path, size: int) -> None:
         (lambda raw: raw.joinpath("a.parquet").write_bytes(b"PAR1 nothing"), "cannot be read as Parquet"),
         (lambda raw: pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), raw / "a.parquet"), "has no column 'text'"),
         (lambda raw: pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), raw / "a.parquet"), "'text' is int64"),
-        (lambda raw: raw.joinpath("a.arrow").write_bytes(b"x"), "is of a data set saved by `datasets`"),
+        (lambda raw: raw.joinpath("a.arrow").write_bytes(b"x"), "its suffix is '.arrow'"),
         (lambda raw: raw.joinpath("a.bin").write_bytes(b"x"), "it is not known what is in"),
         (lambda raw: raw.joinpath("a.parquet.gz").write_bytes(b"x"), "is compressed as a whole"),
         (lambda raw: raw.joinpath("a.jsonl").write_bytes(b"\n"), "the inputs contain no document"),
@@ -510,11 +510,11 @@ def test_an_input_that_vanishes_may_come_back_but_one_that_changes_may_not(tmp_p
     error = interfering(plan, lambda: path.write_bytes(json_lines(texts(21, seed=1))))
     assert isinstance(error, ConfigError) and "was changed while it was being prepared" in error.message
     with pytest.raises(
-        ConfigError, match=r"was started with other settings: the input a.jsonl had \d+ bytes of jsonl, now"
+        ConfigError, match=r"was started with other settings: the input a.jsonl was \d+ bytes of jsonl, now"
     ):
         plan_of(path, tmp_path / "out")
     path.write_bytes(json_lines(texts(20, seed=1)))
-    with pytest.raises(ConfigError, match=r"was started with other settings: the input a.jsonl has changed"):
+    with pytest.raises(ConfigError, match=r"was started with other settings: the last change of a.jsonl was"):
         plan_of(path, tmp_path / "out")
     os.utime(path, ns=(when, when))
     assert work(plan_of(path, tmp_path / "out"), plan.units, 1, Event(), lambda tally: None, max_bad_share=0.0)
@@ -528,7 +528,7 @@ def test_another_data_set_in_the_same_output_is_refused_by_what_differs(tmp_path
     prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(first), eos="none")
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (first, second)]
     changes: list[tuple[dict[str, Any], str]] = [
-        ({"tokenizer": str(second), "eos": "none"}, f"its sha256 was {digests[0]}, now {digests[1]}"),
+        ({"tokenizer": str(second), "eos": "none"}, f"tokenizer.sha256 was {digests[0]}, now {digests[1]}"),
         ({"tokenizer": str(first), "eos": "none", "unit_mb": 2.0}, "prepare.unit_mb was 128.0, now 2.0"),
         ({"tokenizer": str(first), "eos": "none", "text_field": "x"}, "prepare.text_field was text, now x"),
     ]
