@@ -70,11 +70,10 @@ class FakeSlurm:
         self.directory = directory
 
     @classmethod
-    def install(cls, directory: Path, first_id: int = 101) -> FakeSlurm:
-        """Make the folder with its commands. Jobs are numbered from `first_id` on."""
+    def install(cls, directory: Path) -> FakeSlurm:
+        """Make the folder with its commands. Jobs are numbered from 101 on."""
         directory.mkdir(parents=True, exist_ok=True)
         fake = cls(directory)
-        fake._write("next", first_id)
         for name in COMMANDS:
             _script(
                 directory / name,

@@ -46,9 +46,6 @@ class Ranks:
         self.directory = directory
         self._readers: dict[int, multiprocessing.connection.Connection] = {}
         self._processes: dict[int, Any] = {}
-        self._add(size, function, args, only)
-
-    def _add(self, size: int, function: Callable[..., Any], args: Sequence[Any], only: list[int]) -> None:
         for rank in only:
             reader, writer = CONTEXT.Pipe(duplex=False)
             process = CONTEXT.Process(target=_be_rank, args=(writer, rank, size, self.directory, function, args))

@@ -247,6 +247,37 @@ BAD_WORDS = [
     ([*LOCAL, "--after", "last"], "has no queue", "submit when it has finished"),
     (["progress", "10"], "works only inside a run: SLURMTRAIN_RUN_DIR is not set", "submit -- bash"),
     (["progress", "ten"], "STEP: 'ten' is not a whole number", "progress --help"),
+    # The nearest name.
+    ([], "no verb given", "submit, render, train, status"),
+    (["submt"], "there is no verb 'submt'", "submit"),
+    (["submt", "--", "python", "x.py"], "there is no verb 'submt'", "did you mean submit"),
+    (["submit", "xyz"], "cannot read 'xyz'", "known are"),
+    (["submit", "train.stepz=3"], "train has no field 'stepz'", "did you mean train.steps"),
+    (["submit", "+cluster.node=3"], "cluster has no field 'node'", "did you mean cluster.nodes or "),
+    (["submit", "cluster.container.imag=x"], "cluster.container has no field 'imag'", "cluster.container.image"),
+    (["submit", "cluster=a100"], "there is no cluster called 'a100'", "a100x4"),
+    (["submit", "+cluster=lokal"], "there is no cluster called 'lokal'", "did you mean local"),
+    (["submit", "hydra/sweeper=optunaa"], "there is no hydra/sweeper called 'optunaa'", "did you mean optuna?"),
+    (["--dryrun", "submit"], "there is no option '--dryrun'", "--dry-run"),
+    (["nodes", "--cluster", "c"], "there is no option '--cluster'", "nodes --help shows what it takes"),
+    (["status", "--jsn"], "there is no option '--jsn'", "--json"),
+    (["sandbox", "upp"], "'upp' is not one of up|down|status|env", "did you mean up"),
+    (["runs"], "runs needs one of compare|prune", "runs --help"),
+    (["logs"], "required: RUN", "logs"),
+    (["help", "sekrets"], "there is no topic 'sekrets'", "did you mean secrets"),
+    (["submit", "--config-name"], "--config-name needs a value", ""),
+    (["submit", "model.layrs=3"], "model has no key 'layrs'", "did you mean model.n_layers? (+model.layrs=3 adds it)"),
+    (["submit", "model=tiny", "+model.a.b=1", "model.a.c=2"], "model.a has no key 'c'", "known are: b"),
+    (["submit", "~model.layrs"], "model has no key 'layrs'", "did you mean model.n_layers?"),
+    (["submit", "cluster.env.A=1"], "cluster.env has no key 'A'", "write +cluster.env.A=1"),
+    (["submit", "--config-dir", "nowhere"], "there is no such folder", ""),
+    (["submit", "-cn", "nothing"], "nothing", ""),
+    (["--cfg", "jb"], "'jb' is not a value of --cfg", "did you mean job"),
+    (["submit", "=3"], "cannot read the override '=3'", "key=value"),
+    (["submit", "job.name=it's"], "in which a quote does not end", "it is typed \"job.name='it\\'s'\""),
+    (["submit", 'cluster.account=a"b'], "in which a quote does not end", "it is typed 'cluster.account="),
+    (["submit", "cluster.container.image=a#b"], "cannot read the override 'cluster.container.image=a#b'", "quote"),
+    (["--multirun", "render", "train.steps=1,2"], "works with submit", "-m"),
 ]
 
 
@@ -316,15 +347,6 @@ def test_an_interpolation_that_fails_does_not_show_the_secret_in_it(
     (project / "own/model/mine.yaml").write_text(text.replace("model: $", "# @package _global_\nmodel: $"))
     _, said, hint = refused(["--config-dir", "own", "model=mine", *SLURM], capsys)
     assert "sekritvalue" not in said + hint
-
-
-@pytest.mark.parametrize("verb", [["submit", "--dry-run"], ["render"], ["train"]])
-def test_all_verbs_that_compose_refuse_the_same(
-    verb: list[str], nothing_left: FakeSlurm, project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, said, _ = refused([*verb, "optim.lr=0"], capsys)
-    assert code == EXIT_CONFIG and "optim.lr=0.0 must be above 0" in said
-    assert [path.name for path in project.iterdir()] == ["file"]
 
 
 # The world around.

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -137,15 +134,6 @@ def test_verify_finds_one_wrong_bit_and_looks_at_one_step_if_it_is_told_to(run: 
     assert last("verify", "20").startswith("checkpoint_0000020: sound")
     last("verify", "40", code=1)
     assert "has no checkpoint of step 50\n  hint: there are: 10, 20, 30, 40" in refused("verify", "50")
-
-
-def test_a_terminal_sees_how_far_it_is(run: RunDir) -> None:
-    controller, terminal = pty.openpty()
-    words = [sys.executable, "-m", "slurmtrain", "checkpoints", str(run.path), "verify"]
-    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, stderr=terminal, text=True)
-    os.close(terminal)
-    assert b"checkpoint_0000010" in os.read(controller, 100_000)
-    assert done.stdout.count("sound") == 4 and "\x1b" not in done.stdout
 
 
 # prune
@@ -304,8 +292,3 @@ def test_a_run_without_any_is_one_sentence(tmp_path: Path) -> None:
     for words in ([], ["verify"], ["export", str(tmp_path / "out.pt")]):
         assert "has no checkpoint yet" in refusal("checkpoints", str(run_dir.path), *words)
     printed("checkpoints", str(run_dir.path), "prune")
-
-
-@pytest.mark.parametrize("reference", ["{}/nowhere", "{}", "{}/a\0b", "{}/" + "x" * 5000])
-def test_what_is_no_run_is_one_sentence(reference: str, run: RunDir, tmp_path: Path) -> None:
-    assert "slurmtrain: error: " in refusal("checkpoints", reference.format(tmp_path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -28,20 +27,9 @@ from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import printed, shown
 
 VISIBLE_VERBS = visible_verbs()
-# Every verb, and every action of one, as the words after which its options are typed.
-TREE = [
-    (name, *(["last"] if name == "checkpoints" and action else []), *([action] if action else []))
-    for name in VISIBLE_VERBS
-    for action in (None, *VERBS[name].actions)
-]
 
 
 # What may be typed.
-
-
-def test_the_output_file_of_render_may_be_called_like_a_verb(project: Path) -> None:
-    printed("-o", "status", "render", "+cluster=a100x4")
-    assert (project / "status").read_text().startswith("#!/bin/bash")
 
 
 @pytest.mark.parametrize(
@@ -74,14 +62,6 @@ def test_plus_tilde_and_double_plus_add_remove_and_override(project: Path) -> No
     assert "export A=1\n" in script and "export B=2\n" in script and "#SBATCH --nodes=4\n" in script
 
 
-def test_cfg_job_prints_the_composed_config_with_and_without_a_verb(cli: Cli) -> None:
-    plain = cli("--cfg", "job", "+cluster=h100x8", "train.steps=7")
-    assert plain.returncode == 0, plain.stderr
-    assert "gpu_type: h100" in plain.stdout and "steps: 7" in plain.stdout and "betas:" in plain.stdout
-    among = cli("+cluster=h100x8", "submit", "--cfg", "job", "train.steps=7")
-    assert among.stdout == plain.stdout
-
-
 def test_a_config_dir_brings_clusters_models_and_a_primary_config(cli: Cli, project: Path) -> None:
     own = project / "resume"  # a value that looks like a verb is a value
     for name, text in {
@@ -105,16 +85,15 @@ def test_a_config_dir_brings_clusters_models_and_a_primary_config(cli: Cli, proj
     )
 
 
-@pytest.mark.parametrize("absolute", [False, True])
 def test_own_configs_with_a_primary_one_are_searched_first_and_the_shipped_ones_after_them(
-    absolute: bool, cli: Cli, project: Path
+    cli: Cli, project: Path
 ) -> None:
     own = project / "it's, mine"
     (own / "model").mkdir(parents=True)
     (own / "model/tiny.yaml").write_text("_target_: my_models.Shadow\n")
     groups = "{cluster: a100x4}, {model: tiny}, {data: stdlib}, {job: train}"
     (own / "config.yaml").write_text(f"defaults: [schema, {groups}, _self_]\ntrain: {{steps: 31}}\n")
-    path = ("--config-dir", str(own) if absolute else own.name)
+    path = ("--config-dir", own.name)
     answer = cli(*path, "--cfg", "job")
     assert "_target_: my_models.Shadow" in answer.stdout and "steps: 31" in answer.stdout, answer
     assert "partition: null" in answer.stdout and "dim: 96" in cli(*path, "--cfg", "job", "model=small").stdout
@@ -122,15 +101,6 @@ def test_own_configs_with_a_primary_one_are_searched_first_and_the_shipped_ones_
     assert cli("render", *path, "-o", "job.sbatch").returncode == 0
     frozen = next(project.glob("runs/train/*/config.yaml")).read_text()
     assert "_target_: my_models.Shadow" in frozen and "steps: 31" in frozen
-
-
-def test_own_configs_have_the_nearest_names_too(project: Path) -> None:
-    (project / "cluster").mkdir()
-    (project / "cluster/jupiter.yaml").write_text("nodes: 1\n")
-    (project / "mine.yaml").write_text("defaults: [config, _self_]\ntrain: {stepz: 31}\n")
-    said = refusal("submit", "--config-dir", ".", "-cn", "mine")
-    assert "train has no field 'stepz'" in said and "did you mean train.steps" in said
-    assert "did you mean jupiter" in refusal("submit", "cluster=jupitr", "--config-dir", ".")
 
 
 def test_every_shipped_group_is_in_the_defaults_list_so_that_a_plus_before_it_may_be_dropped() -> None:
@@ -210,41 +180,6 @@ def test_the_console_script_is_the_same_thing(cli: Cli, project: Path) -> None:
         assert same[0] == same[1]
 
 
-# Ctrl-C when a module begins to load, or at the end of the interpreter.
-INTERRUPTED = """
-import atexit, os, runpy, signal, sys
-class Finder:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name == {at!r}:
-            os.kill(os.getpid(), signal.SIGINT)
-if {at!r} == "exit":
-    atexit.register(os.kill, os.getpid(), signal.SIGINT)
-sys.meta_path.insert(0, Finder)
-sys.argv = ["slurmtrain", *{words!r}]
-runpy.run_module("slurmtrain", run_name="__main__", alter_sys=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("words", "at"),
-    [
-        (["--help"], "slurmtrain.cli"),
-        (["submit", "--help"], "argparse"),
-        (["--help"], "slurmtrain.cli.help"),
-        (["--help"], "exit"),
-        (["status"], "slurmtrain.report.status.look"),
-        (["submit", "--dry-run"], "jinja2"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value[0],
-)
-def test_ctrl_c_while_a_verb_loads_is_silent(words: list[str], at: str, project: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED.format(at=at, words=words)], cwd=project, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (130, "")
-
-
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
@@ -271,20 +206,6 @@ def test_tab_completes_verbs_groups_options_and_fields(line: str, offered: set[s
     assert offered <= set(answer.stdout.split()), answer
 
 
-@pytest.mark.parametrize("words", TREE, ids=" ".join)
-def test_tab_offers_every_option_that_the_help_shows_and_argparse_takes(
-    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main([*words, "--help"])
-    section = capsys.readouterr().out.partition("\noptions:\n")[2].partition("\nexamples:")[0]
-    explained = set(re.findall(r"(?:^  |, )(--?[a-z][\w-]*)", section, re.MULTILINE))
-    monkeypatch.setenv("COMP_LINE", f"slurmtrain {' '.join(words)} -")
-    main(["-sc", "query=bash"])
-    offered = set(capsys.readouterr().out.split())
-    assert explained - {"-h"} <= offered
-    assert offered - {"--json"} <= explained | {"--json"}
-
-
 def test_tab_offers_the_values_of_an_option(cli: Cli) -> None:
     for line, offered in (
         ("slurmtrain usage --by ", ["run", "user"]),
@@ -298,14 +219,6 @@ def test_tab_offers_the_values_of_an_option(cli: Cli) -> None:
 def test_the_sizes_of_a_sandbox_that_the_help_names_are_its_own() -> None:
     asked = parse(["sandbox", "up"])
     assert {name: getattr(asked, name) for name in OF_SPEC} == {name: vars(SandboxSpec())[name] for name in OF_SPEC}
-
-
-def test_tab_completes_the_ids_of_runs(cli: Cli, project: Path) -> None:
-    for name in ("20260101-000000-aaaaa", "20260202-000000-bbbbb"):
-        (project / "runs/train" / name).mkdir(parents=True)
-        (project / "runs/train" / name / "run.json").write_text("{}")
-    answer = cli("-sc", "query=bash", COMP_LINE="slurmtrain logs 202602", COMP_POINT="22")
-    assert answer.stdout.split() == ["20260202-000000-bbbbb"]
 
 
 def completed_by_bash(cli: Cli, typed: str) -> str:
@@ -341,72 +254,6 @@ def test_tab_runs_nothing_that_somebody_has_put_into_a_name(
     words = completed_by_bash(cli, typed).split()
     assert offered in words
     assert not (project / "ran").exists() and not any("2026" in word or "--host" in word for word in words)
-
-
-# What cannot be understood: exit code 2, one sentence, a hint, no traceback.
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence", "hint"),
-    [
-        ([], "no verb given", "submit, render, train, status"),
-        (["train.steps=3"], "no verb given", "--help"),
-        (["submt"], "there is no verb 'submt'", "submit"),
-        (["submt", "--", "python", "x.py"], "there is no verb 'submt'", "did you mean submit"),
-        (["submit", "xyz"], "cannot read 'xyz'", "known are"),
-        (["submit", "train.stepz=3"], "train has no field 'stepz'", "did you mean train.steps"),
-        (["submit", "trian.steps=3"], "there is no config key 'trian'", "did you mean train"),
-        (["submit", "+cluster.node=3"], "cluster has no field 'node'", "did you mean cluster.nodes or "),
-        (
-            ["submit", "cluster.container.imag=x"],
-            "cluster.container has no field 'imag'",
-            "cluster.container.image",
-        ),
-        (["submit", "cluster=a100"], "there is no cluster called 'a100'", "a100x4"),
-        (["submit", "+cluster=lokal"], "there is no cluster called 'lokal'", "did you mean local"),
-        (["submit", "hydra/sweeper=optunaa"], "there is no hydra/sweeper called 'optunaa'", "did you mean optuna?"),
-        (
-            ["submit", "hydra/sweeper/sampler=tpee"],
-            "there is no hydra/sweeper/sampler called 'tpee'",
-            "did you mean tpe?",
-        ),
-        (["submit", "+experiment=smok"], "there is no experiment called 'smok'", "did you mean smoke"),
-        (["--dryrun", "submit"], "there is no option '--dryrun'", "--dry-run"),
-        (["nodes", "--cluster", "c"], "there is no option '--cluster'", "nodes --help shows what it takes"),
-        (["status", "--jsn"], "there is no option '--jsn'", "--json"),
-        (["sandbox", "upp"], "'upp' is not one of up|down|status|env", "did you mean up"),
-        (["runs"], "runs needs one of compare|prune", "runs --help"),
-        (["logs"], "required: RUN", "logs"),
-        (["help", "sekrets"], "there is no topic 'sekrets'", "did you mean secrets"),
-        (["submit", "--config-name"], "--config-name needs a value", ""),
-        (
-            ["submit", "model.layrs=3"],
-            "model has no key 'layrs'",
-            "did you mean model.n_layers? (+model.layrs=3 adds it)",
-        ),
-        (["submit", "model=tiny", "+model.a.b=1", "model.a.c=2"], "model.a has no key 'c'", "known are: b"),
-        (["submit", "model.optm.lr=3"], "model has no key 'optm'", "+model.optm.lr=3 adds it"),
-        (["submit", "~model.layrs"], "model has no key 'layrs'", "did you mean model.n_layers?"),
-        (["submit", "cluster.env.A=1"], "cluster.env has no key 'A'", "write +cluster.env.A=1"),
-        (["submit", "--config-dir", "nowhere"], "there is no such folder", ""),
-        (["--config-dir", "nowhere", "--cfg", "job"], "--config-dir nowhere: there is no such folder", ""),
-        (["submit", "-cn", "nothing"], "nothing", ""),
-        (["--cfg", "jb"], "'jb' is not a value of --cfg", "did you mean job"),
-        (["submit", "=3"], "cannot read the override '=3'", "key=value"),
-        (["submit", "job.name=it's"], "in which a quote does not end", "it is typed \"job.name='it\\'s'\""),
-        (["submit", 'cluster.account=a"b'], "in which a quote does not end", "it is typed 'cluster.account="),
-        (["submit", "cluster.container.image=a#b"], "cannot read the override 'cluster.container.image=a#b'", "quote"),
-        (["submit", "cluster=3"], "there is no cluster called '3'", ""),
-        (["--multirun", "render", "train.steps=1,2"], "works with submit", "-m"),
-    ],
-)
-def test_what_cannot_be_understood_gets_one_sentence_and_the_nearest_name(
-    words: list[str], sentence: str, hint: str, project: Path
-) -> None:
-    first, *rest = refusal(*words).splitlines()
-    assert first.startswith("slurmtrain: error: ") and sentence in first
-    assert len(rest) <= 1 and hint in "".join(rest)
-    assert list(project.iterdir()) == []
 
 
 def test_a_reader_that_leaves_early_is_no_error(cli: Cli, project: Path) -> None:
@@ -489,24 +336,3 @@ def test_the_next_steps_that_submit_prints_work_as_they_are(
     status = shlex.split(steps[0])
     assert Path(status[1]).is_absolute() is elsewhere
     printed(*status)
-
-
-def test_a_rendered_run_remembers_which_slurm_it_is_for(project: Path, tmp_path: Path) -> None:
-    (tmp_path / "slurm.conf").write_text("")
-    for words, known in [
-        ([f"cluster.slurm_conf={tmp_path}/slurm.conf", "+cluster=a100x4"], f"{tmp_path}/slurm.conf"),
-        (["+cluster=sandbox", "cluster.sandbox=surely-not-there"], None),
-        (["+cluster=a100x4"], None),
-    ]:
-        printed("render", "-o", "job.sbatch", *words)
-        newest = max(project.glob("runs/train/*"), key=lambda path: path.stat().st_mtime_ns)
-        assert json.loads((newest / "run.json").read_text())["slurm_conf"] == known
-
-
-def test_status_of_a_submitted_run_says_its_job_even_without_a_controller(project: Path, slurm: FakeSlurm) -> None:
-    for name in ("squeue", "scontrol"):
-        slurm.fail(name)
-    assert "as job 101" in printed("+cluster=a100x4", "submit")
-    run_dir = next(project.glob("runs/train/*"))
-    assert json.loads((run_dir / "run.json").read_text())["job_ids"] == ["101"]
-    assert os.stat(run_dir).st_mode & 0o777 == 0o700

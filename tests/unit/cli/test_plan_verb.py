@@ -57,15 +57,6 @@ def test_without_gpus_units_are_small_and_without_a_peak_memory_and_saves_are_pl
     assert answer(["+experiment=smoke"])["step"] is None
 
 
-def test_the_parts_of_the_memory_of_a_rank_are_told() -> None:
-    words = ["+cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "parallel.param_dtype=bfloat16"]
-    words += ["data.seq_len=8192", "train.global_batch_size=8", "train.micro_batch_size=1"]
-    parts = "69.0 GB{} (parameters 3.7, gradients 3.7, optimiser 7.5, gathered 3.2, activations 50.9)\n"
-    assert f"memory        {parts.format(' of 79.0 on a rank')}" in said(words)
-    (stage,) = answer(words)["memory"]
-    assert stage["total"] / 2**30 == pytest.approx(69.0, abs=0.05)
-
-
 def test_a_program_gets_the_same_numbers() -> None:
     found = answer([*EIGHT_B, "--tokens", "1.5e13"])
     assert found["axes"]["dp_shard"] == found["step"]["ranks"] == 128

@@ -117,32 +117,6 @@ def test_check_says_what_cannot_run_and_what_probe_would_write_differently(
     assert "cannot run: cluster.partition=gpu: this cluster has no such partition" in capsys.readouterr().out
 
 
-def test_check_looks_at_a_file_with_what_its_defaults_list_adds(
-    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["probe"]) == 0
-    Path("conf/cluster/a100x4.yaml").write_text("defaults: [alpha, _self_]\nnodes: 2\n")  # a shipped one has the name
-    Path("conf/cluster/long.yaml").write_text("defaults:\n  - alpha\ntime_limit_min: 3000\n")
-    assert main(["probe", "--check", "conf/cluster/a100x4.yaml"]) == 1
-    assert capsys.readouterr().out.endswith("\n-nodes: 2\n+nodes: 1\n")
-    assert main(["probe", "--check", "long"]) == 78
-    Path("conf/cluster/beside.yaml").write_text("defaults: [gone]\n")
-    capsys.readouterr()
-    assert main(["probe", "--check", "beside"]) == 2
-    assert "gone" in capsys.readouterr().err
-    mine = Path("mine/cluster")
-    mine.mkdir(parents=True)
-    (mine / "base.yaml").write_text("partition: gpu\ngpu_type: h100\ngpus_per_node: 4\ntasks_per_node: 4\n")
-    (mine / "own.yaml").write_text("defaults: [base]\n")
-    assert main(["probe", "--check", "mine/cluster/own.yaml"]) == 1
-    assert "-gpu_type: h100\n+gpu_type: a100\n" in capsys.readouterr().out
-    alpha.fail(
-        "sbatch --test-only", "Batch job submission failed: Invalid qos specification"
-    )  # SLURM has the last word
-    assert main(["probe", "--check", "mine/cluster/own.yaml"]) == 78
-    assert "cannot run: sbatch refused the job: Batch job submission failed: Invalid qos" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
@@ -200,16 +174,3 @@ def test_a_drill_whose_tiny_jobs_a_partition_does_not_take_says_so_before_it_sub
     said = capsys.readouterr().err
     assert "a job of 1 node is less than partition cpu requires, 2 (MinNodes)" in said and "cluster.nodes=2" in said
     assert alpha.submitted == [] and not list(Path("runs").glob("*"))
-
-
-def test_slurm_is_asked_whether_it_accepts_a_single_run_before_it_is_submitted(
-    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    alpha.command(
-        "sbatch", 'echo "$*" >>"$here/calls"; echo "allocation failure: Invalid qos specification" >&2; exit 1'
-    )
-    assert main(["cluster.backend=slurm", "+experiment=smoke", "submit"]) == 1
-    assert "sbatch refused the job: Invalid qos specification" in capsys.readouterr().err
-    (call,) = (alpha.directory / "calls").read_text().splitlines()
-    assert call.startswith("--test-only")
-    assert not Path("runs").exists()

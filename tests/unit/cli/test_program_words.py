@@ -30,13 +30,6 @@ def test_a_program_gets_every_word_as_it_was_typed(cli: Cli, project: Path) -> N
     assert json.loads((project / "words.json").read_text()) == [*WORDS, "0 of 1"]
 
 
-def test_the_points_of_a_sweep_share_the_program(cli: Cli, project: Path) -> None:
-    done = cli(
-        "-m", "+cluster=local", "optim.lr=1e-3,1e-4", "submit", "--dry-run", "--", "python", "x.py", "--lr", "1,2"
-    )
-    assert done.returncode == 0 and "2 points" in done.stdout, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize(
     ("overrides", "program", "command"),
     [

@@ -132,13 +132,6 @@ def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make) -> None
     assert (finished["loss"], finished["eta_s"], finished["tokens_per_s"]) == (1.0, None, None)
 
 
-def test_when_slurm_cannot_be_asked_a_program_reads_why(make: Make, slurm: FakeSlurm) -> None:
-    make("waiting")
-    slurm.command("squeue", "echo 'no controller' >&2; exit 1")
-    (run,) = shown("status")
-    assert run["state"] == "unknown" and "no controller" in run["doubt"]
-
-
 def test_what_was_done_to_a_run_is_an_object_too(make: Make) -> None:
     done = make("finished")
     answer = shown("cancel", done.id)
@@ -229,17 +222,6 @@ def test_only_steps_and_metrics_that_both_have_are_compared_and_the_latest_recor
     assert (found["steps"], found["first_divergence"]["step"]) == ([2, 5, 6], 5)
 
 
-def test_a_run_of_somebody_else_is_compared_whatever_its_record_says_of_the_code(make: Make) -> None:
-    a, b = make("finished", "job.snapshot=cwd"), make("finished", "job.snapshot=cwd")
-    (b.code / "\x1b[31mred.py").touch()
-    for revision in (5, "\x1b]0;title\x07"):
-        b.update_info(code={"revision": revision, "dirty": "yes"})
-        text = printed("runs", "compare", a.id, b.id)
-        assert "\x1b" not in text and "\x07" not in text and " [31mred.py" in text
-    b.update_info(code={"revision": "0" * 40, "dirty": None})
-    assert ", revision 000000000000 (whether with changes is not known)\n" in printed("runs", "compare", a.id, b.id)
-
-
 def test_the_snapshot_that_the_runs_of_a_sweep_share_is_compared(make: Make) -> None:
     one, two = (make("finished", "job.snapshot=cwd", f"job.name={name}") for name in ("one", "two"))
     for run in (one, two):
@@ -264,16 +246,6 @@ def test_two_runs_are_compared_in_the_samples_they_have_seen(make: Make) -> None
     assert f"b: {a.path}, of no known revision" in text and "the configs are the same" in text
     assert "the files of the code are not compared" in text  # they ran in place, outside of git
     assert "the same samples in the same order up to step 30" in text
-
-
-def test_a_single_common_step_and_values_that_differ_in_the_last_digits_are_shown_as_such(make: Make) -> None:
-    b_loss = math.nextafter(13.0962001, 14.0)
-    a, b = make("finished", losses={10: 13.0962001}), make("finished", losses={10: b_loss})
-    text = printed("runs", "compare", a.id, b.id)
-    assert "they diverge at step 10 (loss), of the 1 step that both have logged, 10 to 10" in text
-    (row,) = [line for line in text.splitlines() if line.startswith("loss ")]
-    left, _, right = row.split()[-3:]
-    assert (float(left), float(right)) == (13.0962001, b_loss)
 
 
 @pytest.mark.parametrize(
@@ -356,16 +328,6 @@ def test_nothing_that_slurm_cannot_be_asked_about_is_removed(make: Make, slurm: 
     slurm.command("squeue", "echo 'no controller' >&2; exit 1")
     assert "SLURM cannot be asked" in printed("runs", "prune", "--older-than", "1")
     assert waits.exists() and not done.path.exists()
-
-
-def test_a_link_or_a_copy_of_a_run_is_not_what_is_removed(make: Make, project: Path) -> None:
-    run = make()
-    outside = project / "kept" / "x" / run.id
-    outside.parent.mkdir(parents=True)
-    run.path.rename(outside)
-    run.path.symlink_to(outside)
-    assert f"{run.id} stays: it is a link" in printed("runs", "prune", "--state", "finished")
-    assert RunDir(outside).exists()
 
 
 @pytest.mark.parametrize("what", ["resumed", "read"])

@@ -21,7 +21,7 @@ from slurmtrain.config.folders import config_groups
 from slurmtrain.config.frozen import config_hash, freeze, load_frozen, to_config, to_values
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.rules import SBATCH_OPTIONS, validate
-from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig, JobConfig, TrainConfig
+from slurmtrain.config.schema import ClusterConfig, Config, HooksConfig
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, why_not_built
 from slurmtrain.launch.script import JobPaths, explained_directives
 
@@ -274,13 +274,6 @@ def test_cluster_sbatch_takes_text_numbers_flags_and_lists(value: object, writte
     assert [line for line in directives_of(config) if "comment" in line] == ([written] if written else [])
 
 
-@pytest.mark.parametrize("name", ["train", "a", "A-1_b.c+d", "0", "x" * 64])
-def test_names_that_are_good_folders_are_accepted(name: str) -> None:
-    config = compose_once()
-    config.job = JobConfig(name=name)
-    assert f"--job-name={name}" in directives_of(config)
-
-
 def test_what_can_be_is_accepted() -> None:
     """What cannot be is in tests/unit/cli/test_bad_input.py."""
     for words in (
@@ -293,12 +286,6 @@ def test_what_can_be_is_accepted() -> None:
         ["experiment=smoke", "cluster.tasks_per_node=2", "observe.profile_ranks=[0,1]"],
     ):
         validate(compose(words))
-
-
-def test_a_command_needs_neither_model_nor_batch_nor_schedule() -> None:
-    job = JobConfig(kind=JobKind.COMMAND, command="python x.py --lr '1e-3'")
-    config = Config(job=job, train=TrainConfig(global_batch_size=7, steps=5), cluster=ClusterConfig(nodes=3))
-    assert "--nodes=3" in directives_of(config)
 
 
 def test_a_key_of_another_option_names_that_option() -> None:

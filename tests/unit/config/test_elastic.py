@@ -26,9 +26,7 @@ from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 from slurmtrain.planner.fit import check_fits
-from slurmtrain.runs.run_dir import RunDir
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import add_attempt, judged
 
 BASE = compose(["cluster=a100x4", "train.global_batch_size=96"])
 
@@ -146,19 +144,3 @@ def test_ranks_start_on_what_can_be_used_of_what_was_given(
     (start,) = [line for line in (slurm.directory / "starts").read_text().splitlines() if " train " in line]
     options = [word for word in start.split() if word.startswith(("--nodes", "--ntasks"))]
     assert options == [f"--nodes={used}", f"--ntasks={4 * used}", "--ntasks-per-node=4"]
-
-
-def test_ranks_that_start_again_in_place_have_as_many_tasks_on_each_node_as_before(
-    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without --ntasks-per-node srun could put five ranks on one node and three on the other."""
-    assert main(["+cluster=a100x4", "cluster.nodes=2-3", "parallel=fsdp", "submit"]) == 0
-    (run,) = (RunDir(info.parent) for info in project.glob("runs/*/*/run.json"))
-    add_attempt(run, job_id="4711", nodes=["n0", "n1", "n2"])
-    run.attempt(1).srun_log.write_text("srun: error: n1: task 3: Killed\n")
-    for name, value in {"SLURM_JOB_ID": "4711", "SLURMD_NODENAME": "n0", "SLURM_RESTART_COUNT": "0"}.items():
-        monkeypatch.setenv(name, value)
-    slurm.command("scontrol", 'case "$*" in "show job"*) echo "JobId=4711 JobState=RUNNING NodeList=n[0-2]" ;; esac')
-    slurm.command("sinfo", 'printf "n0 mixed\\nn1 draining\\nn2 mixed\\n"')
-    capsys.readouterr()
-    assert judged(run, 1, 137, in_place=True) == "in-place n0 n2"

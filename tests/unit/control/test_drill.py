@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from slurmtrain.checkpoint.difference import TensorDifference
@@ -36,14 +35,11 @@ from slurmtrain.control.drill.ways import (
     TINY,
     Plan,
     Way,
-    parse_ways,
     preemptors,
     scratch_config,
-    time_given,
     tiny_config,
     why_not_here,
 )
-from slurmtrain.errors import UsageError
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.slurm.facts import ClusterFacts
@@ -248,34 +244,6 @@ def test_a_qos_that_preempts_is_found_whether_or_not_the_person_may_use_it() -> 
         assert f"of QOS cheap do not end (PreemptMode={mode})" in preemptors(left_alone, partition=None, qos="cheap")
 
 
-CHEAP = ["cheap||cluster"]
-
-
-@pytest.mark.parametrize(
-    ("way", "configuration", "words", "seconds"),
-    [
-        ("early_signal", BY_PARTITION, [], 300.0),
-        ("early_signal", BY_PARTITION, ["cluster=local"], None),
-        ("requeue", BY_PARTITION, [], 30.0),
-        ("requeue", {}, [], None),
-        ("preemption", BY_PARTITION, [], 40.0),
-        ("preemption", BY_PARTITION, ["cluster.partition='low,high'"], 40.0),
-        ("preemption", {"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE"}, ["cluster.qos=cheap"], 90.0),
-        ("crash", BY_PARTITION, [], None),
-    ],
-)
-def test_the_time_that_slurm_gives_to_leave_is_that_of_the_way(
-    way: str, configuration: dict[str, str], words: list[str], seconds: float | None
-) -> None:
-    accounts = {"AccountingStorageType": "accounting_storage/slurmdbd"}
-    facts = facts_of({"KillWait": "30 sec", **accounts, **configuration} if configuration else {}, qos=CHEAP)
-    facts = msgspec.structs.replace(
-        facts, qos=tuple(msgspec.structs.replace(each, grace_s=60.0) for each in facts.qos or ())
-    )
-    cluster = compose(["cluster=a100x4", "cluster.signal_lead_s=300", *words]).cluster
-    assert time_given(Way(way), cluster, facts) == seconds
-
-
 def losses(*values: float, first: int = 1, **more: list[Any]) -> dict[int, dict[str, Any]]:
     return {
         first + index: {"loss": value, **{name: each[index] for name, each in more.items()}}
@@ -319,13 +287,6 @@ def test_the_step_at_which_two_logs_part_tells_what_was_not_restored(
     assert cause in likely_causes(compare_logs(a, b), 2)[0]
     if cause[:3] == "the":
         assert "the order of the data" in likely_causes(compare_logs(a, b, samples_part_at=3), 2)[0]
-
-
-def test_a_counter_that_begins_anew_is_told_from_a_training_that_differs() -> None:
-    found = Comparison((68,), Divergence(68, "num_tokens", 5712.0, 168.0), checkpoint=122)
-    assert likely_causes(found, 66) == [
-        "num_tokens is not restored, or counts what only one run has done; every tensor is the same"
-    ]
 
 
 def test_a_tensor_that_differs_is_named() -> None:
@@ -385,12 +346,6 @@ def test_a_run_has_finished_when_its_rank_says_so_though_its_supervisor_has_not_
     run = ScratchRun(Way.CRASH, config=compose(["cluster=local"]), run_dir=run_dir)
     run.look(RunState(RunStatus.FINISHED, "finished", [], None))
     assert run.over and run.finished
-
-
-def test_ways_are_named_as_a_person_types_them() -> None:
-    assert parse_ways("in-place, crash") == [Way.IN_PLACE, Way.CRASH]
-    with pytest.raises(UsageError, match="there is no way 'crashes'"):
-        parse_ways("crashes")
 
 
 @pytest.mark.parametrize("way", [None, *Way])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.process import ProcessMark
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, printed, shown, submitted_run
-from tests.support.stranger import Stranger
 
 SUBMIT = ["+cluster=a100x4", "submit"]
 Out = pytest.CaptureFixture[str]
@@ -122,22 +117,6 @@ def test_a_copy_is_resumed_as_a_run_of_its_own(copies: tuple[Path, Path], slurm:
     assert slurm.calls("scancel") == ["scancel 102", "scancel 101"]
 
 
-def test_a_copy_of_a_point_runs_the_code_of_its_sweep_unless_that_is_somebody_elses(
-    project: Path, slurm: FakeSlurm, stranger: Stranger
-) -> None:
-    (project / "mine.py").write_text("import os\n")
-    program = ["job=command", "job.command=python mine.py", "job.snapshot=cwd"]
-    printed("-m", "+cluster=a100x4", *program, "submit")
-    (point,) = (path.parent for path in project.glob("runs/*.sweep-*/*/run.json"))
-    copy = project / "kept" / point.name
-    shutil.copytree(point, copy, symlinks=True)
-    os.chown(point.parent / "code", stranger.uid, -1)
-    assert "which is gone or is not yours" in refusal("resume", str(copy)) and len(slurm.jobs) == 1
-    os.chown(point.parent / "code", os.getuid(), -1)
-    assert "is submitted again as job 102" in printed("resume", str(copy))
-    assert (copy / "code" / "mine.py").read_text() == "import os\n"
-
-
 def test_a_copy_of_a_run_of_this_machine_leaves_the_ranks_of_the_original_alone(project: Path) -> None:
     mark = ProcessMark.own()
     run = submitted_run(project, "cluster=local")
@@ -165,23 +144,6 @@ def test_a_run_that_was_moved_is_the_same_run(again: bool, project: Path, slurm:
         assert slurm.calls("scancel") == ["scancel 101"]
 
 
-def test_a_run_that_was_moved_to_another_file_system_is_the_same_run_and_a_copy_that_was_put_back_too(
-    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = submit()
-    elsewhere = Path("/dev/shm") / f"slurmtrain-test-{os.getpid()}" / run.name
-    if os.stat("/dev/shm").st_dev == os.stat(run).st_dev:
-        pytest.skip("there is one file system")
-    try:
-        elsewhere.parent.mkdir()
-        shutil.move(run, elsewhere)
-        assert shown("status", str(elsewhere))["job_id"] == "101"
-        shutil.move(elsewhere, run)  # it has another inode now
-        assert shown("status", str(run))["job_id"] == "101"
-    finally:
-        shutil.rmtree(elsewhere.parent, ignore_errors=True)
-
-
 def test_a_copy_of_a_sweep_is_neither_cancelled_nor_retried(project: Path, slurm: FakeSlurm) -> None:
     assert main(["+cluster=a100x4", "-m", "train.seed=1,2", "submit"]) == 0
     (sweep,) = Path("runs").absolute().glob("*.sweep-*")
@@ -195,20 +157,3 @@ def test_a_copy_of_a_sweep_is_neither_cancelled_nor_retried(project: Path, slurm
     assert shown("status", str(point))["alive"] is False
     printed("sweep", "cancel", str(sweep))
     assert len(slurm.calls("scancel")) == 1
-
-
-@pytest.mark.parametrize("call", range(1, 6))
-def test_ctrl_c_in_resume_notes_no_job_twice(call: int, project: Path, slurm: FakeSlurm) -> None:
-    """Whichever of its questions to SLURM it comes at."""
-    run = submit()
-    slurm.change("101", state="CANCELLED")
-    real = slurm.directory / "real"
-    real.mkdir()
-    (slurm.directory / "squeue").rename(real / "squeue")
-    here = f'echo asked >>"$here/asked"; [ "$(wc -l <"$here/asked")" != {call} ] || kill -INT $PPID'
-    slurm.command("squeue", f'{here}\nexec "$here/real/squeue" "$@"')
-    done = subprocess.run(
-        [sys.executable, "-m", "slurmtrain", "resume", run.name], capture_output=True, text=True, check=False
-    )
-    job_ids = RunDir(run).info()["job_ids"]
-    assert job_ids in (["101"], ["101", "102"]) and (done.returncode == 130 or job_ids[-1] == "102"), done.stderr

@@ -44,12 +44,6 @@ def after(config: Config, *words: str) -> Config:
     return changed(config, words, Path("/home/me"))[0]
 
 
-def test_text_that_looks_like_a_number_stays_as_it_is_typed_and_one_word_is_a_list_of_one() -> None:
-    config = after(OURS, "cluster.account=1e5", "cluster.modules=1.10", "+cluster.env.A=true", "optim.lr=1e-5")
-    assert (config.cluster.account, config.cluster.modules, config.cluster.env["A"]) == ("1e5", ["1.10"], "true")
-    assert config.optim.lr == 1e-5
-
-
 MAY_CHANGE = """
 cluster.nodes=2 cluster.nodes=2-4 cluster.time_limit_min=600 cluster.partition=night parallel.dp_shard=2
 train.steps=300 train.micro_batch_size=1 train.data_workers=2 train.log_every=1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.cluster_file import WIDTH, ClusterFile, describe
+from slurmtrain.launch.cluster_file import ClusterFile, describe
 from slurmtrain.launch.queue_check import check_request
 from slurmtrain.slurm.facts import ClusterFacts, NodeGroup
 from tests.support.recorded_slurm import CLUSTERS, facts_of
@@ -60,16 +59,6 @@ def test_the_file_of_every_recorded_partition_makes_a_config_whose_job_the_clust
         validate(config)
         assert yaml.safe_load(file.text()) == file.values
         assert not any(fatal for _, fatal in check_request(facts, config.cluster))
-
-
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_every_value_has_a_comment_that_tells_where_it_comes_from(name: str) -> None:
-    for partition in facts_of(name).partitions:
-        lines = described(name, partition=partition.name).text().splitlines()
-        assert max(map(len, (line for line in lines if not line.startswith("# *")))) <= WIDTH
-        for number, line in enumerate(lines):
-            if re.match(r"[a-z]", line):
-                assert " # " in line or lines[number - 1].startswith("# "), line
 
 
 def test_a_job_gets_a_whole_node_of_the_most_frequent_kind_within_the_limits() -> None:

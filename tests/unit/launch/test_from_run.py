@@ -111,18 +111,6 @@ def test_what_a_run_decides_is_not_typed_beside_it(
     assert said in refused(*before, "submit", "--from", str(run.path), *behind)
 
 
-def test_a_run_that_ran_in_place_takes_the_code_of_the_folder_and_which_one_is_last_is_said(
-    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = submitted_run(project, "cluster=a100x4", "experiment=smoke")
-    capsys.readouterr()
-    assert f"last is run {run.id} ({run.path.parent.name}), submitted " in refused(
-        "job.runs_dir=other", "submit", "--from", "last", code=0
-    )
-    (made,) = all_runs(project / "other")
-    assert made.info()["workdir"] == str(project)
-
-
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [

@@ -16,7 +16,6 @@ from slurmtrain.cli import main
 from slurmtrain.errors import UnavailableRecordError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
@@ -82,18 +81,6 @@ def test_a_job_that_a_full_disk_does_not_let_be_noted_counts_as_submitted(
     continues(monkeypatch, run)
     assert "job 101 is submitted, but cannot be noted" in caplog.text and len(slurm.jobs) == 1
     assert attempts.read_attempt(run, 1).verdict == "resubmit"
-
-
-def test_the_job_of_a_supervisor_that_was_killed_while_it_submitted_is_found_and_no_second_one_submitted(
-    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make("requeue=resubmit", job_ids=("100",))
-    stopped(run, "resubmit")
-    run.event(Event.SUBMITTING, token=f"{run.id}:1")
-    slurm.add("101", comment=f"slurmtrain:{run.id}:1")
-    no_waiting(monkeypatch)
-    continues(monkeypatch, run)
-    assert not slurm.calls("sbatch") and run.info()["job_ids"] == ["100", "101"]
 
 
 # requeue.mode=requeue.

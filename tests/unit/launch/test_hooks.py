@@ -19,7 +19,6 @@ from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.hooks import hook_of, variables
-from tests.support.commands import Cli
 from tests.support.run_info import run_info
 from tests.support.runs import add_attempt
 
@@ -115,19 +114,3 @@ def test_at_its_time_limit_it_dies_with_all_that_it_has_started(tmp_path: Path) 
         assert select.select([held], [], [], 60)[0] and os.read(held, 1) == b""
     finally:
         os.close(held)
-
-
-def test_what_it_leaves_in_the_background_ends_with_it(tmp_path: Path) -> None:
-    run_dir = ended_run(tmp_path, HooksConfig(on_failure="setsid sleep 600 &"))
-    run_hook(run_dir, 1)
-    assert outcome(run_dir).startswith("ended with exit code 0")
-
-
-def test_it_runs_on_this_machine_too_and_changes_no_exit_code(cli: Cli, project: Path) -> None:
-    words = ["+cluster=local", "job=command", "hooks.on_finish='echo fin >>told; exit 3'", "submit"]
-    done = cli("job.command=date", "hooks.on_failure='echo bad >>told'", *words)
-    assert done.returncode == 0 and "hooks.on_finish ended with exit code 3" in done.stderr, done.stderr
-    (project / "f.py").write_text("raise SystemExit(5)")
-    by_hand = [*words[:-1], "job.command='python f.py'", "hooks.on_failure='echo bad >>told'", "train"]
-    assert cli(*by_hand).returncode == 5
-    assert (project / "told").read_text() == "fin\nbad\n"

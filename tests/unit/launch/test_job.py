@@ -37,9 +37,6 @@ HOOKS = tuple(
 )
 TRAIN = ("job.snapshot=none", "job.name=train")
 RANK = ("cluster.python=FOLDER/project/p.sh", "train.global_batch_size=8")
-TRAINS = """echo "start $SLURMTRAIN_ATTEMPT" >>$folder/seen; [ $SLURMTRAIN_ATTEMPT = 1 ] || exit 78
-echo '{"stepping": 2.0}' >"$SLURMTRAIN_RUN_DIR/attempts/0001/attempt.json"
-until [ -e $folder/waits ]; do sleep 0.02; done; exit 1"""
 SECRET = "hf_0123456789"
 NASTY = ["it's", 'say "hi"', "$(touch x)", "`touch x`", "$HOME", "a;b&c|d>e", "\\", "*", "!x", "#c", "é", ""]
 

@@ -467,16 +467,6 @@ def test_without_an_answer_status_says_what_the_files_know_and_resume_whom_to_wa
     assert "try again when kubectl answers" in refused("resume", run.id, code=1)
 
 
-def test_cancel_deletes_the_object_and_the_run_does_not_come_back(project: Path, kubectl: FakeKubectl) -> None:
-    run = submitted(project, "cluster.pods.target=trainjob")
-    assert len(kubectl.objects) == 2
-    assert "is told to end" in printed("cancel", run.id)
-    assert kubectl.objects == {} and run.request_file.exists()
-    assert shown("status", run.id)["state"] == "stopped"
-    printed("resume", run.id)
-    assert [name.rpartition("-")[2] for name in kubectl.objects] == ["1", "1"]
-
-
 def test_preempt_stops_the_pods_and_leaves_their_object(project: Path, kubectl: FakeKubectl) -> None:
     run = submitted(project)
     job = run.info()["job_ids"][0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -29,7 +28,7 @@ from slurmtrain.supervise.platforms import local
 from slurmtrain.system import file_claims
 from slurmtrain.system.file_claims import claimed, is_claimed
 from slurmtrain.system.files import write_json
-from slurmtrain.system.process import ProcessMark, wait_until
+from slurmtrain.system.process import wait_until
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
@@ -216,14 +215,6 @@ def test_cancel_and_resume_of_an_old_run_leave_alone_another_runs_job_that_has_i
     assert cancelled(slurm) == ["2"]
 
 
-def test_a_run_that_waited_is_gone_when_another_runs_job_has_its_id(make: Make, slurm: FakeSlurm) -> None:
-    old = make("2")
-    in_queue(slurm, "2 PENDING slurmtrain:20261122-000000-00000:s0")
-    assert look.state(old).status == "lost"
-    assert main(["cancel", old.id]) == 0
-    assert cancelled(slurm) == []
-
-
 def test_cancel_of_an_old_sweep_leaves_alone_the_array_of_another_that_has_its_id(
     project: Path, slurm: FakeSlurm
 ) -> None:
@@ -323,18 +314,6 @@ def test_the_claim_of_a_shell_that_lives_on_another_host_is_kept_by_its_heartbea
     thread.join()
 
 
-def test_the_claim_of_a_shell_in_another_container_of_this_host_is_kept_by_its_heartbeat(
-    tmp_path: Path, quick: None
-) -> None:
-    """Its pid means another process here, or none."""
-    elsewhere = dataclasses.replace(ProcessMark.own(), pid=2**22 + 1, namespace="pid:[1]")
-    claim = tmp_path / "claim-0001.json"
-    claim.write_text(json.dumps(elsewhere.to_json()))
-    assert is_claimed(tmp_path) and file_claims.holder_here(tmp_path) is None
-    os.utime(claim, (0, 0))
-    assert not is_claimed(tmp_path)
-
-
 def test_whoever_has_a_claim_gives_signs_of_life(tmp_path: Path, quick: None) -> None:
     with claimed(tmp_path, lambda owner: None):
         (claim,) = file_claims.claims(tmp_path)
@@ -342,25 +321,6 @@ def test_whoever_has_a_claim_gives_signs_of_life(tmp_path: Path, quick: None) ->
         assert wait_until(lambda: claim.stat().st_mtime >= time.time() - 60, timeout_s=60)
         assert is_claimed(tmp_path)
     assert not is_claimed(tmp_path)
-
-
-def test_a_claim_whose_making_nfs_has_not_confirmed_is_ones_own(
-    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The answer to link(2) is lost, the client asks once more, and is told that the file is there."""
-    link = os.link
-
-    def without_answer(source: Path, target: Path) -> None:
-        link(source, target)
-        raise FileExistsError(target)
-
-    monkeypatch.setattr(os, "link", without_answer)
-
-    def busy(owner: ProcessMark) -> None:
-        raise AssertionError(f"it waits for {owner}")
-
-    with claimed(tmp_path, busy) as somebody_before:
-        assert not somebody_before and len(file_claims.claims(tmp_path)) == 1
 
 
 def test_without_hard_links_one_process_at_a_time_holds_a_claim(

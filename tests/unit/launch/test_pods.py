@@ -105,19 +105,6 @@ def test_a_pod_that_is_drained_lets_all_save_leave_and_come_back(in_pods: InPods
     assert_same_run(in_pods.run_dir.path, undisturbed(tmp_path))
 
 
-@pytest.mark.slow
-def test_a_supervisor_that_is_killed_is_judged_by_the_next_one(in_pods: InPods, tmp_path: Path) -> None:
-    """As with a node that is lost: nobody has told how the attempt ended, and Kubernetes counts it."""
-    in_pods.jobset.start()
-    in_pods.wait_for_step(7)
-    in_pods.jobset.pods[0].kill()
-    (tmp_path / "project" / "pause").unlink()
-    assert in_pods.jobset.run() == "Completed", in_pods.jobset.logs()
-    assert (in_pods.jobset.restarts, in_pods.jobset.counted) == (1, 1)
-    assert in_pods.attempts()[0].verdict == "restarting"
-    assert_same_run(in_pods.run_dir.path, undisturbed(tmp_path))
-
-
 def program(tmp_path: Path, text: str, *words: str) -> InPods:
     """A run of two pods with a program of its own."""
     project = Project(tmp_path / "project")

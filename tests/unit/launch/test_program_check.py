@@ -9,7 +9,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
-from slurmtrain.config.launched_program import paths_in, repeated_launcher, script_and_module
+from slurmtrain.config.launched_program import repeated_launcher, script_and_module
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.errors import EXIT_CONFIG, ConfigError, exit_code_of
 from slurmtrain.launch.checks import host_memory
@@ -48,21 +48,6 @@ from tests.unit.launch.test_snapshot import git
 )
 def test_the_script_or_the_module_that_a_command_runs(command: str, script: str | None, module: str | None) -> None:
     assert script_and_module(command) == (script, module)
-
-
-@pytest.mark.parametrize(
-    ("command", "paths"),
-    [
-        ("python train.py a.bin --data ./b.bin --out=c/d x=e", ["a.bin", "./b.bin", "c/d", "e"]),
-        ("python -m my.train a --data /abs ~/b $HOME/c '*.d' --e", ["a"]),
-        ("bash -c 'python train.py a.bin'", ["train.py", "a.bin"]),
-        ("bash -c 'cd data && python train.py a.bin'", []),
-        ("bash run.sh a.bin", ["a.bin"]),
-        ("'", []),
-    ],
-)
-def test_the_files_that_a_command_may_name(command: str, paths: list[str]) -> None:
-    assert [path for _, path in paths_in(command) if path not in ("--data", "python")] == paths
 
 
 @pytest.fixture

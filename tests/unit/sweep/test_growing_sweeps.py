@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from slurmtrain.choices import Backend
 from slurmtrain.config.compose import Composer
 from slurmtrain.config.folders import search_folders
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.sweep.jobs import submit_runs
 from slurmtrain.sweep.plan import SweepPlan
 from slurmtrain.sweep.search import open_sweep
 from slurmtrain.system.file_claims import is_claimed
 from tests.support.commands import Cli
-from tests.support.fake_slurm import FakeSlurm
 
 PROGRAM = """
 import os, hydra
@@ -76,17 +71,3 @@ def test_a_point_whose_line_was_cut_short_is_asked_for_anew(sweep_plan: SweepPla
         opened.add({"optim.lr": "2"}, other)
     assert file.read_text().startswith(whole) and [point.number for point in opened.sweep.points()] == [0, 1]
     assert not is_claimed(opened.sweep.path)
-
-
-def test_a_point_that_was_removed_is_submitted_anew(sweep_plan: SweepPlan, slurm: FakeSlurm, project: Path) -> None:
-    cluster = replace(sweep_plan.first.cluster, backend=Backend.SLURM)
-    on_slurm = SweepPlan(replace(sweep_plan.first, cluster=cluster), search="the same")
-    client = SlurmClient(None)
-    opened = open_sweep(on_slurm, [], client)
-    for job_id, removed in (("101", False), ("102", True), ("102", False)):
-        if removed:
-            shutil.rmtree(opened.sweep.run_dir(opened.sweep.points()[0].run_id).path)
-        run_dir = opened.add({"optim.lr": "1"}, on_slurm.first)
-        submit_runs(opened.sweep, client, [run_dir])
-        assert run_dir.info()["job_ids"] == [job_id]
-    assert opened.sweep.array_numbers() == [0, 1]

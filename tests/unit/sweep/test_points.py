@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from slurmtrain.config.compose import Composer, compose, register_schema
 from slurmtrain.config.folders import search_folders, shipped
-from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.errors import UsageError
 from slurmtrain.runs.sweep_dir import tasks_of
 from slurmtrain.sweep.plan import choices_of, plan_arrays, tasks_at_once, validated
 from slurmtrain.sweep.study import GRID, TARGET
@@ -58,17 +57,6 @@ def test_what_varies_is_told_by_key(composer: Composer) -> None:
     assert grid.varied(1) == {"model.extra": "a", "optim.lr": "0.001"}
 
 
-def test_text_that_looks_like_a_number_stays_as_it_is_typed_in_every_point(composer: Composer) -> None:
-    words = ["cluster.account=1e5,1_000", "job.name=true", "+cluster.env.A=1.0", "cluster.modules=1.10,[1e5,gcc]"]
-    grid = choices_of(composer, words).grid()
-    configs = [composer.compose(point) for point in grid.points]
-    assert grid.varied(2) == {"cluster.account": "1_000", "cluster.modules": "1.10"}
-    assert [config.cluster.account for config in configs] == ["1e5", "1e5", "1_000", "1_000"]
-    assert [config.cluster.modules for config in configs] == [["1.10"], ["1e5", "gcc"]] * 2
-    assert {(config.job.name, config.cluster.env["A"]) for config in configs} == {("true", "1.0")}
-    assert configs == [compose(point) for point in grid.points]
-
-
 def test_choices_in_the_config_are_swept_and_the_command_line_wins(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "grid.yaml").write_text(
@@ -108,28 +96,6 @@ def test_a_config_chooses_the_sweeper_and_the_command_line_wins(tmp_path: Path) 
 def test_what_cannot_be_swept_is_refused(composer: Composer, words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said.replace("(", r"\(")):
         choices_of(composer, words).grid()
-
-
-def test_a_wrong_point_is_named_before_anything_is_submitted(composer: Composer) -> None:
-    grid = choices_of(composer, ["train.seed=1,2", "optim.lr=0.1,fast"]).grid()
-    with pytest.raises(ConfigError, match=r"point 1 \(train.seed=1 optim.lr=fast\): .*fast"):
-        list(validated(composer, grid))
-    grid = choices_of(composer, ["train.steps=50,-1"]).grid()
-    with pytest.raises(ConfigError, match=r"point 1 \(train.steps=-1\): .*train.steps"):
-        list(validated(composer, grid))
-
-
-def test_a_point_composes_many_times_faster_than_hydra_alone(composer: Composer) -> None:
-    """Not a figure: a guard against composing everything again for each point, which takes ten times as long."""
-    words = ["train.seed=range(30)"]
-    began = time.process_time()
-    compose(["train.seed=1"])
-    one = time.process_time() - began
-    grid = choices_of(composer, words).grid()
-    composer.compose(grid.points[0])
-    began = time.process_time()
-    assert len(list(validated(composer, grid))) == 30
-    assert time.process_time() - began < 30 * one / 3
 
 
 # Points into arrays.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from slurmtrain.config.compose import Composer
 from slurmtrain.config.folders import search_folders
 from slurmtrain.config.schema import Config, SearchConfig
 from slurmtrain.control.submitting import PointLook
-from slurmtrain.errors import ClusterError, ConfigError, RunFailedError, UnreadableRecordError
+from slurmtrain.errors import ClusterError, RunFailedError, UnreadableRecordError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.submit_once import RefusedError, SubmitLimitError
 from slurmtrain.report.progress import Progress
@@ -304,7 +302,7 @@ class Finishing:
 
     Attributes:
         fault: what else happens: the shell is "killed" when it starts runs, the queue has room for two and is "full", or
-            the second run is "removed" or "unreadable".
+            the second run is "unreadable".
     """
 
     here = None
@@ -338,10 +336,6 @@ class Finishing:
 
     def ended(self, *, soon: bool) -> list[tuple[RunDir, RunState]]:
         second = next((run_dir for run_dir in self.left if run_dir.id.endswith("-0001")), None)
-        if second is not None and self.fault == "removed":
-            shutil.rmtree(second.path)
-            self.left.remove(second)
-            return [(second, ended(RunStatus.REMOVED, "its run directory is gone"))]
         if second is not None and self.fault == "unreadable":
             return [(second, ended(RunStatus.UNREADABLE, "attempt.json is torn"))]
         self.left.sort(key=lambda run_dir: (run_dir.id not in self.asked, self.loss(run_dir)))
@@ -424,37 +418,11 @@ def test_a_search_that_is_killed_between_any_two_records_goes_on_exactly_once(
     assert all(each == found[0] for each in found)
 
 
-def test_a_trial_that_was_started_is_not_checked_again(searches: Searches) -> None:
-    """Its data may have moved meanwhile, or a newer version may refuse its config: its job runs all the same."""
-
-    def refused(config: Config) -> None:
-        raise ConfigError("the data are gone")
-
-    opened = searches.open()
-    searches.go(opened, "killed")
-    assert [trial.run for trial in searches.trials(opened)] == list(opened.sweep.run_dirs())
-    searches.go(dataclasses.replace(opened, look=refused))
-    trials = searches.trials(opened)
-    assert ["the data are gone" in trial.why for trial in trials] == [False] * 3 + [True] * 5
-    assert TrialState.COMPLETE in {trial.state for trial in trials[:3]} and started(opened) == ["once\n"] * 3
-
-
 def test_a_search_goes_on_below_a_limit_on_jobs(searches: Searches) -> None:
     opened = searches.open()
     searches.go(opened, "full")
     states = [trial.state for trial in searches.trials(opened)]
     assert len(states) == TRIALS and TrialState.RUNNING not in states and started(opened) == ["once\n"] * TRIALS
-
-
-def test_a_run_whose_directory_was_removed_is_a_failed_trial(searches: Searches) -> None:
-    opened = searches.open()
-    searches.go(opened, "removed")
-    trials = searches.trials(opened)
-    assert trials[1].state == TrialState.FAIL and trials[1].why.endswith("its run directory is gone")
-    with opened.sweep.trials_file.open("a") as file:
-        file.write('{"op_code": 4, "wor')  # a torn record is none
-    searches.go(opened)  # another process does not ask for the trial again
-    assert searches.trials(opened) == trials and len(trials) == TRIALS
 
 
 def test_a_run_whose_files_cannot_be_read_ends_the_search_and_fails_no_trial(searches: Searches) -> None:

@@ -192,6 +192,29 @@ def test_the_status_of_a_point_says_which_it_is_and_how_it_is_submitted(project:
     assert f"  sweep: point 1 of {sweep.id}: cluster.nodes=1 train.seed=2\n" in printed(
         "status", sweep.points()[1].run_id
     )
+    error = refused("resume", sweep.points()[2].run_id, code=1)
+    assert "has to be submitted together with its sweep" in error and f"sweep retry {sweep.id}" in error
+
+
+def test_the_same_points_in_another_order_are_the_same_sweep_unless_it_is_to_be_another(
+    project: Path, slurm: FakeSlurm
+) -> None:
+    first = shown("-m", "+cluster=a100x4", "train.seed=1,2", "optim.lr=0.1,0.2", "submit")["sweep"]
+    words = ["-m", "optim.lr=0.2,0.1", "+cluster=a100x4", "train.seed=2,1", "submit"]
+    assert shown(*words)["sweep"] == first and len(slurm.jobs) == 1
+    assert shown(*words, "--again")["sweep"] == f"{first}.2" and len(slurm.jobs) == 2
+
+
+def test_an_array_that_sbatch_would_refuse_keeps_all_from_being_submitted(project: Path, slurm: FakeSlurm) -> None:
+    slurm.fail("sbatch --test-only", "allocation failure: Invalid license specification")
+    assert "sbatch refused the job: Invalid license" in refused(*SWEEP, code=1)
+    assert slurm.jobs == [] and not list(project.glob("runs/*/sweep.json"))
+
+
+def test_every_array_waits_for_the_run_that_has_to_finish_first(project: Path, slurm: FakeSlurm) -> None:
+    assert main(["+cluster=a100x4", "submit"]) == 0
+    assert main([*SWEEP, "--after", "last", "--array-parallelism", "1"]) == 0
+    assert [job["dependency"] for job in slurm.jobs] == ["", "afterok:101", "afterok:101,afterany:102"]
 
 
 # Above a limit on jobs.
