@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,7 +37,7 @@ def built(config: Config) -> list[tuple[int, int]]:
         try:
             model = parallelize(
                 build_model(config),
-                dataclasses.replace(config.parallel, compile=False),
+                msgspec.structs.replace(config.parallel, compile=False),
                 dims,
                 rank=rank,
                 device=torch.device("cpu"),
