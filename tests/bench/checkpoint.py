@@ -53,6 +53,7 @@ def main(words: list[str]) -> None:
 def run_rank(rank: int, layout: str, folder: Path, gb: float, rounds: int) -> None:
     os.environ.update(rank_variables(rank, RANKS), OMP_NUM_THREADS="1")
     warnings.simplefilter("ignore")  # of DCP, about gloo and stagers
+    os.chdir(folder)  # where the ranks meet by a file
     slurmtrain.init(device="cpu")
     bench = Bench(rank, Training(layout, gb), folder)
     lost = in_turn({name: partial(bench.lost, save) for name, save in bench.asynchronous.items()}, rounds)
