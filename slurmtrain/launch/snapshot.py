@@ -44,9 +44,9 @@ def take_snapshot(job: JobConfig, source: CodeSource, target: Path) -> CodeRecor
     """
     target.mkdir(mode=folder_mode(target.parent))
     copied: dict[str, str] = {}  # where from, by the path in the snapshot
-    folder = source.root or Path(source.workdir)
     # Perhaps a work tree is so large that it runs in place for that.
-    ask = functools.partial(run_git, folder, patience_s=None if source.git else IN_PLACE_S)
+    patience_s = None if source.git else IN_PLACE_S
+    ask = functools.partial(run_git, source.root or Path(source.workdir), patience_s=patience_s)
     others = "--untracked-files=all" if source.git else "--untracked-files=no"
     questions = [
         ("status", "--porcelain=v2", "--branch", "--no-renames", "-z", others),

@@ -1,7 +1,7 @@
 """How much of a GPU's arithmetic training uses (MFU), and what its watch costs: python -m tests.bench.gpu [1b 8b smoke].
 
-A training with FSDP2 in place, as on many GPUs: sequences of 4,096 random tokens, bfloat16, blocks compiled. Prints and appends
-to `--results`: tokens/s, memory, and the model FLOPs utilisation
+A training with FSDP2 in place, as on many GPUs: sequences of 4,096 random tokens, bfloat16, blocks compiled. Prints tokens/s,
+memory, and the model FLOPs utilisation
 
     MFU = tokens/s x (6 N + 12 L H D S) / peak        dense bfloat16 peak of the GPU; see Decoder.flops_per_token
 
@@ -17,11 +17,8 @@ step: the ratio of the two is what watching costs. Wanted: at most 1.5 %.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import datetime
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -93,7 +90,7 @@ class Stopwatch(TrainingHook):
         self._times[step] = time.perf_counter()
         if step < STEPS:
             return
-        found = {"seconds": self._times[STEPS] - self._times[WARM_UP], "loss": values["loss"], "gpu": None}
+        found: dict[str, Any] = {"seconds": self._times[STEPS] - self._times[WARM_UP], "gpu": None}
         if torch.cuda.is_initialized():
             found |= {"gpu": torch.cuda.get_device_name(), "memory_gb": torch.cuda.max_memory_allocated() / 2**30}
         self._out.write_text(json.dumps(found))
@@ -122,30 +119,18 @@ def measure(case: Case, *more: str) -> dict[str, Any]:
         decoder = Decoder(**{name: value for name, value in model.items() if name != "_target_"})
     flops = decoder.flops_per_token(case.seq_len)
     peak = peak_of(found["gpu"], BF16).tflops
-    return {
-        "gpu": found["gpu"] or platform.processor() or platform.machine(),
-        "tokens_per_s": round(tokens_per_s, 1),
-        "flops_per_token": flops,
-        "mfu": None if peak is None else round(tokens_per_s * flops / peak / 1e12, 4),
-        "wanted": case.wanted,
-        "memory_gb": round(found["memory_gb"], 1) if found["gpu"] else None,
-        "loss": found["loss"],
-        **{name: value for name, value in dataclasses.asdict(case).items() if name not in ("wanted", "device")},
-    }
+    mfu = None if peak is None else tokens_per_s * flops / peak / 1e12
+    return {**found, "tokens_per_s": tokens_per_s, "flops": flops, "mfu": mfu}
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], default=[])
-    parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--rounds", type=int, default=0, help="of a run as it is and one without what watches")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results.jsonl")
     options = parser.parse_args(words)
     for name in options.cases or (["1b", "8b"] if torch.cuda.is_available() else ["smoke"]):
         case = CASES[name]
-        if options.micro_batch_size:
-            case = dataclasses.replace(case, micro_batch_size=options.micro_batch_size)
         if options.rounds:
             variants = {"as it is": partial(measure, case), "unwatched": partial(measure, case, *UNWATCHED)}
             each = in_turn(variants, options.rounds, warm_up=0)
@@ -153,15 +138,11 @@ def main(words: list[str] | None = None) -> None:
             said = "time of a step, as it is / unwatched"
             show(name, [ratio(said, rates["unwatched"], rates["as it is"], "<= 1.015")])
             continue
-        versions = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "cuda": torch.version.cuda}
-        found = {"case": name, **versions, **measure(case)}
-        with options.results.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-        share = "" if found["mfu"] is None else f", MFU {found['mfu']:.1%} (wanted {found['wanted']:.0%})"
-        print(
-            f"{name} on {found['gpu']}: {found['tokens_per_s']:,.0f} tokens/s{share}, "
-            f"{found['flops_per_token'] / 1e9:.2f} GFLOP a token, {found['memory_gb'] or '?'} GB"
-        )
+        found = measure(case)
+        share = "" if found["mfu"] is None else f", MFU {found['mfu']:.1%} (wanted {case.wanted or 0:.0%})"
+        memory = f", {found['memory_gb']:.1f} GB" if found["gpu"] else ""
+        speed = f"{found['tokens_per_s']:,.0f} tokens/s{share}, {found['flops'] / 1e9:.2f} GFLOP a token{memory}"
+        print(f"{name} on {found['gpu'] or 'CPUs'}: {speed}")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from slurmtrain.config.schema import Config
-from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.addresses import hold_port
@@ -229,30 +227,3 @@ def test_a_rank_that_is_killed_ends_the_other_one_soon(tmp_path: Path, pairs: li
     (code, output), _ = pair.ended(60)
     print(f"rank 0 left {time.monotonic() - killed:.1f} s after rank 1 was killed, with {code}\n{output[-2500:]}")
     assert code not in (0, 75, 78) and time.monotonic() - killed < 30
-
-
-def test_two_ranks_told_to_stop_leave_with_75_and_without_a_traceback(tmp_path: Path, pairs: list[Pair]) -> None:
-    pairs.append(pair := Pair(tmp_path, "train.steps=100000", "train.eval_every=0", "checkpoint.every_steps=0"))
-    until = time.monotonic() + 90
-    while not (all_runs(tmp_path / "runs") and read_metrics(pair.run_dir.metrics_file)):
-        assert time.monotonic() < until and pair.processes[0].poll() is None
-        time.sleep(0.05)
-    pair.processes[1].send_signal(signal.SIGTERM)
-    ended = pair.ended(60)
-    print(*(output[-2000:] for _, output in ended), sep="\n---\n")
-    assert [code for code, _ in ended] == [75, 75] and not any("Traceback" in output for _, output in ended)
-
-
-def all_kinds(distributed: DistributedContext) -> list[float]:
-    """What the trainer's own helpers send: whole numbers and texts on the CPU, tensors on the GPU."""
-    group: Any = distributed.device_group
-    value = torch.full((), 1.0 + distributed.environment.rank, device=distributed.device)
-    dist.all_reduce(value, group=group)
-    on_cpu = torch.tensor([distributed.environment.rank])
-    dist.all_reduce(on_cpu, group=distributed.control_group)
-    assert distributed.broadcast_text("told" if distributed.environment.rank == 0 else None) == "told"
-    return [value.item(), on_cpu.item()]
-
-
-def test_the_groups_of_a_job_on_gpus(ranks: GlooRanks) -> None:
-    assert ranks.start(2, joined_by_nccl, all_kinds).results() == [[3.0, 1]] * 2

@@ -6,7 +6,6 @@ skipped without them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,6 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.read_facts import read_facts
 from slurmtrain.system.trust import own_user
-from tests.slurm.project import make_project
 from tests.slurm.test_drill import drill
 from tests.support.gloo import wait_until
 from tests.support.slurm_cluster import Cluster
@@ -197,18 +195,6 @@ def truth_of(cluster: Cluster, asked: ClusterConfig) -> str:
     return "starts"
 
 
-def test_the_facts_of_a_real_slurmdbd_are_those_that_it_was_given(accounts: Cluster) -> None:
-    facts = facts_of(accounts)
-    assert facts.keeps_accounts and facts.default_account == ACCOUNT
-    assert facts.associations is not None and facts.qos is not None
-    by_account = {each.account: each for each in facts.associations}
-    assert {ACCOUNT, "team"} <= by_account.keys() and not {"lab", "others"} & by_account.keys()
-    assert set(by_account[ACCOUNT].qos) == {"normal", LOW, HIGH} and by_account[ACCOUNT].default_qos == LOW
-    low, high = facts.qos_named(LOW), facts.qos_named(HIGH)
-    assert low is not None and high is not None
-    assert (low.grace_s, low.preempt_mode, high.preempt) == (10.0, "requeue", (LOW,))
-
-
 def test_a_limit_on_submitted_jobs_that_is_reached_is_one_to_wait_for(accounts: Cluster) -> None:
     sacctmgr(accounts, "modify", *qos(LOW, "MaxSubmitJobsPerUser=1").split())
     try:
@@ -219,15 +205,6 @@ def test_a_limit_on_submitted_jobs_that_is_reached_is_one_to_wait_for(accounts: 
     finally:
         sacctmgr(accounts, "modify", *qos(LOW, "MaxSubmitJobsPerUser=-1").split())
         accounts.run(["scancel", first])
-
-
-def test_probe_writes_a_file_with_account_and_qos_with_which_submit_works(accounts: Cluster, tmp_path: Path) -> None:
-    project = make_project(tmp_path / "project", accounts)
-    answer = json.loads(accounts.slurmtrain("probe", "--json", cwd=project.path).stdout)
-    assert answer["refused"] is None
-    assert answer["values"]["account"] == ACCOUNT
-    text = (project.path / answer["file"]).read_text()
-    assert f"You may use {HIGH}, {LOW} and normal; it is {LOW} unless you name one" in text, text
 
 
 def test_a_run_is_preempted_by_a_job_of_a_higher_qos_and_comes_back_with_the_same_bits(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.gloo import wait_until
 from tests.support.slurm_cluster import Cluster, reconfigured
 
 pytestmark = pytest.mark.slow
@@ -55,12 +51,3 @@ def test_a_site_that_can_do_it_all_passes_in_every_way(patient: Cluster, tmp_pat
     assert found["kept"] is None and not (tmp_path / "runs" / "drills").exists()
     assert jobs_of_drills(patient) == []
     print(f"the drill took {found['took_s']:.0f} s")
-
-
-def test_ctrl_c_takes_all_jobs_back(sandbox: Cluster, tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "slurmtrain", *sandbox.words, "drill", "--ways", "early_signal,requeue"]
-    process = subprocess.Popen(line, cwd=tmp_path, env=sandbox.env(), stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: len(jobs_of_drills(sandbox)) == 3, "submitted")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(90) == 130
-    assert jobs_of_drills(sandbox) == []

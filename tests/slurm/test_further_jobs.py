@@ -136,35 +136,3 @@ def test_a_task_of_an_array_is_submitted_again_alone(project: Project) -> None:
     assert [attempt.reason for attempt in other.attempts()] == ["asked", "finished"]
     for run in (one, other):
         assert_counted_once(run, STEPS)
-
-
-@pytest.mark.slow
-def test_a_dead_node_is_survived_by_resubmit_where_the_batch_shell_lives_and_by_a_chain_anyway(
-    project: Project,
-) -> None:
-    slow = ["cluster.tasks_per_node=1", f"train.steps={STEPS}", "+model.pause_s=0.15"]
-    resubmitted = project.submit(*slow, "requeue=resubmit", "cluster.nodes=2", "cluster.exclude=n3")
-    chained = project.submit(*slow, "requeue=chain", "cluster.nodes=1", nodes="n3")
-    for run in (resubmitted, chained):
-        run.wait_for_checkpoint()
-        (run.run_dir.path / "hold").touch()  # one must not finish while the other is waited for
-    dead = resubmitted.attempts()[0].nodes[1]
-    cluster = project.cluster
-    cluster.kill_node(dead)
-    cluster.kill_node("n3")
-    for run in (resubmitted, chained):
-        run.go_on()
-        (run.run_dir.path / "hold").unlink()
-    try:
-        cluster.wait_for(jobs(chained)[0], "NODE_FAIL")
-        cluster.start_node("n3")
-        for run in (resubmitted, chained):
-            run.wait_until_done()
-    finally:
-        cluster.start_node(dead)
-    first, second = resubmitted.attempts()
-    assert (first.reason, first.sentence) == ("node failure", "a node failed; it is submitted again")
-    assert second.first_step in (10, 20) and dead not in second.nodes
-    first, second = chained.attempts()
-    assert (first.reason, second.first_step, second.job_id) == ("node failure", first.committed_step, jobs(chained)[1])
-    assert chained.events("rest of the chain cancelled")

@@ -17,7 +17,7 @@ import pytest
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.slurm.nodelist import expand_nodelist
-from tests.slurm.project import Project, Run, counting, make_project
+from tests.slurm.project import Project, Run, make_project
 from tests.support.slurm_cluster import Cluster
 
 ONE = ["cluster.nodes=1", "cluster.tasks_per_node=1"]
@@ -136,27 +136,6 @@ def test_a_bare_scancel_in_the_grace_time_of_a_preemption_is_not_undone(preempte
     assert int(run.cluster.job(run.job_id)["Restarts"]) == 0
 
 
-def test_a_node_that_crashes_every_attempt_in_its_first_second_is_left_out(project: Project, tmp_path: Path) -> None:
-    """The first node that the run gets is the bad one. That it is forgotten after a day is shown in tests/unit."""
-    (tmp_path / "program").write_text(
-        'cd "$SLURMTRAIN_RUN_DIR"; [ -e bad ] || echo "$SLURMD_NODENAME" >bad\n'
-        '[ "$SLURMD_NODENAME" = "$(cat bad)" ] && exit 3\n'
-        f"until [ -e {tmp_path}/go ]; do sleep 0.1; done\n"
-    )
-    words = [f"job.command='bash {tmp_path}/program'", *ONE]
-    run = project.submit("job=command", *words, "requeue.max_attempts_without_progress=2", small=False)
-    run.wait_until(lambda: len(run.attempts()) == 3 and bool(run.attempts()[2].nodes), "started elsewhere")
-    (bad,) = run.attempts()[0].nodes
-    # Two attempts are all that the run has without progress, and a blamed node has not eaten them.
-    assert [(each.reason, each.nodes == [bad]) for each in run.attempts()[:2]] == [("crash", True)] * 2, run.logs()
-    assert bad not in run.attempts()[2].nodes and run.cluster.job(run.job_id)["ExcNodeList"] == bad
-    assert re.search(rf"left out: {bad} \(crashed 2 attempts in \d+ s, forgotten in 1 d\)", run.status()), run.status()
-    listed = json.loads(run.cli("nodes", "list", "--json"))
-    assert [(each["node"], len(each["records"])) for each in listed] == [(bad, 2)]
-    (tmp_path / "go").touch()
-    assert (run.wait_for_end().number, run.attempts()[2].reason) == (3, "finished"), run.logs()
-
-
 def ignores_usr2(last_words: Sequence[str]) -> bool:
     """Whether a Python whose command line ends so runs on this machine and ignores USR2."""
     for folder in Path("/proc").glob("[0-9]*"):
@@ -198,62 +177,6 @@ def test_a_job_with_spare_nodes_whose_first_node_dies_is_requeued_by_another_one
     finally:
         cluster.start_node(first)
     assert [(each.job_id, each.restart_count) for each in run.attempts()] == [(run.job_id, 0), (run.job_id, 1)]
-
-
-def test_new_runs_leave_out_a_node_that_is_blamed_and_none_that_the_cluster_does_not_have_any_more(
-    project: Project,
-) -> None:
-    def nodes(*words: str, check: bool = True) -> str:
-        done = project.cluster.slurmtrain("nodes", *words, cwd=project.path, check=check)
-        return done.stdout + done.stderr
-
-    program = ["job=command", "job.command=true", *ONE]
-    assert "n2 is left out of the next starts" in nodes("blame", "n2", "--reason", "its disk is full")
-    assert "has no node 'n17'" in nodes("blame", "n17", check=False)
-    nodes("blame", "n17", "--cluster", "sandbox")  # as if it had been removed since
-    blamed = project.submit(*program, "cluster.exclude=n1", small=False)
-    assert expand_nodelist(project.cluster.job(blamed.job_id)["ExcNodeList"]) == ["n1", "n2"]
-    (left_out,) = json.loads(blamed.cli("status", blamed.run_dir.id, "--json"))["left_out"]
-    assert (left_out["node"], left_out["why"]) == ("n2", "blamed by hand: its disk is full")
-    pinned = project.submit(*program, small=False, nodes="n2")  # without its node it could never start
-    assert project.cluster.job(pinned.job_id)["ExcNodeList"] == "(null)"
-    nodes("forgive", "--all")
-    forgiven = project.submit(*program, "cluster.exclude=n1", small=False)
-    assert project.cluster.job(forgiven.job_id)["ExcNodeList"] == "n1"
-    for run in (blamed, pinned, forgiven):
-        run.wait_for_end()
-
-
-def test_a_rendered_script_can_be_handed_to_sbatch_and_with_other_ranks_says_both_and_is_not_retried(
-    project: Project,
-) -> None:
-    words = ["+cluster=sandbox", "cluster.sandbox=null", *counting(20)]
-    jobs = {}
-    for options in ([], ["--ntasks-per-node=2"]):
-        project.cluster.slurmtrain(*words, "render", "-o", "job.sbatch", cwd=project.path)
-        (rendered,) = {each.id: each for each in all_runs(project.path / "runs") if each.id not in jobs}.values()
-        command = ["sbatch", "--parsable", *options, "job.sbatch"]
-        jobs[rendered.id] = project.cluster.run(command, cwd=project.path).stdout.strip(), rendered
-    (job_id, plain), (_, other) = jobs.values()
-    run = Run(plain, project.cluster, project.path)
-    run.wait_until_done()
-    assert run.attempts()[0].job_id == job_id
-    run = Run(other, project.cluster, project.path)
-    run.wait_until(lambda: bool(run.attempts()) and run.attempts()[-1].verdict is not None, "ended")
-    (attempt,) = run.attempts()
-    assert (attempt.reason, attempt.verdict) == ("config", "end")
-    assert "started 2 ranks" in (attempt.sentence or "")
-    assert "cluster.nodes=1 x cluster.tasks_per_node=1" in (attempt.sentence or "")
-
-
-def test_in_a_shell_of_salloc_it_is_one_process(project: Project) -> None:
-    words = " ".join(["+experiment=smoke", "train.steps=3", "train"])
-    done = project.cluster.run(
-        ["salloc", "-N2", "--ntasks-per-node=2", "bash", "-c", f"{PYTHON} -m slurmtrain {words}"], cwd=project.path
-    )
-    (run_dir,) = all_runs(project.path / "runs")
-    attempt = json.loads((run_dir.attempt(1).path / "attempt.json").read_text())
-    assert (attempt["world_size"], attempt["reason"]) == (1, "finished"), done.stdout + done.stderr
 
 
 def test_srun_by_hand_makes_one_run_of_all_its_ranks(project: Project) -> None:

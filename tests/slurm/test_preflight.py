@@ -7,36 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.runs.reasons import Reason
 from tests.slurm.project import SMALL, make_project
 from tests.support.slurm_cluster import Cluster
-
-# Python loads it first of all, from the snapshot: on one node another environment comes before the one of all others.
-OTHER_PACKAGES = """
-import os, pathlib, sys
-if os.environ.get("SLURMD_NODENAME") == "n1" and "SLURM_PROCID" in os.environ:
-    sys.path.insert(0, str(pathlib.Path(__file__).parent / "older"))
-"""
-
-
-@pytest.mark.slow
-def test_a_node_with_other_packages_is_left_out_of_the_next_start_and_the_run_finishes(
-    sandbox: Cluster, tmp_path: Path
-) -> None:
-    project = make_project(tmp_path / "project", sandbox)
-    older = project.path / "older" / "numpy-1.0.0.dist-info"
-    older.mkdir(parents=True)
-    (older / "METADATA").write_text("Name: numpy\nVersion: 1.0.0\n")
-    (project.path / "sitecustomize.py").write_text(OTHER_PACKAGES)
-    run = project.submit(
-        *("cluster.nodes=3", "cluster.tasks_per_node=1", "train.steps=4", "train.global_batch_size=12"),
-    )
-    run.finish()
-    first, *_, last = run.attempts()
-    assert (first.reason, first.bad_nodes) == (Reason.BAD_NODE, ["n1"])
-    assert "preflight, versions: n1: numpy 1.0.0; expected: numpy " in (first.sentence or "")
-    assert "n1" in first.nodes and "n1" not in last.nodes
-    assert last.reason == "finished"
 
 
 @pytest.mark.slow

@@ -73,35 +73,6 @@ def test_preemption_sends_term_or_the_jobs_own_signal_where_so_configured(
     cluster.run(["scancel", job])
 
 
-@pytest.mark.slow
-def test_a_job_whose_node_dies_starts_again_elsewhere_and_a_node_that_is_cut_off_keeps_its_tasks(
-    sandbox: Cluster, tmp_path: Path
-) -> None:
-    jobs, tasks = {}, {}
-    for node in ("n0", "n1"):
-        started = tmp_path / node
-        script = f"srun bash -c 'echo $SLURMD_NODENAME $$ >>{started}; exec sleep 600'"
-        others = ",".join(set(sandbox.nodes) - {node, "n2", "n3"})
-        jobs[node] = sandbox.sbatch("--requeue", "-x", others, "-w", node, script=script, cwd=tmp_path)
-        sandbox.run(["scontrol", "update", f"JobId={jobs[node]}", "ReqNodeList="], check=False)
-        tasks[node] = ProcessMark.of(int(sandbox.wait_for_text(started, "\n").split()[1]))
-    assert tasks["n0"] is not None and tasks["n1"] is not None
-    sandbox.kill_node("n0")
-    sandbox.kill_node("n1", only_daemon=True)
-    try:
-        assert not tasks["n0"].lives(), "a node without power runs nothing"
-        again = sandbox.wait_for(jobs["n0"], lambda j: j["JobState"] == "RUNNING" and j["Restarts"] == "1")
-        assert again["NodeList"] in ("n2", "n3")
-        sandbox.wait_for(jobs["n1"], lambda j: j["Restarts"] == "1")
-        assert tasks["n1"].lives()
-    finally:
-        sandbox.kill_node("n1")
-        assert not tasks["n1"].lives()
-        for node, job in jobs.items():
-            sandbox.run(["scancel", job])
-            sandbox.start_node(node)
-
-
 def test_no_process_of_a_job_outlives_it(sandbox: Cluster, tmp_path: Path) -> None:
     """As where SLURM keeps track of processes by cgroups, so that a drill does not hide what is killed elsewhere."""
     left = tmp_path / "left"
@@ -111,9 +82,10 @@ def test_no_process_of_a_job_outlives_it(sandbox: Cluster, tmp_path: Path) -> No
     assert not process.lives(int(left.read_text()))
 
 
-def test_two_side_by_side_have_their_own_jobs_and_a_controller_that_died_is_started_again(
+def test_two_side_by_side_have_their_own_jobs_and_down_leaves_no_process_and_no_directory(
     sandbox: Cluster, tmp_path: Path
 ) -> None:
+    """Also where a controller had died, and of a badly behaved job: detached, and deaf to TERM."""
     other = up(SMALL, default_directory(f"other-{os.getpid()}"), ends_with=os.getpid())
     try:
         mine = sandbox.sbatch(script="sleep 60", cwd=tmp_path)
@@ -124,23 +96,16 @@ def test_two_side_by_side_have_their_own_jobs_and_a_controller_that_died_is_star
         assert other.node_states() == {}
         start_node(other, "slurmctld")
         assert wait_until(lambda: set(other.node_states()) == {*other.nodes}, timeout_s=60)
+        stubborn = "trap '' TERM; setsid sleep 1234 & sleep 1234"
+        other.run(["sbatch", "-D", str(tmp_path), "-o", "/dev/null", "--wrap", f'bash -c "{stubborn}"'])
+        assert wait_until(lambda: any(b"1234" in cmdline(p) for p in everybody_in(other)), timeout_s=60)
+        everybody = everybody_in(other)
     finally:
         other.down()
+    assert not [p for p in everybody if p.lives()]
+    assert not other.directory.exists() and find(other.directory) is None
     assert sandbox.wait_for(mine, {"RUNNING"})
     sandbox.run(["scancel", mine])
-
-
-def test_down_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
-    sandbox = up(SMALL, default_directory(f"down-{os.getpid()}"), ends_with=os.getpid())
-    # Detached and deaf to TERM: what a badly behaved job leaves behind.
-    stubborn = "trap '' TERM; setsid sleep 1234 & sleep 1234"
-    sandbox.run(["sbatch", "-D", str(tmp_path), "-o", "/dev/null", "--wrap", f'bash -c "{stubborn}"'])
-    assert wait_until(lambda: any(b"1234" in cmdline(p) for p in everybody_in(sandbox)), timeout_s=60)
-    everybody = everybody_in(sandbox)
-    sandbox.down()
-    assert not [p for p in everybody if p.lives()]
-    assert not sandbox.directory.exists()
-    assert find(sandbox.directory) is None
 
 
 def cmdline(process: ProcessMark) -> bytes:
@@ -155,20 +120,14 @@ def test_down_works_after_the_supervisor_was_killed() -> None:
     everybody = everybody_in(sandbox)
     supervisor = min(everybody, key=lambda p: int(p.born or 0))
     os.kill(supervisor.pid, signal.SIGKILL)
-    with pytest.raises(ClusterError, match="already"):
+    with pytest.raises(ClusterError, match="already") as caught:
         up(SMALL, sandbox.directory)
+    assert "sandbox down" in str(caught.value.hint)
     found = find(sandbox.directory)
     assert found == sandbox
     found.down()
     assert not [p for p in everybody if p.lives()]
     assert not sandbox.directory.exists()
-
-
-def test_up_twice_with_one_name_is_an_error_that_says_what_to_do(sandbox: Cluster) -> None:
-    with pytest.raises(ClusterError, match="already") as caught:
-        up(SMALL, sandbox.directory)
-    assert "sandbox down" in str(caught.value.hint)
-    assert sandbox.sandbox.node_states().keys() == set(sandbox.nodes), "and the first one has not noticed"
 
 
 def test_without_slurm_one_sentence_says_what_to_install(
@@ -181,17 +140,34 @@ def test_without_slurm_one_sentence_says_what_to_install(
     assert not default_directory("nothing").exists()
 
 
-def test_a_daemon_that_fails_is_shown_with_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "slurmctld"
-    broken.write_text(
-        "#!/bin/sh\n[ $1 = -V ] && echo slurm-wlm 22.05.8 && exit\necho the disk is on fire >&2\nexit 3\n"
-    )
-    broken.chmod(0o755)
+FAILING = {
+    "it ends": (
+        "echo the disk is on fire >&2; exit 3",
+        r"slurmctld of the sandbox ended at once(?s:.*)the disk is on fire",
+        "",
+    ),
+    # What slurmctld says when it was built without --enable-multiple-slurmd, and so plays one node a machine.
+    "one node": (
+        "echo 'slurmctld: error: Duplicated NodeHostName here in the config file' >&2; exec sleep 600",
+        "built without --enable-multiple-slurmd",
+        "--nodes 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_controller_that_fails_is_said_and_nothing_is_left(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    does, said, hint = FAILING[name]
+    failing = tmp_path / "slurmctld"
+    failing.write_text(f"#!/bin/sh\n[ $1 = -V ] && echo slurm-wlm 22.05.8 && exit\n{does}\n")
+    failing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    directory = default_directory(f"broken-{os.getpid()}")
-    with pytest.raises(ClusterError, match=r"slurmctld of the sandbox ended at once.*(?s:.*)the disk is on fire"):
-        up(SMALL, directory)
-    assert not directory.exists()
+    directory = default_directory(f"failing-{os.getpid()}")
+    with pytest.raises(ClusterError, match=said) as caught:
+        up(SandboxSpec(nodes=2), directory)
+    assert hint in str(caught.value.hint) and not directory.exists()
 
 
 def test_it_runs_the_slurm_of_a_prefix_and_every_verb_asks_it_with_that_ones_commands(
@@ -216,6 +192,9 @@ def test_it_runs_the_slurm_of_a_prefix_and_every_verb_asks_it_with_that_ones_com
     words = ["--name", name, "--nodes", "1", "--cpus", "2"]
     try:
         assert main(["sandbox", "up", *words, "--slurm-prefix", str(prefix)]) == 0
+        assert f'eval "$(python -m slurmtrain sandbox env --name {name})"' in capsys.readouterr().out
+        assert main(["sandbox", "status", "--name", name]) == 0
+        assert "n0 idle" in capsys.readouterr().out
         assert {"slurmctld", "slurmd", "sinfo"} <= set(called.read_text().split())
         called.write_text("")
         job = ["cluster.nodes=1", "cluster.tasks_per_node=1", "job=command", "job.command='true'", "requeue=off"]
@@ -226,23 +205,13 @@ def test_it_runs_the_slurm_of_a_prefix_and_every_verb_asks_it_with_that_ones_com
         assert "finished" in capsys.readouterr().out
         assert {"sbatch", "squeue", "srun"} <= set(called.read_text().split())  # srun: in the job
         assert main(["sandbox", "env", "--name", name]) == 0
-        assert f'export PATH={prefix}/bin:"$PATH"\n' in capsys.readouterr().out
+        path, conf = capsys.readouterr().out.splitlines()
+        assert path == f'export PATH={prefix}/bin:"$PATH"'
+        assert conf == f"export SLURM_CONF={default_directory(name)}/slurm.conf"
     finally:
         assert main(["sandbox", "down", "--name", name]) == 0
-
-
-def test_a_slurm_that_plays_one_node_a_machine_is_refused_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in: what slurmctld says when it was built without --enable-multiple-slurmd."""
-    single = tmp_path / "slurmctld"
-    said = "slurmctld: error: Duplicated NodeHostName here in the config file"
-    single.write_text(f"#!/bin/sh\n[ $1 = -V ] && echo slurm 25.05.9 && exit\necho '{said}' >&2\nexec sleep 600\n")
-    single.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(ClusterError, match="built without --enable-multiple-slurmd") as caught:
-        up(SandboxSpec(nodes=2), default_directory(f"single-{os.getpid()}"))
-    assert "--nodes 1" in str(caught.value.hint)
+    assert main(["sandbox", "status", "--name", name]) == 1
+    assert "no sandbox runs" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -291,23 +260,3 @@ def test_the_folders_of_sandboxes_are_closed_to_others_even_where_they_were_open
 def test_a_size_that_cannot_be_is_refused_by_name(sizes: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(sizes))}=-1"):
         SandboxSpec(**sizes)
-
-
-def test_the_command_line_says_what_to_type_next(capsys: pytest.CaptureFixture[str]) -> None:
-    name = f"cli-{os.getpid()}"
-    try:
-        assert main(["sandbox", "up", "--name", name, "--nodes", "1", "--cpus", "2"]) == 0
-        assert f'eval "$(python -m slurmtrain sandbox env --name {name})"' in capsys.readouterr().out
-        assert main(["sandbox", "env", "--name", name]) == 0
-        exports = capsys.readouterr().out.splitlines()
-        assert exports.pop() == f"export SLURM_CONF={default_directory(name)}/slurm.conf"
-        prefix = Path(shutil.which("srun") or "").parent  # of a SLURM that is in no standard directory, too
-        assert exports == (
-            [] if str(prefix) in ("/usr/bin", "/bin", "/usr/local/bin") else [f'export PATH={prefix}:"$PATH"']
-        )
-        assert main(["sandbox", "status", "--name", name]) == 0
-        assert "n0 idle" in capsys.readouterr().out
-    finally:
-        assert main(["sandbox", "down", "--name", name]) == 0
-    assert main(["sandbox", "status", "--name", name]) == 1
-    assert "no sandbox runs" in capsys.readouterr().err

@@ -21,8 +21,8 @@ import pytest
 
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.parse_values import STARTS_PREEMPTED_JOBS_ONCE_MORE
-from tests.slurm.project import SMALL, Project, Run, assert_counted_once, counting, make_project
-from tests.support.slurm_cluster import Cluster, Job
+from tests.slurm.project import SMALL, Run, assert_counted_once, counting, make_project
+from tests.support.slurm_cluster import Cluster
 
 # Fails for some seeds, until a file says that somebody has mended it; else it counts.
 STUMBLING_PROGRAM = """
@@ -275,74 +275,3 @@ def test_two_shells_at_the_same_moment_make_one_sweep(sweeper: Sweeper) -> None:
     assert len({json.dumps(answer) for answer in answers}) == 1
     assert list(sweeper.queue().values()) == [6]
     assert not list((sweeper.path / "runs" / ".preparing").iterdir())
-
-
-def test_the_same_command_is_the_same_sweep_whatever_the_order(sweeper: Sweeper) -> None:
-    first = sweeper.submit("train.seed=1,2", "optim.lr=0.1,0.2", LATER)
-    assert sweeper.submit("optim.lr=0.2,0.1", LATER, "train.seed=2,1") == first
-    assert list(sweeper.queue().values()) == [4]
-    other = sweeper.submit("train.seed=1,2", "optim.lr=0.1,0.2", LATER, "--again")
-    assert other.id == f"{first.id}.2"
-    assert list(sweeper.queue().values()) == [4, 4]
-    assert set(first.run_dirs()).isdisjoint(other.run_dirs())
-    listed = sweeper.cli("status")
-    assert first.id in listed and other.id in listed
-    sweeper.cli("sweep", "cancel", first.id)
-    assert sweeper.wait_until_ended(first, 120)["states"] == {"stopped": 4}
-
-    # A point whose run was removed keeps its row.
-    shutil.rmtree(other.run_dir(other.points()[0].run_id).path)
-    assert sweeper.state(other)["states"] == {"removed": 1, "waiting": 3}
-    rows = list(csv.DictReader(io.StringIO(sweeper.cli("sweep", "collect", other.id, "--format", "csv"))))
-    assert [(row["train.seed"], row["state"]) for row in rows[:2]] == [("1", "removed"), ("1", "waiting")]
-
-
-def test_a_point_of_an_array_whose_job_is_not_known_yet_is_submitted_with_its_sweep_alone(sweeper: Sweeper) -> None:
-    """The shell was killed before it could write the job down."""
-    words = ["train.seed=1,2,3", LATER]
-    sweep = sweeper.submit(*words)
-    job_id = sweep.job_id(0)
-    (sweep.array(0) / "job.json").unlink()
-    for each in sweep.run_dirs().values():
-        each.update_info(job_ids=[])
-    said = sweeper.cli("resume", sweep.members(0)[1], check=False)
-    assert "has to be submitted together with its sweep" in said and f"sweep retry {sweep.id}" in said
-    assert sweeper.submit(*words) == sweep
-    assert sweep.job_id(0) == job_id and list(sweeper.queue().values()) == [3]
-
-
-def test_each_array_of_a_sweep_has_its_nodes_and_the_limit_and_waits_for_what_has_to_finish_first(
-    sweeper: Sweeper,
-) -> None:
-    first = Project(sweeper.path, sweeper.cluster).submit(LATER)
-    words = sweeper.words("cluster.nodes=1,2", "train.seed=range(8)", "sweep.pack=2")
-    words += ["--array-parallelism", "7", "--after", first.run_dir.id]
-    sweep = Sweep(Path(json.loads(sweeper.cli(*words, "--json"))["path"]))
-    assert sorted(sweeper.queue().values()) == [1, 4, 4]
-
-    def jobs() -> list[Job]:
-        return [sweeper.cluster.job(f"{sweep.job_id(number)}_1") for number in sweep.array_numbers()]
-
-    assert [job["NumNodes"].partition("-")[0] for job in jobs()] == ["1", "2"]
-    waits, limited = (job["Dependency"] for job in jobs())
-    assert waits == f"afterok:{first.job_id}(unfulfilled)"
-    # With a limit, one array begins when the one before has ended.
-    assert waits in limited and f"afterany:{sweep.job_id(0)}_*(unfulfilled)" in limited
-    assert [job["ArrayTaskThrottle"] for job in jobs()] == ["3", "3"]  # there is no half of a pack
-    first.cli("cancel", first.run_dir.id)
-    said = sweeper.cli(*words, "--again", check=False)
-    assert f"run {first.run_dir.id} will not finish: stopped" in said
-    assert len(list((sweeper.path / "runs").glob("*/sweep.json"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["cluster.nodes=1,16", "train.seed=1,2"], "sbatch refused the job: Node count specification invalid"),
-        (["cluster.nodes=1,2", "train.seed=1,2", "+cluster.sbatch.licenses=none"], "sbatch refused the job"),
-    ],
-    ids=["nodes", "sbatch"],
-)
-def test_what_cannot_be_submitted_keeps_all_from_being_submitted(sweeper: Sweeper, words: list[str], said: str) -> None:
-    assert said in sweeper.cli(*sweeper.words(*words, LATER), check=False)
-    assert not sweeper.queue() and not list((sweeper.path / "runs").glob("*/sweep.json"))

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from slurmtrain.slurm.node_ledger import NodeEvent, NodeRecord, append_to_ledger, ledger_file, read_ledger
+from slurmtrain.slurm.nodelist import expand_nodelist
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import printed, shown
@@ -46,6 +47,19 @@ def test_a_person_blames_a_node_and_forgives_it(slurm: FakeSlurm) -> None:
     printed("nodes", "forgive", "--all")
     found = [(each.event, each.node, each.said) for each in read_ledger(ledger_file("big"))]
     assert found == [("by hand", "n3", "its disk is full"), ("forgiven", "n3", ""), ("forgiven", "*", "")]
+
+
+def test_new_runs_leave_out_a_blamed_node_until_it_is_forgiven(slurm: FakeSlurm) -> None:
+    def excluded(*words: str) -> list[str]:
+        printed("+cluster=a100x4", "cluster.nodes=1", *words, "submit")
+        return expand_nodelist(slurm.jobs[-1]["excluded"])
+
+    printed("nodes", "blame", "n2", "--reason", "its disk is full")
+    assert excluded("cluster.exclude=n1") == ["n1", "n2"]
+    (left_out,) = shown("status", "last")["left_out"]
+    assert (left_out["node"], left_out["why"]) == ("n2", "blamed by hand: its disk is full")
+    printed("nodes", "forgive", "--all")
+    assert excluded("cluster.exclude=n1") == ["n1"]
 
 
 def test_a_record_of_a_node_whose_clock_is_ahead_is_forgiven_too() -> None:

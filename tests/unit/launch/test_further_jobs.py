@@ -230,15 +230,16 @@ def test_begin_asks_again_while_the_storage_fails(
     monkeypatch.setenv("SLURM_JOB_ID", "101")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     errors = [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle")]
-    read = attempts.read_attempt
+    read = attempts.read_attempt_in
 
-    def failing(of: RunDir, number: int) -> Attempt:
+    def failing(*given: Any) -> Attempt:
         if errors:
             raise UnavailableRecordError("it cannot be read", errors.pop())
-        return read(of, number)
+        return read(*given)
 
-    monkeypatch.setattr(attempts, "read_attempt", failing)
-    assert started(run) == "done"
+    monkeypatch.setattr(attempts, "read_attempt_in", failing)
+    no_waiting(monkeypatch)
+    assert started(run) == "done" and errors == []
 
 
 # submit --after, job.singleton.
