@@ -33,6 +33,8 @@ from slurmtrain.errors import SlurmtrainError, how_it_ended
 from slurmtrain.system.process import be_killed_with
 from slurmtrain.system.signals import SLURM_STOP_SIGNALS
 
+PIPE_BYTES = 1 << 20  # so that a worker need not wait for the rank to send a batch; what a user may have by default
+
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -68,6 +70,8 @@ class Workers(Generic[Job, Result]):
         try:
             for number in range(count):
                 receiver, sender = context.Pipe(duplex=False)
+                with contextlib.suppress(OSError):  # room for a batch, where the system's limits allow it
+                    fcntl.fcntl(sender.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
                 own_jobs = itertools.islice(jobs, number, None, count)
                 process = context.Process(target=_run, args=(work, own_jobs, sender, os.getpid()), daemon=True)
                 process.start()
