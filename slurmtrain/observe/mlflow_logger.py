@@ -20,6 +20,8 @@ from typing import Any
 from slurmtrain.config.schema import MlflowConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
+from slurmtrain.system.files import temporary_beside
+from slurmtrain.system.modes import file_mode
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,18 @@ def tracking_uri(config: MlflowConfig, directory: Path) -> str:
 def own_database(directory: Path) -> str:
     """Return the URI of a run's own database."""
     return f"sqlite:///{directory / 'mlflow.db'}"
+
+
+def _make_database(directory: Path) -> None:
+    """Make a run's own database under another name first: a kill would leave half of its tables, which MLflow refuses."""
+    if (directory / "mlflow.db").exists():
+        return
+    from mlflow import MlflowClient
+
+    unfinished = temporary_beside(directory / "mlflow.db")
+    MlflowClient(f"sqlite:///{unfinished}").search_experiments()
+    unfinished.chmod(file_mode(directory))
+    unfinished.replace(directory / "mlflow.db")
 
 
 def shown(uri: str) -> str:
@@ -72,6 +86,7 @@ def find_or_create(config: MlflowConfig, run: LoggedRun) -> tuple[Any, str, str]
     logging.getLogger("alembic").setLevel(logging.WARNING)
     uri, name, artifacts = tracking_uri(config, run.directory), config.experiment or run.name, None
     if uri == own_database(run.directory):
+        _make_database(run.directory)
         artifacts = str(run.directory / "mlartifacts")
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name(name)

@@ -1,8 +1,9 @@
 """Weights & Biases: one run, whose id is that of the run directory, over all attempts; online, or in files for `wandb sync`.
 
 No step is logged twice. Online, the server says at which step the run is (resume="allow"). Offline, each attempt writes a
-folder of its own in RUN/wandb, which `wandb sync` joins by the run's id; it begins after the last step that was noted for the
-attempt before. Where a kill took its writer, a folder may lack some of its last rows.
+folder of its own in RUN/wandb, which `wandb sync` joins by the run's id; it begins after the last step of the folders before. A
+folder that was not closed, since a kill took its writer, may lack some of its last rows: it is moved aside, and its rows are
+written again from metrics.jsonl.
 
 A row's `_step` is the step of training. An evaluation that comes later than the row of its step is in the row that follows,
 with its own step in `evaluated_step`, over which W&B draws the metrics of evaluations.
@@ -18,6 +19,7 @@ import os
 import shlex
 import socket
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +28,9 @@ from slurmtrain.choices import WandbMode
 from slurmtrain.config.schema import WandbConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
+from slurmtrain.system.files import read_json, write_json
 from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.records import typed_or_none
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +45,7 @@ CONNECT_S = 3.0
 OPEN_S = 60.0  # to begin a run with the server
 FINISH_S = 25.0  # to upload what is left when training has finished
 STEP_OF_EVALUATION = "evaluated_step"
+MARK = "slurmtrain.json"  # in the folder of an offline attempt that was closed: the last steps in it
 
 
 def why_offline(wanted: WandbMode, variables: Mapping[str, str]) -> str | None:
@@ -120,8 +125,9 @@ class WandbLogger(Logger):
             )
         self._config = config
         self._run: Any = None
-        self._row = -1
+        self._held, self._row = Held(), -1
         self._defined: set[str] = set()
+        self._folder: Path | None = None  # of an offline run
         self.said = ""  # where the numbers go
 
     def open(self, run: LoggedRun) -> Held:
@@ -137,7 +143,7 @@ class WandbLogger(Logger):
         online = why is None
         variables = variables_of(self._config, run, online=online)
         (run.directory / "wandb").mkdir(mode=folder_mode(run.directory), exist_ok=True)
-        held = Held() if online else run.held
+        held = Held() if online else begin_offline(run)
         self._run = wandb.init(
             project=variables["WANDB_PROJECT"],
             entity=variables.get("WANDB_ENTITY"),
@@ -167,19 +173,20 @@ class WandbLogger(Logger):
                 held = Held(self._run.step - 1, int(self._run.summary.get(STEP_OF_EVALUATION, -1)))
             # What the server lacks of the folders of offline attempts, it now gets from metrics.jsonl.
             for path in (run.directory / "wandb").glob("offline-run-*"):
-                with contextlib.suppress(OSError):  # a shared file system's hiccup
-                    path.rename(path.with_name(f"replaced-{path.name}"))
+                move_aside(path, "replaced")
             self.said = f"Weights & Biases: {self._run.url}"
         else:
+            self._folder = Path(self._run.dir).parent
             self.said = offline_sentence(run.directory, why)
         log.info("%s", self.said)
-        self._row = held.step + 1
+        self._held, self._row = held, held.step + 1
         self._run.define_metric(STEP_OF_EVALUATION, hidden=True)
         return held
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._row = max(self._row, step)
         self._run.log(dict(values), step=self._row)
+        self._held = Held(step, self._held.evaluated)
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         for name in values.keys() - self._defined:
@@ -187,6 +194,7 @@ class WandbLogger(Logger):
             self._defined.add(name)
         self._row = max(self._row, step)
         self._run.log({**values, STEP_OF_EVALUATION: step}, step=self._row)
+        self._held = Held(self._held.step, max(step, self._held.evaluated))
 
     def close(self, ending: Ending) -> str | None:
         if self._run is None:
@@ -194,4 +202,25 @@ class WandbLogger(Logger):
         if ending == Ending.STOPPED:
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if ending == Ending.FINISHED else 1)
+        if self._folder is not None:
+            write_json(self._folder / MARK, asdict(self._held))
         return self.said
+
+
+def begin_offline(run: LoggedRun) -> Held:
+    """Move folders aside that were not closed, and return the last steps that the others have, or that W&B has been given."""
+    folders = sorted((run.directory / "wandb").glob("offline-run-*"))
+    held = Held() if folders else run.held
+    for path in folders:
+        mark = typed_or_none(Held, read_json(path / MARK))
+        if mark is None:
+            move_aside(path, "incomplete")
+        else:
+            held = max(held, mark)
+    return held
+
+
+def move_aside(path: Path, why: str) -> None:
+    """Give a folder another name, by which nobody sends it."""
+    with contextlib.suppress(OSError):  # a shared file system's hiccup
+        path.rename(path.with_name(f"{why}-{path.name}"))
