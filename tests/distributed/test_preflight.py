@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from slurmtrain.choices import PreflightMode
 from slurmtrain.config.schema import CheckpointConfig, ClusterConfig, Config, PreflightConfig
@@ -76,7 +77,7 @@ class Ranks:
 def everything(directory: Path) -> dict[str, Said]:
     ranks = Ranks(directory)
     sound = Readers()
-    asks_gpus = replace(ranks.config, cluster=replace(ranks.config.cluster, gpus_per_node=2))
+    asks_gpus = structs.replace(ranks.config, cluster=structs.replace(ranks.config.cluster, gpus_per_node=2))
 
     def no_driver() -> Any:
         raise NoAnswerError("Driver/library version mismatch")
@@ -151,7 +152,7 @@ def test_nodes_of_the_same_name_are_told_apart_by_their_numbers(gloo_ranks: Gloo
 def measured(directory: Path) -> tuple[list[str], Rates | None, Path]:
     ranks = Ranks(directory, nodes=2)
     measure.ON_CPU = measure.Sizes(32, torch.float32, 1 << 16, 1, 0.0)
-    config = replace(
+    config = structs.replace(
         ranks.config, preflight=PreflightConfig(mode=PreflightMode.FULL), checkpoint=CheckpointConfig(local="/dev/shm")
     )
     config.preflight.slow_share = 1e-9  # so little is measured here that it says nothing

@@ -8,13 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.errors import EnvironmentMismatchError
