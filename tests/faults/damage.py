@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
+from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import checkpoint_name
 from tests.faults.kills import NEWEST, OLDER, RANKS, check, facts
 from tests.faults.processes import Lane
@@ -228,28 +229,33 @@ def flip(path: Path, name: str, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit % 8]))
 
 
-def flip_and_restore(newest: Path, bits: list[tuple[str, int]], options: dict[str, Any]) -> list[Report]:
+def flip_and_restore(newest: Path, bits: list[tuple[str, int]], mutant: str) -> list[Report]:
     """Flip, restore, flip back, each in turn; in one process, since a flip has to cost no more than a restore."""
     reports = []
+    if mutant == "any digest":  # a restore that must be found out
+        read = blocks.digest_block
+        mock.patch.object(
+            blocks, "digest_block", lambda *words, **options: (read(*words, **options), mock.ANY)[1]
+        ).start()
     for name, bit in bits:
         flip(newest, name, bit)
-        reports.append(restore(newest.parent, **options))
+        reports.append(restore(newest.parent))
         for aside in newest.parent.glob(f"{newest.name}.damaged-*"):
             aside.rename(newest)
         flip(newest, name, bit)
-    reports.append(restore(newest.parent, **options))  # all is as it was, or the flips above have shown nothing
+    reports.append(restore(newest.parent))  # all is as it was, or the flips above have shown nothing
     return reports
 
 
 @row_of_many("a flipped bit", Outcome.OLDER, kind="flips", full=10_000, short=150)
 def flips(lane: Lane, count: int) -> Iterator[Trial]:
-    options = lane.memory.get("options", {})
+    mutant = lane.memory.get("mutant", "")
     while count > 0:
         with lane.trial():
             newest = copied(lane)
             bits = [random_bit(lane.random, newest) for _ in range(min(count, FLIPS_A_PROCESS))]
             count -= len(bits)
-            *reports, last = lane.fork(flip_and_restore, newest, bits, options).result(timeout_s=300)
+            *reports, last = lane.fork(flip_and_restore, newest, bits, mutant).result(timeout_s=300)
             for report, (name, bit) in zip(reports, bits, strict=True):
                 yield classify([report], facts(lane), newest=NEWEST, older=OLDER, detail=f"bit {bit} of {name}")
             undone = classify([last], facts(lane), newest=NEWEST, older=OLDER)
