@@ -54,7 +54,6 @@ Device = StrEnum("Device", "AUTO CPU CUDA")
 BestMode = StrEnum("BestMode", "MIN MAX")
 # What a save does when ranks differ that should hold the same
 ReplicaDrift = StrEnum("ReplicaDrift", "REFUSE WARN")
-# How much of a checkpoint's files is compared with their digests
 # A part of a checkpoint to start from
 RestoreOnly = StrEnum("RestoreOnly", "MODEL")
 # What may differ between a checkpoint and the run that starts from it

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from slurmtrain.checkpoint.safetensors_files import tensors_of
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import dtype_name
 
+TOGETHER_BYTES = 2**29  # of each checkpoint: tensors that are in memory at a time
 SAFETENSORS, TORCH_FILES = ".safetensors", (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -41,17 +42,15 @@ class TensorDifference(NamedTuple):
     why: str = "values"
 
 
-class _Stored(NamedTuple):
-    """A tensor in a checkpoint, and how it is read."""
-
-    facts: TensorFacts
-    read: Callable[[], Tensor]
-
-
 class _Part(NamedTuple):
-    """A part of a checkpoint that is compared by itself: a file of another program, or all of ours."""
+    """A part of a checkpoint that is compared by itself: a file of another program, or all of ours.
 
-    tensors: Mapping[str, _Stored]
+    Attributes:
+        read: returns some of its tensors, by name.
+    """
+
+    tensors: Mapping[str, TensorFacts]
+    read: Callable[[Sequence[str]], Mapping[str, Tensor]]
     plain: Mapping[str, Any] = {}
 
 
@@ -114,20 +113,14 @@ def _of_ours(path: Path, ranks: int) -> _Part:
     """Return all tensors and plain values of a checkpoint, but of so many ranks only those that each has for itself."""
     manifest = read_manifest(path)
     contents = read_contents(path, manifest)
-
-    def read(name: str) -> Tensor:
-        return read_whole(path, contents, manifest, [name])[name]
-
     common = {name for rank in range(ranks) for name in own_names(contents.facts, rank).values()}
     tensors = {
-        name: _Stored(fact, partial(read, name))
-        for name, fact in sorted(contents.facts.items())
-        if not name.startswith(OWN) or name in common
+        name: fact for name, fact in sorted(contents.facts.items()) if not name.startswith(OWN) or name in common
     }
     plain = dict(_flat(manifest.state))
     for file in map(file_name, range(ranks)):
         plain.update(_flat(read_own_state(path / file, contents.files[file]), file))
-    return _Part(tensors, plain)
+    return _Part(tensors, partial(read_whole, path, contents, manifest), plain)
 
 
 def _files_of_others(path: Path) -> set[str]:
@@ -143,7 +136,11 @@ def _of_file(path: Path) -> _Part:
         return TensorFacts(tuple(tensor.shape), dtype_name(tensor.dtype))
 
     if path.suffix == SAFETENSORS:
-        return _Part({name: _Stored(facts(each), each.read) for name, each in tensors_of(path).items()})
+        stored = tensors_of(path)
+        return _Part(
+            {name: facts(each) for name, each in stored.items()},
+            lambda names: {name: stored[name].read() for name in names},
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of an older pickle: what it cannot read is an error
@@ -153,7 +150,8 @@ def _of_file(path: Path) -> _Part:
         raise CheckpointError(f"{path.name} is not read with weights_only: {' '.join(first)[:200]}") from None
     tensors = {name: value for name, value in plain.items() if isinstance(value, torch.Tensor)}
     return _Part(
-        {name: _Stored(facts(each), partial(Tensor.detach, each)) for name, each in tensors.items()},
+        {name: facts(each) for name, each in tensors.items()},
+        lambda names: {name: tensors[name].detach() for name in names},
         {name: value for name, value in plain.items() if name not in tensors},
     )
 
@@ -179,17 +177,37 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _compare_tensors(a: _Part, b: _Part) -> list[TensorDifference]:
-    found = []
-    for name in dict.fromkeys([*a.tensors, *b.tensors]):
+    names = list(dict.fromkeys([*a.tensors, *b.tensors]))
+    alike: list[str] = []
+    why: dict[str, str] = {}
+    for name in names:
         one, other = a.tensors.get(name), b.tensors.get(name)
         if one is None or other is None:
             kind = "a tensor in one of them only" if name in {**a.plain, **b.plain} else None
-            found.append(TensorDifference(name, kind or f"only in the {'second' if one is None else 'first'}"))
-        elif one.facts != other.facts:
-            found.append(TensorDifference(name, "another shape or type"))
-        elif not torch.equal(_bits(one.read()), _bits(other.read())):
-            found.append(TensorDifference(name))
-    return found
+            why[name] = kind or f"only in the {'second' if one is None else 'first'}"
+        elif one != other:
+            why[name] = "another shape or type"
+        else:
+            alike.append(name)
+    for some in _in_turn(alike, a.tensors):
+        left, right = a.read(some), b.read(some)
+        why |= {name: "values" for name in some if not torch.equal(_bits(left[name]), _bits(right[name]))}
+    return [TensorDifference(name, why[name]) for name in names if name in why]
+
+
+def _in_turn(names: Sequence[str], facts: Mapping[str, TensorFacts]) -> Iterator[list[str]]:
+    """Yield the names of the tensors that are read together: to read each by itself would digest its blocks again."""
+    some: list[str] = []
+    size = 0
+    for name in names:
+        nbytes = math.prod(facts[name].shape) * facts[name].itemsize
+        if some and size + nbytes > TOGETHER_BYTES:
+            yield some
+            some, size = [], 0
+        some.append(name)
+        size += nbytes
+    if some:
+        yield some
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -245,11 +245,15 @@ def _load_by_itself(key: str, module: nn.Module) -> None:
         CheckpointError: its tensors are others then.
     """
     before = {name: int(fingerprint(local(each))) for name, each in module_tensors({key: module}).items()}
-    unwrap(module).load_state_dict(unwrap(module).state_dict())
+    root = unwrap(module)
+    if type(root).load_state_dict is nn.Module.load_state_dict and "load_state_dict" not in vars(root):
+        root.load_state_dict(root.state_dict(), strict=False)  # which may leave out what is not trained
+    else:
+        root.load_state_dict(root.state_dict())
     for name, each in module_tensors({key: module}).items():
         if int(fingerprint(local(each))) != before.get(name):
             raise CheckpointError(
-                f"{name} is not what was loaded: {type(unwrap(module)).__name__}.load_state_dict() changes it",
+                f"{name} is not what was loaded: {type(root).__name__}.load_state_dict() changes it",
                 hint="its hooks have to leave alone what its state_dict() gives",
             )
 

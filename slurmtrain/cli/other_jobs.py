@@ -83,14 +83,14 @@ def _report(run_dir: RunDir, *, as_json: bool) -> int:
         print(next_steps(f"logs {run_dir.id} --rank all"))
     else:
         print_record(found)
-        print(f"  the facts of each node: {run_dir.attempt(tries[-1].number).preflight_file}")
+        print(f"  for programs: {run_dir.attempt(tries[-1].number).preflight_file}")
     if found is None:
         return EXIT_CONFIG if tries and tries[-1].reason in (Reason.CONFIG, Reason.BAD_NODE) else 1
     return EXIT_CONFIG if found.fatal else 0
 
 
 def print_record(found: PreflightRecord) -> None:
-    """Print what was measured, and each finding with what to do. The facts of each node are in preflight.json."""
+    """Print what was measured, and each finding with what to do."""
     measured = found.measured or Rates()
     for text, values in (
         ("all-reduce {} GB/s", [measured.all_reduce] if measured.all_reduce is not None else []),

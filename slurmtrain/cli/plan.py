@@ -46,6 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
                 "layout": str(plan.dims),
                 "axes": dict(zip(AXES, plan.dims.shape, strict=True)),
                 **fields_of(plan, names),
+                "would_fit": _would_fit(plan),
                 "sentence": None if plan.step is None else _more_nodes(plan),
                 "notes": notes,
             }
@@ -136,15 +137,19 @@ def _sizes(plan: Plan) -> dict[str, str]:
     of = f" of {in_gb(plan.memory_limit)}" if plan.memory_limit is not None else ""
     where = f" on stage {plan.fullest.stage}" if dims.pp > 1 else ""
     fits = ""
-    if not plan.fits and plan.memory_limit is not None:
-        changes = changes_that_fit(plan.config, ROOM * plan.memory_limit)
-        fits = f"; it does not fit; what would: {'; or '.join(changes) or 'a smaller model or batch'}"
+    if not plan.fits:
+        fits = f"; it does not fit; what would: {'; or '.join(_would_fit(plan)) or 'a smaller model or batch'}"
     return {
         "layout": f"{plural(plan.nodes, 'node')} x {cluster.tasks_per_node} {what}: {dims}",
         "model": f"{parameters} parameters, computed in {plan.hardware.dtype}",
         "global batch": batch,
         "memory": f"{total} GB{of} on a rank{where} {parts}{fits}",
     }
+
+
+def _would_fit(plan: Plan) -> list[str]:
+    """Return changes with which a plan that does not fit would."""
+    return [] if plan.fits or plan.memory_limit is None else changes_that_fit(plan.config, ROOM * plan.memory_limit)
 
 
 def _speed(step: StepTime) -> dict[str, str]:

@@ -73,6 +73,8 @@ def memory_of(config: Config, dims: ParallelDims) -> list[StageMemory] | None:
 def check_host_memory(config: Config, dims: ParallelDims, memory: int | None, *, has_gpu: bool) -> None:
     """Compare what a job on CPUs keeps in memory with the memory that it has, if that is known: it would swap, or be killed.
 
+    Of a range of nodes its ends are compared.
+
     Args:
         memory: bytes of this machine, for cluster.backend=local; None: not known.
         has_gpu: whether this machine has a GPU.
@@ -80,6 +82,10 @@ def check_host_memory(config: Config, dims: ParallelDims, memory: int | None, *,
     Raises:
         ConfigError: parameters, gradients and optimiser state alone take more.
     """
+    if config.cluster.node_range.elastic:
+        for sized in extreme_sizes(config):
+            check_host_memory(sized, parallel_dims_of(sized), memory, has_gpu=has_gpu)
+        return
     cluster, limit, whose = config.cluster, memory, "this machine has"
     if cluster.backend != Backend.LOCAL:
         limit = cluster.mem_per_node_gb * GIB if cluster.mem_per_node_gb else None

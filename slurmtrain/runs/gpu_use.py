@@ -24,9 +24,7 @@ from slurmtrain.system.records import Number, typed_or_none
 log = logging.getLogger(__name__)
 
 IDLE_PERCENT = 5  # a GPU whose kernels ran for less than this share of a sample is idle
-EVERY_S = (
-    60.0  # a sample takes some milliseconds of the driver for each GPU; a thousand nodes write to the same file system
-)
+EVERY_S = 60.0  # a sample takes the driver some milliseconds for each GPU; a thousand nodes write to one file system
 LONGEST_S = 240.0  # that a sample stands for at most: a process that was stopped has not looked in between
 NODES_READ = 4096
 

@@ -122,6 +122,8 @@ def find(reference: str, root: Path) -> RunDir:
         found = RunDir(located(path))
         check_parts(found)
         return found
+    if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
+        raise _not_readable(path)
     runs = all_runs(root)
     if not runs:
         raise nothing_under(root, "runs")
@@ -195,13 +197,17 @@ def find_sweep(reference: str, root: Path) -> Sweep:
     )
 
 
+def _not_readable(path: Path) -> UsageError:
+    return UsageError(
+        f"{path} cannot be read: it belongs to {user_in_words(path.stat().st_uid)}",
+        hint="ask the owner to share it: chmod -R g+rX",
+    )
+
+
 def nothing_under(root: Path, what: str) -> UsageError:
     """Return the error for a folder that holds no runs or sweeps, or that this user may not look into."""
     if os.path.isdir(root) and not os.access(root, os.R_OK | os.X_OK):
-        return UsageError(
-            f"{absolute(root)} cannot be read: it belongs to {user_in_words(root.stat().st_uid)}",
-            hint="ask the owner to share it: chmod -R g+rX",
-        )
+        return _not_readable(absolute(root))
     return UsageError(
         f"there are no {what} under {absolute(root)}",
         hint="change to the folder where you typed submit, or set SLURMTRAIN_RUNS to its runs folder",

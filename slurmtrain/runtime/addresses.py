@@ -143,11 +143,7 @@ def bind_port(host: str, ports: range | None, node: str) -> socket.socket:
     for port in _in_any_order(ports):
         with contextlib.suppress(OSError):
             return _bound(host, port)
-    raise _none_free(ports, node)
-
-
-def _none_free(ports: range, node: str) -> RendezvousError:
-    return RendezvousError(
+    raise RendezvousError(
         f"no port of cluster.port_range={ports.start}-{ports.stop - 1} is free on {node}",
         hint=f"`ss -tlnp` on {node} shows who has them; take a larger range",
     )
@@ -192,7 +188,10 @@ def hold_port(ports: range | None, node: str) -> socket.socket:
             continue
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return holder
-    raise _none_free(ports or range(0), node)
+    # Perhaps the connections of the attempt before are still being closed, for a minute, on all ports of a small range.
+    holder = bind_port("", ports, node)
+    holder.shutdown(socket.SHUT_RDWR)  # it listens no more, and stays bound
+    return holder
 
 
 # Waiting for files that rank 0 writes into a shared folder: less and less often, and first of all on one rank of each node. A

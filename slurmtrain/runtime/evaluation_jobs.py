@@ -76,6 +76,14 @@ class EvaluationJobs:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.terminate()  # it has a token: what it may have submitted is found by the next one
+        self._storage.attempt(self._say_due)
+
+    def _say_due(self) -> None:
+        if steps := self._due():
+            which, again = ", ".join(map(str, steps)), f"evaluate {self._run_dir.path} --due"
+            log.warning(
+                "no job was submitted for the evaluation of step %s; `%s` submits what is missing", which, again
+            )
 
     def _due(self) -> list[int]:
         """Return the steps of checkpoints that exist and whose evaluation is not submitted yet.

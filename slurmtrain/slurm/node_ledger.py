@@ -92,11 +92,6 @@ class NodeRecord:
     lasted_s: Number | None = None
     proven: bool = False
 
-    @property
-    def fast(self) -> bool:
-        """Whether the attempt was over within seconds."""
-        return self.lasted_s is not None and self.lasted_s < FAST_S
-
 
 @dataclass(frozen=True)
 class BlamePolicy:

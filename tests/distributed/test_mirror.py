@@ -74,6 +74,14 @@ def test_a_copy_that_somebody_has_renamed_is_damaged(tmp_path: Path) -> None:
     assert any("belongs to another checkpoint" in line for line in rank.said)
 
 
+def test_a_run_does_not_begin_anew_beside_copies_that_cannot_be_fetched(tmp_path: Path) -> None:
+    save_two_and_wipe(tmp_path)
+    for manifest in (tmp_path / "store").glob("*/manifest.json"):
+        manifest.write_bytes(b"{}")
+    with pytest.raises(CheckpointMismatchError, match=r"every copy in file://.* is damaged: .*manifest\.json"):
+        mirrored(None, tmp_path, 3).restore()
+
+
 def test_copies_of_another_run_are_refused(tmp_path: Path) -> None:
     save_two_and_wipe(tmp_path, run_id="one")
     with pytest.raises(CheckpointMismatchError, match="belongs to run one, this is run two"):

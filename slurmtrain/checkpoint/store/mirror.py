@@ -335,7 +335,8 @@ class MirrorUploader:
             damaged: names of copies that were fetched before, and were damaged.
 
         Raises:
-            CheckpointError: the store does not answer, which is not the same as a fresh start.
+            CheckpointError: the store does not answer, or what every copy says of itself is damaged, which is not the same as
+                a fresh start.
         """
         directory, incarnation, mirror = self._identity.directory, self._identity.incarnation, self._mirror
         text = b""  # of manifest.json, on rank 0
@@ -343,6 +344,7 @@ class MirrorUploader:
         def choose() -> list[Any] | None:
             """Return name, files, and where to write."""
             nonlocal text
+            refused = []
             for name in reversed(mirror.committed()):
                 if name in damaged or (at_most is not None and _step(name) > at_most):
                     continue
@@ -352,10 +354,16 @@ class MirrorUploader:
                     raise
                 except CheckpointError as error:
                     log.warning(error.message)
+                    refused.append(error.message)
                     continue
                 self._identity.check_run(f"{mirror.url}/{name}", manifest, hint="give each run a mirror of its own")
                 temporary = commit.begin(directory, manifest.step, incarnation, size=manifest.size)
                 return [name, sorted(manifest.files), str(temporary)]
+            if refused and at_most is None:
+                raise CheckpointMismatchError(
+                    f"no checkpoint is left, and every copy in {mirror.url} is damaged: {'; '.join(refused)}",
+                    hint="look at them; remove them to start from scratch",
+                )
             return None
 
         chosen = ranks.on_rank_0(choose)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from slurmtrain.checkpoint.difference import differences
 from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.manifest import Box
 from tests.support.pickles import Evil
 from tests.unit.weights.test_export import Mixed, by_ranks, cut, save
@@ -55,6 +57,23 @@ def test_other_shapes_types_and_names_differ(tmp_path: Path) -> None:
         "model.weight",
     ]
     assert names(a, save(tmp_path / "c", model=torch.nn.Linear(3, 2, bias=False)))[0] == "model.bias"
+
+
+def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read each by itself digests the same blocks again and again: minutes for a checkpoint of some MB."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2)) for _ in range(200)])
+    a = save(tmp_path / "a", model=model)
+    with torch.no_grad():
+        model[7].fill_(2.0)
+    b, read = save(tmp_path / "b", model=model), list[int]()
+    monkeypatch.setattr(blocks, "digest_block", partial(counted, blocks.digest_block, read))
+    assert names(a, b) == ["model.7"]
+    assert 0 < len(read) < 20
+
+
+def counted(work: Any, calls: list[int], *arguments: Any, **options: Any) -> Any:
+    calls.append(1)
+    return work(*arguments, **options)
 
 
 def test_a_file_that_was_cut_short_is_an_error_and_no_difference(tmp_path: Path) -> None:

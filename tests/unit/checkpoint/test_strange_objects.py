@@ -366,3 +366,18 @@ def test_a_load_hook_that_changes_what_is_loaded_is_told_at_the_restore(tmp_path
         checkpointer.save(1, model=model).result()
         with pytest.raises(CheckpointError, match=r"model\.weight is not what was loaded"):
             checkpointer.restore(model=model)
+
+
+def test_a_module_that_leaves_out_what_is_frozen_and_has_a_load_hook_is_restored(tmp_path: Path) -> None:
+    def without_bias(module: nn.Module, state: dict[str, Any], *others: Any) -> None:
+        del state["bias"]
+
+    model = Derived()
+    model.bias.requires_grad_(False)
+    after_state_dict(model, without_bias)
+    table = model.table.clone()
+    with closing(Checkpointer(tmp_path)) as checkpointer:
+        checkpointer.save(1, model=model).result()
+        model.table.zero_()
+        assert checkpointer.restore(model=model) is not None
+    assert torch.equal(model.table, table)

@@ -77,6 +77,7 @@ def test_of_a_layout_that_does_not_fit_nothing_but_its_sizes_is_told() -> None:
     assert not [name for name in ("\nstep ", "\nspeed", "\ncost", "nodes  ") if name in text]
     found = answer(words)
     assert (found["fits"], found["step"], found["gpu_hours"], found["more_nodes"]) == (False, None, None, [])
+    assert found["would_fit"][0] in text.replace("\n", " ")
 
 
 def test_a_slow_network_is_named_as_the_reason_against_more_nodes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.launched_program import repeated_launcher, script_and_module
-from slurmtrain.config.parallel_dims import ParallelDims
+from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.errors import EXIT_CONFIG, ConfigError, exit_code_of
 from slurmtrain.launch.checks import host_memory
 from slurmtrain.planner.fit import check_host_memory
@@ -150,6 +151,10 @@ def test_host_memory_counts_where_the_job_computes_on_cpus() -> None:
     asked = ["cluster=sandbox", "model=llama3_8b", "cluster.mem_per_node_gb=24"]
     with pytest.raises(ConfigError, match=r"cluster\.mem_per_node_gb=24 gives 24\.0 GiB"):
         check_host_memory(compose(asked), dims, 512 * GIB, has_gpu=False)
+    for nodes, fits in (("8", True), ("2-8", False)):  # the fewest nodes that SLURM may give
+        shared = compose([*asked, "parallel=fsdp", f"cluster.nodes={nodes}", "train.global_batch_size=64"])
+        with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="on the CPUs of a node"):
+            check_host_memory(shared, parallel_dims_of(shared), None, has_gpu=False)
     check_host_memory(compose([*asked, "cluster.gpus_per_node=2"]), dims, None, has_gpu=False)
     asked[-1:] = ["cluster.mem_per_node_gb=200", "cluster.tasks_per_node=1"]
     check_host_memory(compose(asked), dims, None, has_gpu=False)

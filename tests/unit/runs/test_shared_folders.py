@@ -630,7 +630,7 @@ def test_who_is_not_of_the_team_hears_that_its_folder_cannot_be_read_and_whose_i
     shared.chmod(0o2770)
 
     def look() -> None:
-        for reference in ("last", "2026"):
+        for reference in ("last", "2026", str(shared)):
             with pytest.raises(UsageError, match=rf"^{shared} cannot be read: it belongs to {user_in_words(0)}\n"):
                 lookup.find(reference, shared)
 

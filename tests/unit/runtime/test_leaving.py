@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from slurmtrain.checkpoint.errors import CheckpointMismatchError, LostPeersError, SupersededError
+from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name
 from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.errors import DivergedError, PreflightError
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import Failure, Failures
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.runtime import evaluation_jobs
 from slurmtrain.runtime.addresses import RendezvousError
 from slurmtrain.runtime.attempt_context import AttemptContext, Timeline
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
@@ -184,3 +186,16 @@ def test_what_a_full_disk_refuses_is_told_once_and_training_goes_on(
     monkeypatch.undo()
     record.event(Event.LOSS_SPIKE, {"step": 3})
     assert [event["step"] for event in run_dir.events()] == [3] and "can be written again" in caplog.text
+
+
+def test_a_run_that_ends_says_for_which_steps_no_evaluation_was_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = RunDir(tmp_path)
+    for step in (2, 4):
+        retention.hold(run_dir.checkpoints, step, run_dir.evaluation(step).path.name)
+    (run_dir.checkpoints / checkpoint_name(2)).mkdir()
+    (run_dir.checkpoints / checkpoint_name(2) / COMPLETE).touch()
+    monkeypatch.setattr(evaluation_jobs, "shared_interpreter", lambda: "false")  # SLURM refuses, say
+    EvaluationJobs(run_dir).close(finished=True)
+    assert f"no job was submitted for the evaluation of step 2; `evaluate {tmp_path} --due` submits" in caplog.text
