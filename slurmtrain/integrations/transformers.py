@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import TrainerCallback
@@ -162,7 +163,8 @@ def torn(checkpoint: Path) -> str | None:
     """Return why a checkpoint of Trainer's is not complete, in one sentence; None: it is."""
     try:
         state = json.loads((checkpoint / STATE_FILE).read_text())
-        callback = state["stateful_callbacks"].get(SlurmtrainCallback.__name__)
+        # Trainer of before transformers 4.41 has not written them.
+        callback = (state.get("stateful_callbacks") or {}).get(SlurmtrainCallback.__name__)
         ranks = callback["attributes"]["world_size"] if callback else 0
     except FileNotFoundError:
         return f"it has no {STATE_FILE}, which Trainer writes last"
@@ -172,7 +174,18 @@ def torn(checkpoint: Path) -> str | None:
     if missing:
         return f"the random state of rank {missing[0]} is missing"
     for path in sorted(checkpoint.rglob("*")):
-        reason = cut(path) if path.name.endswith(NEEDED) and path.is_file() else None
+        reason = (cut(path) or _cut_weights(path)) if path.name.endswith(NEEDED) and path.is_file() else None
         if reason:
             return f"{path.relative_to(checkpoint)}: {reason}"
+    return None
+
+
+def _cut_weights(path: Path) -> str | None:
+    """Return "it is cut" of a .safetensors file whose header does not agree with its size; None of any other file."""
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError:
+            return "it is cut"
     return None

@@ -94,7 +94,6 @@ class TrainingState:
         counters: the trainer's own part of a checkpoint, the steps done among it.
         hooks: the trainer's, for a hook that has something to report: `state.hooks.message(text)`.
         parameters: those that are trained.
-        begins_finite: whether all of them were finite when the attempt began; others are meant to be as they are.
         numbers: reads loss and gradient norm of each step two steps later.
         throughput: tokens and seconds of the last steps.
         phases: how long the parts of each step take on this rank.
@@ -117,7 +116,6 @@ class TrainingState:
     counters: Counters
     hooks: TrainingHooks
     parameters: list[nn.Parameter]
-    begins_finite: bool
     numbers: NumbersReader
     throughput: Throughput = field(default_factory=Throughput)
     phases: PhaseClock = field(default_factory=lambda: PhaseClock(None))
@@ -169,4 +167,4 @@ class TrainingState:
 
     def is_finite(self) -> bool:
         """Return whether the parameters are finite on all ranks, which call this together before they save."""
-        return self.ranks.all_true(not self.begins_finite or all_finite(self.parameters))
+        return self.ranks.all_true(all_finite(self.parameters))

@@ -33,10 +33,11 @@ from slurmtrain.training.forward_backward import ForwardBackward
 from slurmtrain.training.health import HINT
 from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
 from slurmtrain.training.hooks.checkpointing import Checkpointing
+from slurmtrain.training.hooks.evaluation import Evaluation
 from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
 from slurmtrain.training.hooks.profiling import StepProfiles
 from slurmtrain.training.optim import build_optimizer, set_learning_rate
-from slurmtrain.training.state import Counters, StepResult, TrainingState, all_finite
+from slurmtrain.training.state import Counters, StepResult, TrainingState
 from slurmtrain.training.step_numbers import NumbersReader
 
 log = logging.getLogger(__name__)
@@ -88,8 +89,8 @@ class Trainer:
         forward_backward: runs micro batches through the model.
         ranks: this rank, and its process groups.
         stop_check: asked once a step whether to stop.
-        checkpointing, guard, profiles: decide on saves, on skipped updates and going back, and on profiles; they are among
-            the hooks, too.
+        checkpointing, guard, profiles, evaluation: decide on saves, on skipped updates and going back, on profiles and on
+            evaluations; they are among the hooks, too.
         hooks: what happens besides the steps, in this order.
         data_hash: name of the data, with which the digest of the samples begins.
         phases: measures the parts of each step; None: nothing does.
@@ -109,6 +110,7 @@ class Trainer:
         checkpointing: Checkpointing,
         guard: NonfiniteGuard,
         profiles: StepProfiles,
+        evaluation: Evaluation,
         hooks: Sequence[TrainingHook],
         data_hash: str = "",
         phases: PhaseClock | None = None,
@@ -118,6 +120,7 @@ class Trainer:
         self._distributed_model, self._loader, self._forward_backward = distributed_model, loader, forward_backward
         self._ranks, self._stop_check = ranks, stop_check
         self._checkpointing, self._guard, self._profiles = checkpointing, guard, profiles
+        self._evaluation = evaluation
         self._optimizer = build_optimizer(distributed_model.model, optim)
         self._parameters = [parameter for parameter in distributed_model.model.parameters() if parameter.requires_grad]
         self.state = TrainingState(
@@ -129,7 +132,6 @@ class Trainer:
             counters=Counters(data_hash=data_hash),
             hooks=TrainingHooks(hooks),
             parameters=self._parameters,
-            begins_finite=all_finite(self._parameters),
             numbers=NumbersReader(ranks),
             phases=phases or PhaseClock(None),
             flops=flops,
@@ -170,6 +172,8 @@ class Trainer:
         state.stopping = self._is_told_to_stop()
         state.throughput.start()
         hooks.start(state)
+        # One that a stop has cut short is repeated first; hooks hear of it, so that all of them have started.
+        self._evaluation.evaluate_if_due(state)
         if state.counters.health.due and not state.stopping:  # an earlier attempt was stopped before it could
             self._roll_back(state.counters.health.due)
         state.throughput.start()

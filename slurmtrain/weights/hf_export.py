@@ -86,7 +86,7 @@ def export_hf(
         dtype: element type of the weights, as "bfloat16"; None: as saved.
         force: replace `out` if it exists.
         shard_bytes: greatest size of a file of tensors.
-        progress: called with the number of bytes of every block read, from any thread.
+        progress: called with the number of bytes of every tensor read.
 
     Raises:
         UsageError: `out` is not valid.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from functools import cache
@@ -127,6 +128,15 @@ def test_a_hook_hears_of_everything_in_the_order_that_its_protocol_states(tmp_pa
         *(("before_step", 1), ("before_optimizer_step", 1), ("log", 2), ("evaluated", 2), ("after_step", 2)),
         ("close", 2),
     ]
+
+
+def test_an_evaluation_that_is_made_up_for_comes_after_all_hooks_have_started(tmp_path: Path) -> None:
+    words = ["train.steps=3", "checkpoint.every_steps=2"]
+    fit(alone(), tmp_path / "run", [*words, "train.eval_every=0"])
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "checkpoint_0000003")
+    listener = Listener()
+    trainer(alone(), tmp_path / "run", [*words, "train.eval_every=2"], attempt=2, hooks=[listener]).fit()
+    assert listener.heard[:3] == [("start", 2), ("evaluated", 2), ("before_step", 2)]
 
 
 class SaveEarly(TrainingHook):

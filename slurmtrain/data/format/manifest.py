@@ -218,7 +218,7 @@ def verify(folder: Path, manifest: Manifest) -> Iterator[str]:
         return None if digest == sha256 else f"{path} differs from its digest: it is damaged"
 
     files: list[tuple[Path, int | None, str | None]] = [
-        (shard_file(folder, split, shard.name, kind), size, shard.sha256[kind])
+        (shard_file(folder, split, shard.name, kind), size, shard.sha256.get(kind))
         for split, content in manifest.splits.items()
         for shard in content.shards
         for kind, size in shard.file_sizes(manifest.tokenizer.dtype).items()

@@ -20,6 +20,7 @@ import queue
 import signal
 import stat
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -34,6 +35,7 @@ from slurmtrain.system.process import be_killed_with
 from slurmtrain.system.signals import SLURM_STOP_SIGNALS
 
 PIPE_BYTES = 1 << 20  # so that a worker need not wait for the rank to send a batch; what a user may have by default
+CLOSE_S = 5.0  # seconds for killed workers to leave
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -98,15 +100,19 @@ class Workers(Generic[Job, Result]):
         return result  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Kill the workers."""
+        """Kill the workers. Takes `CLOSE_S` seconds at most."""
         self._closing = True
+        deadline = time.monotonic() + CLOSE_S
         for _, process in self._workers:
             process.kill()
-            process.join()
+        for _, process in self._workers:
+            process.join(max(0.0, deadline - time.monotonic()))  # a file system that hangs holds it back
         while self._thread.is_alive():
             with contextlib.suppress(queue.Empty):  # it may wait for room
                 self._ready.get_nowait()
             self._thread.join(0.01)
+            if time.monotonic() > deadline:  # or for what a process of a worker's own holds open
+                return
         for receiver, _ in self._workers:
             receiver.close()
 

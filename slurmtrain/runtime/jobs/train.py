@@ -114,8 +114,8 @@ def build_trainer(
     guard = NonfiniteGuard(config.train)
     used.append(guard)
     baseline = None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy)
-    used.append(Evaluation(evaluator, config.train, config.checkpoint, by_jobs=by_jobs, jobs=jobs, baseline=baseline))
-    used += [*_configured_hooks(config), *hooks]
+    evaluation = Evaluation(evaluator, config.train, config.checkpoint, by_jobs=by_jobs, jobs=jobs, baseline=baseline)
+    used += [evaluation, *_configured_hooks(config), *hooks]
     # The last, so that it saves in the same step what any hook before it asks for, and what they have changed.
     mtbf_s = _mtbf_s(config, context)
     checkpointing = Checkpointing(
@@ -133,6 +133,7 @@ def build_trainer(
         checkpointing=checkpointing,
         guard=guard,
         profiles=profiles,
+        evaluation=evaluation,
         hooks=used,
         data_hash=source.fingerprint,
         phases=phases,

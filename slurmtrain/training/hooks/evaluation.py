@@ -50,16 +50,16 @@ class Evaluation(TrainingHook):
     def start(self, state: TrainingState) -> None:
         if not self._by_jobs:
             self._evaluator.prepare()
-        self._evaluate_if_due(state)  # one that a stop has cut short is repeated first
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
-        self._evaluate_if_due(state)
+        self.evaluate_if_due(state)
 
     def close(self, state: TrainingState) -> None:
         if self._jobs is not None:
             self._jobs.close(finished=state.finished)
 
-    def _evaluate_if_due(self, state: TrainingState) -> None:
+    def evaluate_if_due(self, state: TrainingState) -> None:
+        """Evaluate if it is due at `state.step` and was not done."""
         step = state.step
         due = step == state.total_steps or (self._every > 0 and step % self._every == 0)
         if not (self._evaluator.sets and due and step > state.counters.evaluated_at) or state.stopping:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
-from slurmtrain.data.format.manifest import KINDS, InputRecord, Manifest, Shard, Split, TokenizerFacts, read_manifest
+from slurmtrain.data.format.manifest import (
+    KINDS,
+    InputRecord,
+    Manifest,
+    Shard,
+    Split,
+    TokenizerFacts,
+    read_manifest,
+    verify,
+)
 from slurmtrain.data.sources.config_check import check_prepared, with_absolute_paths
 from slurmtrain.errors import ConfigError
 from tests.support.fake_slurm import FakeSlurm
@@ -47,6 +57,16 @@ def test_a_manifest_that_cannot_be_right_is_refused(tmp_path: Path, written: str
     with pytest.raises(ConfigError) as refused:
         read_manifest(tmp_path)
     assert said in refused.value.message and str(file) in refused.value.message
+
+
+def test_verify_names_a_file_of_which_the_manifest_has_no_digest(tmp_path: Path) -> None:
+    shard = SHARDS[0]
+    without = replace(MANIFEST, splits={"train": Split((replace(shard, sha256={}),))})
+    folder = tmp_path / "train"
+    folder.mkdir()
+    for kind, size in shard.file_sizes(MANIFEST.tokenizer.dtype).items():
+        (folder / f"{shard.name}.{kind}").write_bytes(bytes(size))
+    assert f"{folder / shard.name}.tokens differs from its digest: it is damaged" in list(verify(tmp_path, without))
 
 
 PREPARED = {"_target_": "slurmtrain.data.PreparedText"}

@@ -235,6 +235,24 @@ def test_close_kills_workers_that_are_stuck() -> None:
     assert multiprocessing.active_children() == []
 
 
+class Leaving(Numbers):
+    """Starts a process that outlives the worker, and holds what it has open."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        return super().__getitem__(index)
+
+
+def test_close_does_not_wait_for_what_a_worker_has_started() -> None:
+    loader = BatchLoader(Leaving(8), seed=0, global_batch_size=8, micro_batch_size=8, num_workers=1)
+    next(loader)
+    began = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began < 12
+
+
 def test_a_run_that_crashes_without_closing_still_ends() -> None:
     program = """
 from slurmtrain.data.loading.loader import BatchLoader

@@ -85,6 +85,12 @@ def test_complete_checkpoints_are_taken_as_they_are(tmp_path: Path) -> None:
     assert torn(newest) is None
 
 
+def test_a_checkpoint_of_an_older_trainer_is_complete(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, 10)
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 10}')
+    assert newest_complete(tmp_path) == checkpoint
+
+
 def test_folders_that_were_torn_twice_at_a_step_are_both_kept(tmp_path: Path) -> None:
     for _ in range(2):
         without("trainer_state.json")(write(tmp_path, 5))
