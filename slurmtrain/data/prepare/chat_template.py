@@ -104,7 +104,7 @@ class ChatTemplate:
         if self.loss_on == LossOn.ALL:
             return RenderedText(text, _non_empty([(0, len(text))]))
         spans: list[tuple[int, int]] = []
-        end_of_turn = _end_of_turn(self)
+        ends = _ends_of_turn(self)
         for index in self._counted(conversation):
             floor = spans[-1][1] if spans else 0
             content = self._content_span(conversation, index, text)
@@ -113,7 +113,7 @@ class ChatTemplate:
             else:
                 end = self._end_of_calls(conversation, index, text, content[1])
                 if end is None:
-                    end = content[1] + len(end_of_turn) * text.startswith(end_of_turn, content[1])
+                    end = content[1] + next((len(each) for each in ends if text.startswith(each, content[1])), 0)
                 spans.append((self._after_generation_prompt(text, floor, content[0]), end))
         return RenderedText(text, _non_empty(spans))
 
@@ -300,13 +300,18 @@ def _generation_prompt(template: ChatTemplate) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _end_of_turn(template: ChatTemplate) -> str:
-    """Return what the template puts behind an answer, without the white space before the next turn; "" if it refuses."""
+def _ends_of_turn(template: ChatTemplate) -> tuple[str, ...]:
+    """Return what the template puts behind an answer, without the white space before the next turn, and the first word of it.
+
+    Some end the whole conversation with one more token, which stands behind the last answer alone (Phi-3). Empty: it refuses.
+    """
     turns = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": PLACEHOLDER}]
     try:
-        return template._run(turns, None).rpartition(PLACEHOLDER)[2].rstrip()
+        whole = template._run(turns, None).rpartition(PLACEHOLDER)[2].rstrip()
     except jinja2.TemplateError:
-        return ""
+        return ()
+    words = whole.split()
+    return whole, whole[: whole.find(words[0]) + len(words[0])] if words else ""
 
 
 class _GenerationTag(Extension):

@@ -16,7 +16,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from slurmtrain.choices import LossOn, RecordKind
 from slurmtrain.data.format.manifest import Manifest, read_manifest, shard_file
 from slurmtrain.data.format.tokenizers import TokenizerChoice
-from slurmtrain.data.prepare.chat_template import CHATML_TEMPLATE
+from slurmtrain.data.prepare.chat_template import CHATML_TEMPLATE, ChatTemplate, RenderedText
+from slurmtrain.data.prepare.conversation import Conversation
 from slurmtrain.data.sources.prepared import PreparedText
 from slurmtrain.errors import ConfigError
 from tests.unit.data.test_prepare import prepare as prepare_all
@@ -347,6 +348,19 @@ def test_the_first_token_of_an_answer_counts_and_the_end_token_wherever_their_of
     pair = [{"prompt": "ok? ", "completion": "yes"}]
     ((ids, mask),) = documents(prepare(tmp_path / "pair", pair, chat_template="none", **settings))
     assert [tokenizer.id_to_token(token) for token in ids[3:]] == ["\u0120y", "e", "s"] and mask == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_token_that_ends_the_whole_conversation_hides_no_end_of_an_earlier_answer() -> None:
+    """As Phi-3 writes them."""
+    template = ChatTemplate(
+        "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+        "{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}",
+        (("eos_token", "<|endoftext|>"),),
+        LossOn.ANSWERS,
+    )
+    found = template.render(Conversation(tuple(messages(["a?", "b.", "c?", "d."]))))
+    assert isinstance(found, RenderedText) and found.spans is not None
+    assert [found.text[begin:end] for begin, end in found.spans] == ["b.<|end|>", "d.<|end|>\n<|endoftext|>"]
 
 
 def test_a_system_message_beside_the_turns_is_the_first_one(tmp_path: Path) -> None:
