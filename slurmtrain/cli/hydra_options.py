@@ -74,14 +74,14 @@ def complete(arguments: argparse.Namespace) -> int:
 
 def _overrides(last: str) -> Iterable[str]:
     """Return overrides that may be meant by the beginning of one: of groups and fields; after the `=`, of their values."""
-    from slurmtrain.config.fields import is_group, plain, words_of
+    from slurmtrain.config.fields import GROUP, plain, words_of
     from slurmtrain.config.overrides import all_keys, kind_of
 
     groups, begun = config_groups(search_folders()), last.lstrip("+")
     key, equals, _ = begun.partition("=")
     plus = last.removesuffix(begun)
     if not equals:
-        fields = (each for each in all_keys() if not is_group(kind_of(each)))
+        fields = (each for each in all_keys() if not isinstance(kind_of(each), GROUP))
         return [f"{plus}{name}=" for name in (*groups, *fields)]
     kind = plain(kind_of(key))
     words = words_of(kind) if isinstance(kind, type) and issubclass(kind, StrEnum) else []

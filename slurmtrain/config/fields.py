@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, TypeGuard, TypeVar, Union
+from typing import Annotated, Any, TypeVar, Union
 
 from msgspec import Struct
 
@@ -21,6 +21,7 @@ from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, nearest,
 
 S = TypeVar("S", bound=Struct)
 
+GROUP = type(Struct)  # of groups of fields, such as that of `cluster`
 LINES = "lines"  # in Annotated: text that may have several lines, such as a command for bash
 MISSING = "???"  # a value that a config file leaves to the person
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -52,11 +53,6 @@ def raise_all(problems: list[SlurmtrainError]) -> None:
     if found:
         lines = [f"{each.message} ({each.hint})" if each.hint else each.message for each in found]
         raise type(found[0])(f"{len(found)} things are wrong:\n  " + "\n  ".join(dict.fromkeys(lines)))
-
-
-def is_group(kind: Any) -> TypeGuard[type[Struct]]:
-    """Return whether a type is a group of fields, such as `cluster`, and not a field."""
-    return isinstance(kind, type) and issubclass(kind, Struct)
 
 
 def plain(kind: Any) -> Any:
@@ -95,7 +91,7 @@ def _group(values: Any, schema: type[S], where: str, problems: list[SlurmtrainEr
     for (name, kind), default in zip(kinds.items(), schema.__struct_defaults__, strict=True):
         if name not in values or (values[name] is None and default is None):
             continue  # it has its default
-        if is_group(kind):
+        if isinstance(kind, GROUP):
             found[name] = _group(values[name], kind, f"{where}{name}.", problems)
             continue
         try:

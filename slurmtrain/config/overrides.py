@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
-from slurmtrain.config.fields import is_group, plain
+from slurmtrain.config.fields import GROUP, plain
 from slurmtrain.config.folders import config_groups
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import UsageError, nearest
@@ -49,7 +49,7 @@ def all_keys() -> tuple[str, ...]:
 def _keys_of(schema: Any, where: str) -> Iterator[str]:
     for name, kind in schema.__annotations__.items():
         yield f"{where}{name}"
-        if is_group(kind):
+        if isinstance(kind, GROUP):
             yield from _keys_of(kind, f"{where}{name}.")
 
 
@@ -63,7 +63,7 @@ def kind_of(key: str) -> Any:
 
 def kind_inside(kind: Any, name: str) -> Any:
     """Return the type of what a group or a mapping of this type has under a name."""
-    if is_group(kind):
+    if isinstance(kind, GROUP):
         return kind.__annotations__.get(name, Any)
     return typing.get_args(kind)[1] if typing.get_origin(kind) is dict else Any
 
@@ -89,7 +89,7 @@ def unknown_field(key: str, where: str = "") -> UsageError | None:
     """
     schema, path = Config, list[str]()
     for word in key.split("."):
-        if not is_group(schema):
+        if not isinstance(schema, GROUP):
             return None
         kinds = schema.__annotations__
         if word not in kinds:
@@ -105,7 +105,7 @@ def unknown_field(key: str, where: str = "") -> UsageError | None:
 def fields_instead(key: str, value: str) -> str | None:
     """Return a hint how to set single fields instead of `key=value`; None if `key` is no group of fields of the schema."""
     group = kind_of(key)
-    if not is_group(group):
+    if not isinstance(group, GROUP):
         return None
     kinds = group.__annotations__
     for name, kind in kinds.items():

@@ -26,7 +26,8 @@ from slurmtrain.config.known_models import check_sizes
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.attention import CausalAttention, Mask, positions_in_documents
 from slurmtrain.models.initial import Normal, initialize
-from slurmtrain.planner.shape import FROZEN, TRAINED, ModelFlops, attention_flops, default_hidden_dim
+from slurmtrain.planner.flops import FROZEN, TRAINED, ModelFlops, attention_flops
+from slurmtrain.planner.shape import default_hidden_dim
 
 INIT_STD = 0.02  # GPT-2 (Radford et al. 2019)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from slurmtrain.planner.shape import FROZEN, TRAINED, ModelFlops, attention_flops
+from slurmtrain.planner.flops import FROZEN, TRAINED, ModelFlops, attention_flops
 
 log = logging.getLogger(__name__)
 

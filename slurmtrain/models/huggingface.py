@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.flops import transformers_flops
-from slurmtrain.planner.shape import ModelFlops
+from slurmtrain.planner.flops import ModelFlops
 
 PREFIX = "model."  # of the names of its parameters, before those that transformers gives them
 

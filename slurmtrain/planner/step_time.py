@@ -15,9 +15,10 @@ from msgspec.structs import replace
 from slurmtrain.choices import ActivationCheckpointing, CpMethod
 from slurmtrain.config.parallel_dims import AXES, ParallelDims, sequence_lengths
 from slurmtrain.config.schema import Config
+from slurmtrain.planner.flops import FROZEN, TRAINED, decoder_flops, matrix_elements, multiplied_elements
 from slurmtrain.planner.hardware import Hardware
 from slurmtrain.planner.memory import layers_of_stages
-from slurmtrain.planner.shape import FROZEN, TRAINED, DecoderShape, decoder_flops, matrix_elements, multiplied_elements
+from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.traffic import Traffic, Work, bubble_passes, traffic_of
 
 COMPUTATION, BUBBLE, IMBALANCE = "computation", "bubble", "imbalance"

@@ -17,7 +17,7 @@ from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.observe.phases import PhaseClock
 from slurmtrain.observe.throughput import Throughput
 from slurmtrain.parallel.parallelize import DistributedModel
-from slurmtrain.planner.shape import ModelFlops
+from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.training.agreement import AgreedDecision, TrainingRanks
 from slurmtrain.training.health import Health
 from slurmtrain.training.step_numbers import NumbersReader, StepNumbers

@@ -26,8 +26,8 @@ from slurmtrain.errors import DivergedError
 from slurmtrain.observe.phases import Phase, PhaseClock
 from slurmtrain.parallel.ddp import warm_up_ddp_buckets, without_trace
 from slurmtrain.parallel.parallelize import DistributedModel
+from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.planner.schedule import learning_rate
-from slurmtrain.planner.shape import ModelFlops
 from slurmtrain.training.agreement import StopAgreement, TrainingRanks
 from slurmtrain.training.forward_backward import ForwardBackward
 from slurmtrain.training.health import HINT

@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 from slurmtrain.data.loading.order import mixed
 from slurmtrain.data.sources.protocol import DatasetSpec, FetchMethod, MapDataset, inspect_dataset
 from slurmtrain.errors import ConfigError
-from slurmtrain.planner.shape import attended_pairs, dense_pairs
+from slurmtrain.planner.flops import attended_pairs, dense_pairs
 
 Batch = dict[str, Tensor]
 

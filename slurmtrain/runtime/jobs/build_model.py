@@ -19,7 +19,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, SlurmtrainError, why_not_built
 from slurmtrain.models.flops import flops_of
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
-from slurmtrain.planner.shape import ModelFlops
+from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.node_copies import with_copies
 from slurmtrain.training.seeds import seed_everything

@@ -11,7 +11,7 @@ import yaml
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose, parse
-from slurmtrain.config.fields import is_group, plain
+from slurmtrain.config.fields import GROUP, plain
 from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, ConfigError, UsageError
@@ -20,7 +20,7 @@ from tests.support.runs import printed
 
 def fields_of(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, kind in schema.__annotations__.items():
-        if is_group(kind):
+        if isinstance(kind, GROUP):
             yield from fields_of(kind, f"{prefix}{name}.")
         else:
             yield prefix + name, plain(kind)

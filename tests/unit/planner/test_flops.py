@@ -21,7 +21,8 @@ from slurmtrain.models import Decoder
 from slurmtrain.models.attention import CausalAttention
 from slurmtrain.models.decoder import Block
 from slurmtrain.models.flops import flops_of, transformers_flops
-from slurmtrain.planner.shape import DecoderShape, ModelFlops, attended_pairs, decoder_flops, dense_pairs
+from slurmtrain.planner.flops import ModelFlops, attended_pairs, decoder_flops, dense_pairs
+from slurmtrain.planner.shape import DecoderShape
 
 LENGTH, ROWS = 48, 2
 PRESETS = sorted(
