@@ -198,6 +198,7 @@ CLIENTS = [
         tolerance=1e-4,
     ),
     Client("own loop, Checkpointer", "own_loop.py", STEPS, save_steps=None),
+    Client("own epochs, DataLoader and Checkpointer", "own_epochs.py", ("--epochs", "4"), save_steps=20),
 ]
 
 
