@@ -52,8 +52,6 @@ ActivationCheckpointing = StrEnum("ActivationCheckpointing", "NONE SELECTIVE FUL
 Device = StrEnum("Device", "AUTO CPU CUDA")
 # Which values of a metric are good
 BestMode = StrEnum("BestMode", "MIN MAX")
-# What a save does when ranks differ that should hold the same
-ReplicaDrift = StrEnum("ReplicaDrift", "REFUSE WARN")
 # A part of a checkpoint to start from
 RestoreOnly = StrEnum("RestoreOnly", "MODEL")
 # What may differ between a checkpoint and the run that starts from it

@@ -308,8 +308,7 @@ VERBS: dict[str, Verb] = {
         actions={
             "list": Verb("Print a table of the checkpoints; checks sizes only (default)."),
             "verify": Verb(
-                "Compare every file with its digest, and the files with each other. Exit code 1 when anything is "
-                "damaged.",
+                "Compare every file with its digest. Exit code 1 when anything is damaged.",
                 (option("[STEP]", "verify only this checkpoint", int),),
             ),
             "prune": Verb(
@@ -325,15 +324,11 @@ VERBS: dict[str, Verb] = {
             "export": Verb(
                 "Export the weights for other programs: a Hugging Face folder, or a file.",
                 (
-                    option("OUT", "a folder for --format hf and peft; FILE.safetensors, FILE.pt or FILE.pth"),
-                    option(
-                        "--format hf|peft|safetensors|torch",
-                        "hf merges adapters, peft has them alone; default: by suffix",
-                    ),
+                    option("OUT", "FILE.safetensors, or a folder for --format hf and peft"),
+                    option("--format hf|peft", "a folder of the model, or of its adapters alone; default: a file"),
                     STEP,
                     option("--only NAME", "the object that was saved as NAME", default="model"),
                     option("--dtype float32|float16|bfloat16|float64", "convert floating-point tensors"),
-                    option("--force", "replace OUT if it exists"),
                 ),
             ),
         },

@@ -387,10 +387,6 @@ class CheckpointConfig(Struct):
     # whether a lower ("min") or higher ("max") best_metric is better
     best_mode: choices.BestMode = choices.BestMode.MIN
     max_failures: Natural = 3  # end the attempt after this many failed saves in a row; 0: continue without checkpoints
-    # what a save does if tensors differ between ranks that should hold the same (as on GPUs of different models):
-    # "refuse": fail and name them; "warn": report this once and save the copy of the lowest rank, which then writes all
-    # of it
-    on_replica_drift: choices.ReplicaDrift = choices.ReplicaDrift.REFUSE
     # URL of a folder in an object store; checkpoints are copied to <mirror>/<job.name>/<run id>
     mirror: str | None = None
     # Node-local folder, in /dev/shm or on a local disk: every save is also copied there, so that a restart on the same

@@ -137,7 +137,7 @@ def soak(distributed: DistributedContext, directory: Path) -> Soaked:
     for number in range(1, SAVES + 1):
         for _ in range(STEPS_A_SAVE):
             training.step()
-            overlapped += checkpointer.in_flight is not None
+            overlapped += not checkpointer.idle
         checkpointer.save(number, model=training.model, optimizer=training.optimizer)
         if number % LOOK_EVERY == 0:
             checkpointer.wait()

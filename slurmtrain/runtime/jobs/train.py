@@ -194,7 +194,6 @@ def _build_checkpointer(
         changed=context.run_dir.changed_keys(),
         keep=Keep(keeping.keep_last, keeping.keep_every, keeping.keep_best, keeping.best_metric, keeping.best_mode),
         max_failures=keeping.max_failures,
-        on_replica_drift=keeping.on_replica_drift,
         mirror=f"{keeping.mirror.rstrip('/')}/{config.job.name}/{context.run_dir.id}" if keeping.mirror else None,
         local=keeping.local,
         node=distributed.environment.node if keeping.local else None,
