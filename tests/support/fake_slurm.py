@@ -139,7 +139,6 @@ class FakeSlurm:
         words: str = UNREACHABLE,
         *,
         times: int | None = None,
-        code: int = 1,
         done: bool = False,
         after: int = 0,
     ) -> None:
@@ -147,7 +146,7 @@ class FakeSlurm:
 
         "scontrol requeue" names one form of a command by how its command line begins. `done`: only the reply gets lost.
         """
-        self._write("faults", [*self._read("faults", []), [command, words, times, code, done, after]])
+        self._write("faults", [*self._read("faults", []), [command, words, times, done, after]])
 
     def mend(self) -> None:
         """Nothing fails any more."""
@@ -308,33 +307,16 @@ def _number(path: Path) -> int:
 
 
 def _new_job(job_id: str) -> Job:
-    return {
-        "id": job_id,
-        "state": "PENDING",
-        "reason": "Priority",
-        "start": "N/A",
-        "comment": "",
-        "dependency": "",
-        "partition": "gpu",
-        "name": "",
-        "user": "me",
-        "nodes": "",
-        "excluded": "",
-        "restarts": 0,
-        "array": None,
-        "tasks": {},
-        "options": {},
-        "script": "",
-        "environment": {},
-    }
+    empty = dict.fromkeys(("comment", "dependency", "name", "nodes", "excluded", "script"), "")
+    queued = {"id": job_id, "state": "PENDING", "reason": "Priority", "start": "N/A", "partition": "gpu", "user": "me"}
+    return {**empty, **queued, "restarts": 0, "array": None, "tasks": {}, "options": {}, "environment": {}}
 
 
 # The commands.
 
 
 class _FailedError(Exception):
-    def __init__(self, words: str, code: int = 1):
-        self.words, self.code = words, code
+    """What a command says that ends with 1."""
 
 
 def main(name: str, words: list[str], folder: str) -> int:
@@ -351,8 +333,8 @@ def main(name: str, words: list[str], folder: str) -> int:
         fault = _next_fault(fake, line)
         answers = fake._read("answers", {})
         try:
-            if fault and not fault[4]:
-                raise _FailedError(fault[1], fault[3])
+            if fault and not fault[3]:
+                raise _FailedError(fault[1])
             if name == "srun" and words == ["--version"]:
                 print(f"slurm {fake._read('config', CONFIG)['SLURM_VERSION']}")
                 return 0
@@ -361,10 +343,10 @@ def main(name: str, words: list[str], folder: str) -> int:
             else:
                 print(answers[line] if line in answers else _ACTIONS[name](fake, words), end="")
             if fault:
-                raise _FailedError(fault[1], fault[3])
+                raise _FailedError(fault[1])
         except _FailedError as error:
-            print(error.words if error.words.startswith(name) else f"{name}: error: {error.words}", file=sys.stderr)
-            return error.code
+            print(error if str(error).startswith(name) else f"{name}: error: {error}", file=sys.stderr)
+            return 1
     if name != "srun":
         return 0
     try:
@@ -394,12 +376,12 @@ def _let_happen(fake: FakeSlurm, line: str) -> None:
 def _next_fault(fake: FakeSlurm, line: str) -> list[Any] | None:
     faults = fake._read("faults", [])
     for fault in reversed(faults) if all(fault[2] is None for fault in faults) else faults:
-        command, _, times, _, _, after = fault
+        command, _, times, _, after = fault
         # A look with --test-only is no submission: it is to be named.
         asked_only = command == "sbatch" and "--test-only" in line
         if f"{line} ".startswith(f"{command} ") and not asked_only and times != 0:
             if after or times is not None:
-                fault[5], fault[2] = max(after - 1, 0), times if after or times is None else times - 1
+                fault[4], fault[2] = max(after - 1, 0), times if after or times is None else times - 1
                 fake._write("faults", faults)
             return None if after else list(fault)
     return None
@@ -436,7 +418,7 @@ def _sbatch(fake: FakeSlurm, words: list[str]) -> str:
         "array": options.get("array"),
         "name": options.get("job-name", ""),
         "partition": options.get("partition", "gpu"),
-        "reason": "JobHeldUser" if "hold" in options else "Dependency" if options.get("dependency") else "Priority",
+        "reason": "Dependency" if options.get("dependency") else "Priority",
         "environment": dict(os.environ),
     }
     fake._write(f"job-{number}", job)

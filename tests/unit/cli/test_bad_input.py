@@ -28,7 +28,7 @@ cluster.mem_per_cpu_gb=2  ->  mem_per_node_gb=480 and cluster.mem_per_cpu_gb=2 e
 cluster.gpus_per_node=0  ->  cluster.gpu_type=a100 need cluster.gpus_per_node  ->  leave cluster.gpu_memory_gb
 cluster.tasks_per_node=8  ->  tasks_per_node=8 needs as many cluster.gpus_per_node  ->  leave cluster.tasks
 cluster.nodes=0  ->  cluster.nodes=0 must be at least 1
-cluster.nodes=many  ->  cluster.nodes=many  ->  cluster.nodes=
+cluster.nodes=many  ->  cluster.nodes='many' is not a number of nodes  ->  cluster.nodes=
 cluster.nodes=4-2  ->  cluster.nodes=4-2: 2 is less than 4  ->  cluster.nodes=
 cluster.nodes=2-  ->  cluster.nodes=  ->  cluster.nodes=
 +cluster=local  cluster.nodes=2  ->  cluster.nodes=2 needs a cluster, such as +cluster=sandbox  ->  cluster.nodes
@@ -160,9 +160,7 @@ BAD_CONFIGS = [
     ),
     ([*SLURM, "job.name='a\nb'"], "job.name='a\\nb' is not a single line", "control characters"),
     ([*SLURM, "job.runs_dir='a\ntouch x'"], "job.runs_dir='a\\ntouch x' is not a single line", ""),
-    ([*SLURM, "+secrets={'A$(touch x)': env}"], "secrets has 'A$(touch x)', which is not a valid name of an", ""),
-    ([*SLURM, "+secrets={'A\nid': env}"], "which is not a valid name", ""),
-    ([*SLURM, "hooks.on_finish='a\0b'"], "null byte", ""),
+    ([*SLURM, "hooks.on_finish='a\0b'"], "hooks.on_finish='a\\x00b' is not text", ""),
     ([*SLURM, "cluster.partition='a\n#SBATCH --uid=0'"], "cluster.partition='a\\n#SBATCH --uid=0' is not", "control"),
     ([*SLURM, "cluster.srun_args=['--a\nb']"], "cluster.srun_args[0]='--a\\nb' is not a single line", ""),
     ([*SLURM, "+cluster.sbatch.comment='x\ny'"], "cluster.sbatch.comment='x\\ny' cannot be passed", "one line"),
@@ -215,8 +213,7 @@ BAD_WORDS = [
     (["resume", "last"], "there are no runs under ", "SLURMTRAIN_RUNS"),
     (["train", "."], " is not a run directory", ""),
     (["train", ".", "train.steps=3"], "takes its config only from the run directory", ""),
-    (["nodes", "blame", "n9"], "cluster fake has no node 'n9'", ""),
-    (["nodes", "forgive"], "nodes forgive NODE, or nodes forgive --all", ""),
+    (["nodes", "forgive"], "name the nodes to forgive", "nodes forgive NODE, or nodes forgive --all"),
     (["nodes", "forgive", "n3", "--cluster", "../x"], "../x: its name cannot be that of a file", ""),
     # A program of one's own.
     ([*LOCAL, "+lr=1", "--", "x.py", "${lrr}"], "the program has ${lrr}, and the config no lrr", "did you mean lr"),
@@ -236,7 +233,6 @@ BAD_WORDS = [
     (["-m", "submit", "model=glob(nothing*)"], "has no choices", ""),
     ([*SEARCH, "hydra.sweeper.n_trials=x"], "hydra.sweeper.n_trials=x: expected a number of trials", ""),
     ([*SEARCH, "hydra/sweeper/sampler=grid"], "grid needs choices, but optim.lr is an interval", ""),
-    ([*SEARCH, "hydra.sweeper.sampler.n_startup_trials=x"], "the sampler of this search gave up", ""),
     ([*SEARCH, "optim.lr=interval(2,1)"], "", "the smaller number comes first"),
     ([*SEARCH, "optim.lr=3"], "a search needs values to choose", ""),
     ([*SEARCH, "cluster=a100x4", "eval.mode=job"], "eval.mode=job in a search", ""),

@@ -66,3 +66,10 @@ def test_without_slurm_a_person_names_the_cluster(slurm: FakeSlurm) -> None:
     slurm.fail("scontrol")
     assert "--cluster NAME" in refusal("nodes", "blame", "n3", code=1)
     printed("nodes", "blame", "n3", "--cluster", "big")
+
+
+def test_a_node_that_is_not_there_is_not_blamed(slurm: FakeSlurm) -> None:
+    slurm.command("scontrol", 'echo "ClusterName = big"')
+    slurm.command("sinfo", "true")
+    assert "cluster big has no node 'n9'" in refusal("nodes", "blame", "n9")
+    assert read_ledger(ledger_file("big")) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from slurmtrain.config.compose import compose, parse
 from slurmtrain.config.fields import GROUP, plain
@@ -92,6 +93,17 @@ def test_a_defaults_list_that_names_no_configs_is_refused_with_its_file(tmp_path
         (tmp_path / "optim/mine.yaml").write_text(f"defaults: {listed}\n")
         with pytest.raises(ConfigError, match=r"optim/mine\.yaml: defaults is not a list of configs"):
             compose(["optim=mine"], config_dir=str(tmp_path))
+
+
+def test_no_name_in_a_yaml_file_is_run_by_bash(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    for name in ("A$(touch x)", "A\nid"):
+        hostile = yaml.safe_dump({"secrets": {name: "env"}})
+        (tmp_path / "experiment/mine.yaml").write_text(f"# @package _global_\n{hostile}")
+        with pytest.raises(
+            ConfigError, match=r"secrets has 'A.*', which is not a valid name of an environment variable"
+        ):
+            compose(["experiment=mine"], config_dir=str(tmp_path))
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

@@ -242,8 +242,7 @@ class Finishing:
     Those above 0.5 go on until they are pruned, or four looks long. All log 3 steps before somebody looks.
 
     Attributes:
-        fault: what else happens: the shell is "killed" when it starts runs, the queue has room for two and is "full", or
-            the second run is "unreadable".
+        fault: what else happens: the queue has room for two and is "full", or the second run is "unreadable".
     """
 
     here = None
@@ -255,8 +254,6 @@ class Finishing:
         self.fault, self._looks = fault, 0
 
     def start(self, run_dirs: Iterable[RunDir]) -> Submission:
-        if self.fault == "killed":
-            raise KilledError
         for run_dir in run_dirs:
             if run_dir not in self.left:
                 if self.fault == "full" and len(self.left) == 2:
@@ -393,3 +390,8 @@ def test_without_optuna_a_search_says_what_to_install(project: Path, monkeypatch
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     said = refusal("-m", "+cluster=local", "hydra/sweeper=optuna", "optim.lr=interval(1,2)", "submit")
     assert "needs Optuna" in said and "slurmtrain[search]" in said
+
+
+def test_a_sampler_that_gives_up_is_said_in_one_sentence(project: Path) -> None:
+    words = ("hydra/sweeper=optuna", "optim.lr=interval(1,2)", "hydra.sweeper.sampler.n_startup_trials=x")
+    assert "error: the sampler of this search gave up: TypeError" in refusal("-m", "+cluster=local", *words, "submit")

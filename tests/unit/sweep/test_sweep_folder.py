@@ -112,6 +112,7 @@ def test_the_same_points_in_another_order_are_the_same_sweep_unless_it_is_to_be_
     words = ["-m", "optim.lr=0.2,0.1", "+cluster=a100x4", "train.seed=2,1", "submit"]
     assert shown(*words)["sweep"] == first and len(slurm.jobs) == 1
     assert shown(*words, "--again")["sweep"] == f"{first}.2" and len(slurm.jobs) == 2
+    assert shown(*words)["sweep"] == f"{first}.2" and len(slurm.jobs) == 2
 
 
 def test_an_array_that_sbatch_would_refuse_keeps_all_from_being_submitted(project: Path, slurm: FakeSlurm) -> None:
