@@ -60,8 +60,6 @@ Allow = StrEnum("Allow", "KEYS DTYPES CONFIG DATA")
 OnNonfinite = StrEnum("OnNonfinite", "STOP SKIP ROLLBACK")
 # The rule by which a search ends trials early
 Pruner = StrEnum("Pruner", "NONE MEDIAN ASHA")
-# What training does about a loss far above those of the steps before
-OnSpike = StrEnum("OnSpike", "IGNORE TELL ROLLBACK")
 # Where evaluations run
 EvalMode = StrEnum("EvalMode", "INLINE JOB")
 # How a job that has stopped early goes on; see `RequeueConfig`

@@ -109,7 +109,7 @@ class PreflightError(EnvironmentMismatchError):
 
 
 class DivergedError(SlurmtrainError):
-    """Loss, gradients or parameters are not finite, or a loss spike does not go away.
+    """Loss, gradients or parameters are not finite.
 
     A retry without a change would compute the same bits, so there is none.
     """

@@ -335,8 +335,6 @@ class TrainConfig(Struct):
     seed: Natural = 1234
     shuffle: bool = True  # use a different order of samples in each epoch; false: the order of the data
     repeat: bool = True  # start another epoch when all samples have been seen; false: refuse a run that would need to
-    # for samples of different lengths: number of steps whose samples are sorted together
-    length_sorted_steps: Positive = 32
     data_workers: Natural = 0  # data loader processes per rank that read ahead
     data_ahead: Natural = 2  # steps that data_workers read ahead
     log_every: Annotated[Positive, Share(0.02, most=10)] = OPEN  # steps between log lines
@@ -349,12 +347,6 @@ class TrainConfig(Struct):
     max_skipped: Natural = 5  # after this many skipped steps in a row, go back to the last valid checkpoint; 0: never
     # end the run after this many rollbacks in a row without further progress; 0: never go back
     max_rollbacks: Natural = 2
-    # What to do about a loss spike, which is a loss more than `spike_threshold` robust standard deviations above the
-    # median of the last `spike_window` steps: "tell": report it; "rollback" (as for on_nonfinite); "ignore"
-    on_spike: choices.OnSpike = choices.OnSpike.TELL
-    spike_window: Annotated[int, Range(10, hint="a median of fewer losses says little")] = 100  # steps
-    # in standard deviations, estimated from the median absolute deviation
-    spike_threshold: Annotated[float, Range(1, hint="train.on_spike=ignore looks for no spikes")] = 10.0
     # "auto": a GPU if cluster.gpus_per_node is set or one is visible; "cpu"; "cuda"
     device: choices.Device = choices.Device.AUTO
     # Use only kernels that give the same bits each time, so that a resumed run on GPUs equals an uninterrupted one to the
@@ -409,7 +401,7 @@ class EvalConfig(Struct):
     # "inline": training waits for the evaluation; "job": a separate SLURM job evaluates each due checkpoint
     mode: choices.EvalMode = choices.EvalMode.INLINE
     # Additional evaluation sets by name, each a data config with a _target_: a data set, or a source, of which `valid`
-    # is used, or else `train`. The sets of the data source itself are "valid" and those in its `evals`.
+    # is used, or else `train`. The set of the data source itself is "valid".
     sets: dict[Annotated[str, EVALUATION_SET], Any] = {}
     # Metrics in addition to the loss: true or false for those in slurmtrain.training.evaluation, or a config with a
     # _target_ for your own.

@@ -294,7 +294,7 @@ Values = tuple[Any, Any]  # a field's value before and after
 # Of our own decoder and of adapters, fields that change what is computed from now on, not what the weights stand for.
 DROPOUT = ("model.dropout", "lora.dropout")
 # Of prepared data, fields that change nothing about the samples of training.
-OF_ANY_DATA = ("valid_split", "valid_each")
+OF_ANY_DATA = ("valid_split",)
 # Fields, and groups of them, that a checkpoint's numbers are numbers of -> why they cannot change.
 _ORDER = "its place among the samples is a number in the order that `data`, train.seed and train.shuffle give"
 _WEIGHTS = "its weights and the state of its optimiser are those of the model as it was"
@@ -307,7 +307,6 @@ MEANING = {
     "data": _ORDER,
     "train.seed": _ORDER,
     "train.shuffle": _ORDER,
-    "train.length_sorted_steps": _ORDER,
     "train.global_batch_size": _STEPS,
     "checkpoint.restore_from": _OWN,
     "checkpoint.restore_only": _OWN,

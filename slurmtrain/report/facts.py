@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MOST_EVENTS = 20_000  # of the newest ones
 RANKS_NAMED = 8  # of one node, at most
-_NUMBERS = (Event.UPDATE_SKIPPED, Event.LOSS_SPIKE, Event.ROLLED_BACK)
+_NUMBERS = (Event.UPDATE_SKIPPED, Event.ROLLED_BACK)
 SLOW_SHOWN = 3  # findings of slow ranks that are told in a phrase
 T = TypeVar("T")
 
@@ -151,14 +151,12 @@ class RunFacts:
 def trouble(events: Sequence[Mapping[str, Any]]) -> str:
     """Return a phrase such as "3 updates skipped (the last in step 12)"; an empty one if nothing happened."""
     found = {name: [each for each in events if each.get("event") == name] for name in _NUMBERS}
-    skipped, spikes, backs = found.values()
+    skipped, backs = found.values()
     parts = []
     if skipped:
         total = skipped[-1].get("skipped")
         number = total if isinstance(total, int) and records.is_count(total) else len(skipped)
         parts.append(f"{_times(number, 'update')} skipped (the last in step {skipped[-1].get('step')})")
-    if spikes:
-        parts.append(f"{_times(len(spikes), 'spike')} of the loss (the last in step {spikes[-1].get('step')})")
     if backs:
         last, many = backs[-1], "once" if len(backs) == 1 else f"{len(backs)} times"
         parts.append(f"went back {many} (the last time from step {last.get('from_step')} to {last.get('step')})")

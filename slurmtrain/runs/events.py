@@ -53,7 +53,6 @@ class Event(StrEnum):
     TRAINING_FINISHED = "training finished"
     TRAINING_STOPPED = "training stopped"
     UPDATE_SKIPPED = "update skipped"  # of a step whose loss or gradient norm was not finite
-    LOSS_SPIKE = "loss spike"
     STRAGGLER = "straggler"  # ranks of a node are slower than the others
     STRAGGLER_OVER = "straggler over"  # they are not any more
     FLOPS_COUNTED = "flops counted"  # what the model's training takes, and the most that a device can do

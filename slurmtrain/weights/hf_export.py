@@ -224,7 +224,7 @@ def _ends_of_answers(config: Mapping[str, Any]) -> list[int]:
         tokens = np.empty(min(stream.tokens, LOOKED_AT), stream.dtype)
         counts = np.empty(len(tokens), np.uint8)
         stream.read_into(tokens, 0)
-        stream.read_loss_mask(counts, 0)
+        stream.read_into(counts, 0, prepared.LOSS_MASK)
         known = json.loads((folder / TOKENIZER).read_bytes()).get("added_tokens") or []
     except (ConfigError, DataError, OSError):
         return []

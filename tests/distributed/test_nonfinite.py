@@ -274,33 +274,6 @@ def test_checkpoints_of_skipped_steps_never_push_out_the_last_one_from_before(tm
     assert saved(tmp_path / "run") == [4, 11, 12]  # step 5 gave finite numbers, so step 4 was sound
 
 
-class Jump(TrainingHook):
-    """Adds to the loss that is noted of some step, as a spike would."""
-
-    def __init__(self, step: int, by: float = 50.0):
-        self._step, self._by = step, by
-
-    def start(self, state: TrainingState) -> None:
-        note = state.numbers.note
-
-        def jumping(step: int, samples: tuple[int, int], loss_sum: Tensor, *more: Any) -> None:
-            note(step, samples, loss_sum + (self._by * 512 if samples[1] == 8 * self._step else 0), *more)
-
-        state.numbers.note = jumping  # type: ignore[method-assign, assignment]
-
-
-SPIKES = ["train.spike_window=10", "train.steps=20", "optim.lr=1e-4"]
-
-
-@pytest.mark.parametrize(("on_spike", "told", "back"), [("tell", 1, 0), ("ignore", 0, 0), ("rollback", 1, 1)])
-def test_a_spike_of_the_loss_is_told_and_can_go_back(tmp_path: Path, on_spike: str, told: int, back: int) -> None:
-    words = [*poisoned(), *SPIKES, f"train.on_spike={on_spike}"]
-    trainer(alone(), tmp_path / "run", words, hooks=[Jump(14)]).fit()
-    spikes, backs = (events(tmp_path / "run", event) for event in (Event.LOSS_SPIKE, Event.ROLLED_BACK))
-    assert [each["step"] for each in spikes] == [14] * told
-    assert [(each["step"], each["from_step"]) for each in backs] == [(12, 16)] * back
-
-
 def test_the_command_line_says_so_and_does_not_try_it_again(project: Project) -> None:
     (project.path / "mine.py").write_text(
         "from slurmtrain.models import Decoder\n"

@@ -43,18 +43,16 @@ def straggler(**changes: Any) -> dict[str, Any]:
     return {**usual, "ratio": 1.62, "excess_s": 0.2, "step_s": 0.5, "sporadic": False, **changes}
 
 
-def test_skips_spikes_and_rollbacks_are_one_phrase_and_foreign_events_do_no_harm(job: Job) -> None:
+def test_skips_and_rollbacks_are_one_phrase_and_foreign_events_do_no_harm(job: Job) -> None:
     assert "numbers" not in lines(job, {"event": "checkpoint", "step": 4})
     said = lines(
         job,
         {"event": "update skipped", "step": 6, "skipped": 1},
         {"event": "update skipped", "step": 12, "skipped": 4},
-        {"event": "loss spike", "step": 13},
         {"event": "rolled back", "step": 8, "from_step": 14},
     )
     assert said["numbers"] == (
-        "4 updates skipped (the last in step 12), 1 spike of the loss (the last in step 13), "
-        "went back once (the last time from step 14 to 8)"
+        "4 updates skipped (the last in step 12), went back once (the last time from step 14 to 8)"
     )
     odd = {"event": "update skipped", "skipped": "many"}
     assert lines(job, odd)["numbers"] == "1 update skipped (the last in step None)"

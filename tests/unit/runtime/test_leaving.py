@@ -177,14 +177,14 @@ def test_what_a_full_disk_refuses_is_told_once_and_training_goes_on(
     monkeypatch.setattr(retention, "hold", full)
     jobs = EvaluationJobs(run_dir)
     record = RunRecord(AttemptContext(run_dir, 2, supervised=True), Timeline(), jobs)
-    for event in (Event.UPDATE_SKIPPED, Event.LOSS_SPIKE):
+    for event in (Event.UPDATE_SKIPPED, Event.ROLLED_BACK):
         record.event(event, {"step": 1})
     record.on_ending(SaveResult(tmp_path, 1, 0.0, 0.0, 0))
     jobs.ask(2)
     jobs.ask(3)
     assert caplog.text.count("events of the run") == caplog.text.count("requests for evaluations") == 1
     monkeypatch.undo()
-    record.event(Event.LOSS_SPIKE, {"step": 3})
+    record.event(Event.ROLLED_BACK, {"step": 3})
     assert [event["step"] for event in run_dir.events()] == [3] and "can be written again" in caplog.text
 
 
