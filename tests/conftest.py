@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,37 +175,3 @@ def cli(project: Path) -> Cli:
         )
 
     return run
-
-
-LEFT_OUT = pytest.StashKey[dict[str, int]]()
-
-
-def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Count what is marked slow and is left out for that, by room."""
-    config = items[0].config
-    if config.option.markexpr != "not slow" or config.option.keyword:
-        return
-    rooms = (item.path.relative_to(Path(__file__).parent).parts[0] for item in items if item.get_closest_marker("slow"))
-    config.stash[LEFT_OUT] = dict(Counter(rooms))
-    if hasattr(
-        config, "workeroutput"
-    ):  # with xdist, the processes that run the tests collect them, all of them the same
-        config.workeroutput["left_out"] = config.stash[LEFT_OUT]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Take the count from a process of xdist that has ended."""
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> Generator[None, object, object]:
-    """Say what was left out, and how to run it, after the reasons of skipped tests."""
-    summed_up = yield
-    if rooms := config.stash.get(LEFT_OUT, {}):
-        counts = ", ".join(f"{room} {count}" for room, count in sorted(rooms.items(), key=lambda each: -each[1]))
-        terminalreporter.write_line(f"left out, marked slow: {counts} - tests/run --slow")
-    return summed_up

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import textwrap
 
@@ -22,7 +21,6 @@ ORDER = (
     "preflight checkpoints evaluation numbers sweeps runs loggers usage shared-folders secrets troubleshooting config "
     "internals changelog"
 ).split()
-WIDEST = 120  # columns; longer lines of prose are hard to read
 
 
 def main(options: argparse.Namespace) -> int:
@@ -58,21 +56,14 @@ def topics() -> dict[str, str]:
 
 
 def _show(page: str) -> None:
-    """Print a page: rendered and in a pager on a terminal, as it is otherwise."""
-    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+    """Print a page, in a pager on a terminal."""
+    if not sys.stdout.isatty():
         print(page, end="")
         return
-    from rich.console import Console
-    from rich.markdown import Markdown
-    from rich.theme import Theme
+    import pydoc
 
-    os.environ.setdefault("LESS", "FRX")  # as git does: show colours, and exit at once if the page fits the screen
-    console = Console(theme=Theme({"markdown.code": "bold cyan"}))  # rich's own is on black, also on white terminals
-    console.width = min(console.width, WIDEST)
-    with console.pager(styles=True):
-        # Links to other pages are shown as the commands that show these.
-        page = re.sub(r"\[[^]]+\]\(([a-z-]+)\.md(?:#[a-z-]*)?\)", r"`help \1`", page)
-        console.print(Markdown(page, code_theme="ansi_dark", hyperlinks=False))
+    os.environ.setdefault("LESS", "FRX")  # as git does: exit at once if the page fits the screen
+    pydoc.pager(page)
 
 
 def overview() -> str:

@@ -1,4 +1,4 @@
-"""probe: what this cluster is, as a commented conf/cluster/NAME.yaml; or whether such a file still suits it."""
+"""probe: what this cluster is, as a commented conf/cluster/NAME.yaml."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import functools
 from pathlib import Path
 
 from slurmtrain import __version__
-from slurmtrain.choices import Backend
 from slurmtrain.cli.arguments import PROGRAM
 from slurmtrain.cli.columns import one_line
 from slurmtrain.cli.json_output import emit, fields_of
 from slurmtrain.config.compose import Composer
-from slurmtrain.config.folders import OWN_CLUSTERS, config_groups, search_folders, shipped
+from slurmtrain.config.folders import OWN_CLUSTERS, search_folders, shipped
 from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
 from slurmtrain.control.submitting import client_of
-from slurmtrain.errors import EXIT_CONFIG, ClusterError, ConfigError, UsageError, nearest
+from slurmtrain.errors import EXIT_CONFIG, ClusterError, ConfigError, UsageError
 from slurmtrain.launch.cluster_file import describe
 from slurmtrain.launch.submit import slurm_conf_of
 from slurmtrain.launch.submit_once import RefusedError
@@ -26,11 +25,6 @@ from slurmtrain.slurm.read_facts import read_facts
 from slurmtrain.system.files import write_where_named
 
 ANSWERS_S = 15  # for each of SLURM's answers: a busy controller is slow, and a file without its facts is of no use
-
-
-def main(options: argparse.Namespace) -> int:
-    """Run the verb and return its exit code."""
-    return _write(options) if options.check is None else _check(options)
 
 
 def _facts(slurm_conf: str | None) -> ClusterFacts:
@@ -50,7 +44,8 @@ def _facts(slurm_conf: str | None) -> ClusterFacts:
     return facts
 
 
-def _write(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
+    """Write or print the file, and return the exit code: 78 if SLURM would refuse a job of it."""
     if options.json and options.out == "-":
         raise UsageError("--out - and --json both print on standard output", hint="give --out a file")
     slurm_conf = slurm_conf_of(Config())
@@ -72,7 +67,7 @@ def _write(options: argparse.Namespace) -> int:
     if path.is_dir() or (path.exists() and not options.force):
         raise UsageError(
             f"{path} already exists",
-            hint=f"probe --check {path} compares it with the cluster; --force replaces it; --out - prints",
+            hint=f"probe --out - | diff - {path} compares it with the cluster; --force replaces it",
         )
     folder = _folder_of(path)
     try:
@@ -92,7 +87,6 @@ def _write(options: argparse.Namespace) -> int:
         *(["not known; please answer in the file:"] if described.questions else []),
         *(f"  - {question}" for question in described.questions),
         f"  {PROGRAM} {chosen} submit --dry-run",
-        f"  {PROGRAM} probe --check {path}",
     ]
     about = {
         "file": path,
@@ -137,39 +131,3 @@ def _refused(config: Config) -> str | None:
     except (ConfigError, RefusedError) as error:
         return str(error)
     return None
-
-
-def _check(options: argparse.Namespace) -> int:
-    """Describe the partition of a file once more, and print what is different: exit code 1, or 78 if no job can run."""
-    folders = search_folders()
-    named = [Path(options.check), *(folder / "cluster" / f"{options.check}.yaml" for folder in folders)]
-    path = next((each for each in named if each.is_file()), None)
-    if path is None:
-        raise UsageError(
-            f"--check {options.check}: there is no such file, and no such cluster",
-            hint=nearest(options.check, config_groups(folders)["cluster"]),
-        )
-    config = _composed(path)
-    cluster = config.cluster
-    if cluster.backend != Backend.SLURM:
-        raise UsageError(f"{path} is not a SLURM cluster (backend: {cluster.backend})", hint="name another file")
-    facts, refused = _facts(slurm_conf_of(config)), _refused(config)
-    name = cluster.partition.partition(",")[0] if cluster.partition else None
-    now: dict[str, object] = {}
-    try:
-        now = describe(facts, partition=name, account=cluster.account, qos=cluster.qos).values
-    except ConfigError as error:
-        refused = refused or str(error)
-    changed = {key: (getattr(cluster, key), now[key]) for key in now if getattr(cluster, key) != now[key]}
-    lines = [f"cannot run: {refused}"] if refused is not None else []
-    if changed:
-        lines += [f"--- {path}", "+++ what probe would write today"]
-    for key, (before, after) in changed.items():
-        lines += [f"-{key}: {before}", f"+{key}: {after}"]
-    values = {key: {"file": before, "probe": after} for key, (before, after) in changed.items()}
-    emit(
-        {"file": str(path), "cannot_run": refused, "changed": values},
-        "\n".join(map(one_line, lines or [f"{path} fits cluster {facts.name}"])),
-        as_json=options.json,
-    )
-    return EXIT_CONFIG if refused is not None else int(bool(changed))

@@ -410,15 +410,13 @@ VERBS: dict[str, Verb] = {
         },
     ),
     "probe": Verb(
-        "Write conf/cluster/NAME.yaml from what SLURM reports; --check: has the cluster changed since? It shows what "
-        "probe would write differently today and exits with 0: nothing, 1: something, or 78: jobs of the file cannot run.",
+        "Write conf/cluster/NAME.yaml from what SLURM reports.",
         (
             option("--partition NAME", "the partition to describe (default: the cluster's default)"),
             option("--account NAME", "the account of the jobs (default: your default account)"),
             option("--qos NAME", "the QOS of the jobs (default: your default QOS)"),
             option("--out FILE", "the file to write (default: conf/cluster/CLUSTER.yaml here); - for standard output"),
             option("--force", "replace an existing file"),
-            option("--check FILE", "instead, compare this file, or the cluster file of this name, with the cluster"),
             JSON,
         ),
         "clusters",

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
-from contextlib import suppress
 from pathlib import Path
 
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.data.sources.config_check import check_prepared
-from slurmtrain.planner.fit import check_fits, check_host_memory
+from slurmtrain.planner.fit import check_fits
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +27,7 @@ def check(
     Args:
         cwd: the folder to which paths in the config are relative.
         later: the job waits for other jobs, which may still make files.
-        look_at_files: check that the files that the config names exist, and that this machine has the memory of a local job.
+        look_at_files: check that the files that the config names exist.
         said: warnings about other points of the same sweep, which are not logged again.
 
     Raises:
@@ -38,8 +36,6 @@ def check(
     check_fits(config, dims)
     check_prepared(config, later=later)
     if look_at_files:
-        has_gpu = next(Path("/dev").glob("nvidia[0-9]*"), None) is not None
-        check_host_memory(config, dims, host_memory(), has_gpu=has_gpu)
         from slurmtrain.launch.named_paths import check_named_paths
 
         said = said if said is not None else set()
@@ -47,13 +43,3 @@ def check(
             if warning not in said:
                 log.warning(warning)
             said.add(warning)
-
-
-def host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
-    """Return the bytes of memory that processes of this machine can have; None when it does not say."""
-    found = []
-    with suppress(OSError, ValueError, IndexError):
-        found.append(1024 * int(re.findall(r"^MemTotal:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)[0]))
-    with suppress(OSError, ValueError):
-        found.append(int(cgroup.read_text()))  # "max": there is no limit
-    return min(found, default=None)

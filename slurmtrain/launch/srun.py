@@ -10,7 +10,6 @@ from slurmtrain.choices import ContainerKind
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.runs.attempt_dir import rank_log_name
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from slurmtrain.slurm.parse_values import PERCENT_SIGNS_READ_TWICE, Version
 
 OF_RANKS = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, "OMP_NUM_THREADS", "PYTHONPATH")  # what the supervisor sets for ranks
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
@@ -34,7 +33,6 @@ def explained_srun(
     *,
     nodes: Sequence[str] = (),
     packed: bool = False,
-    version: Version | None = None,
 ) -> list[Words]:
     """Return the words of srun's command line, each with its reason.
 
@@ -42,7 +40,6 @@ def explained_srun(
         workdir: the working directory of the ranks.
         nodes: options that say on which of the job's nodes they run; (): on all.
         packed: several runs share the job.
-        version: the release of SLURM on the cluster; None: not known.
     """
     cluster = config.cluster
     container = cluster.container
@@ -75,7 +72,7 @@ def explained_srun(
     if nodes:
         words.append((nodes, "the nodes on which the ranks run; the others are spare, or cannot divide the batch"))
     words.append((["--unbuffered"], "writes output at once, so that the last lines of a rank that dies are in its log"))
-    log = f"{_no_pattern(attempt_dir, version)}/{rank_log_name('%t')}"
+    log = f"{str(attempt_dir).replace('%', '%%')}/{rank_log_name('%t')}"  # in which % begins a pattern
     words.append(([f"--output={log}"], "one log per rank, in the attempt's folder"))
     if container.kind == ContainerKind.PYXIS:
         words += _pyxis_options(config, cluster, run_dir, workdir)
@@ -86,11 +83,6 @@ def explained_srun(
     rank = [rank_python(cluster), "-u", "-m", "slurmtrain", "train", str(run_dir)]
     why = "the program of a rank (cluster.python, venv or conda_env); it ignores signals until Python can handle them"
     return [*words, ([*shielded, *rank], why)]
-
-
-def _no_pattern(folder: Path, version: Version | None) -> str:
-    """Return a folder as srun takes it in the name of a file, where % begins a pattern."""
-    return str(folder).replace("%", "%%%%" if PERCENT_SIGNS_READ_TWICE.applies_to(version) else "%%")
 
 
 def _mounts(cluster: ClusterConfig, run_dir: Path, workdir: Path) -> list[str]:

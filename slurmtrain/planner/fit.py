@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from slurmtrain.choices import ActivationCheckpointing, Backend, Device, JobKind, PpSchedule, ReduceDtype
+from slurmtrain.choices import ActivationCheckpointing, JobKind, PpSchedule, ReduceDtype
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.config.parallel_dims import (
     ParallelDims,
@@ -25,7 +25,7 @@ from slurmtrain.config.parallel_dims import (
 )
 from slurmtrain.config.schema import Config, ParallelConfig
 from slurmtrain.errors import ConfigError
-from slurmtrain.planner.memory import ADAM_STATES, GIB, MemorySettings, StageMemory, in_gb, memory_per_rank
+from slurmtrain.planner.memory import ADAM_STATES, GIB, MemorySettings, StageMemory, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
 
 CHECKPOINTING = tuple(ActivationCheckpointing)  # each keeps less than the one before, and takes longer
@@ -68,41 +68,6 @@ def memory_of(config: Config, dims: ParallelDims) -> list[StageMemory] | None:
     adapters = work.parameter_bytes * shape.adapter_elements(config.lora.r, dims.dp_shard * dims.cp)
     trained = {"gradients": adapters, "optimizer": adapters * ADAM_STATES}
     return [dataclasses.replace(each, parameters=each.parameters + adapters, **trained) for each in stages]
-
-
-def check_host_memory(config: Config, dims: ParallelDims, memory: int | None, *, has_gpu: bool) -> None:
-    """Compare what a job on CPUs keeps in memory with the memory that it has, if that is known: it would swap, or be killed.
-
-    Of a range of nodes its ends are compared.
-
-    Args:
-        memory: bytes of this machine, for cluster.backend=local; None: not known.
-        has_gpu: whether this machine has a GPU.
-
-    Raises:
-        ConfigError: parameters, gradients and optimiser state alone take more.
-    """
-    if config.cluster.node_range.elastic:
-        for sized in extreme_sizes(config):
-            check_host_memory(sized, parallel_dims_of(sized), memory, has_gpu=has_gpu)
-        return
-    cluster, limit, whose = config.cluster, memory, "this machine has"
-    if cluster.backend != Backend.LOCAL:
-        limit = cluster.mem_per_node_gb * GIB if cluster.mem_per_node_gb else None
-        whose = f"cluster.mem_per_node_gb={cluster.mem_per_node_gb} gives"
-    on_gpu = config.train.device == Device.CUDA or (
-        config.train.device == Device.AUTO and (cluster.gpus_per_node or has_gpu)
-    )
-    if limit is None or on_gpu:
-        return
-    stages = memory_of(config, dims)
-    kept = max((stage.kept for stage in stages), default=0) * cluster.tasks_per_node if stages else 0
-    if kept > limit:
-        raise ConfigError(
-            f"parameters, gradients and optimiser state take {in_gb(kept)} GiB on the CPUs of a node, and "
-            f"{whose} {in_gb(limit)} GiB",
-            hint="a smaller model, such as model=tiny or model.n_layers=2, or a cluster with GPUs: +cluster=a100x4",
-        )
 
 
 def check_fits(config: Config, dims: ParallelDims) -> None:

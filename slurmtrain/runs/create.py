@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
-import shutil
 import stat
 import time
 from pathlib import Path
@@ -21,7 +19,6 @@ if TYPE_CHECKING:  # a dry run needs only the names of folders
     from slurmtrain.runs.run_dir import RunDir
 
 PREPARING = ".preparing"  # below runs/: sweeps in the making; deep enough that no verb takes what is in it for runs
-LEFT_AFTER_S = 86400.0  # seconds after which nobody is taken to be at work on what is being made
 
 
 def new_run_id() -> str:
@@ -125,13 +122,3 @@ def _replaceable(folder: Path, found: os.stat_result) -> ConfigError:
         f"{folder} belongs to {user_in_words(found.st_uid)}, who can replace files in it that a job would run",
         hint="set job.runs_dir or job.name to a folder of your own, or job.runs_dir to one of your group",
     )
-
-
-def staging_folder(runs: Path, name: str) -> Path:
-    """Return a hidden path for something that is being made, and will be `name`; remove what killed shells have left there."""
-    folder = folder_of(runs, PREPARING)
-    for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it has just become what it was to be
-            if time.time() - path.lstat().st_mtime > LEFT_AFTER_S:
-                shutil.rmtree(path, ignore_errors=True)
-    return folder / f"{name}.{secrets.token_hex(6)}"

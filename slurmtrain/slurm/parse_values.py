@@ -66,11 +66,6 @@ CGROUP_PLUGIN_DISABLED = Difference((24, 5))
 # 22.05.8, 23.11.11 not; 24.11.7, 25.05.9; 24.05 by its source (commit a689104d15).
 STARTS_PREEMPTED_JOBS_ONCE_MORE = Difference((24, 5))
 
-# srun replaces patterns in the name of an output file, and slurmstepd does so once more: %% becomes % and then begins a
-# pattern, so that a % in a folder has to be written four times. sbatch's own files are read once, as ever.
-# 22.05.8 not; 25.11.8; 26.05 by its source (srun/fname.c).
-PERCENT_SIGNS_READ_TWICE = Difference((25, 11))
-
 
 def parse_version(text: str) -> Version | None:
     """Return the release in "slurm-wlm 22.05.8", "slurm 24.11.0-0rc1" or "25.05.9"; None if there is none."""

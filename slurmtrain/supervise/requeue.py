@@ -28,7 +28,7 @@ from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, GoesOn, Reason, RunAction,
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_restart_count
-from slurmtrain.slurm.job_facts import ENDED, JobFacts, JobState
+from slurmtrain.slurm.job_facts import ENDED, JobFacts
 from slurmtrain.supervise.end_of_attempt import close_abandoned
 from slurmtrain.supervise.hooks import run_hook_of
 from slurmtrain.system.patience import RESTORE, patiently
@@ -139,7 +139,7 @@ def _submit(runs: Sequence[tuple[RunDir, int]], job_id: str, client: SlurmClient
         attempt = attempts.read_attempt(run_dir, number)
         why = attempt.why or "stopped"
         try:
-            new = submit_existing_script(run_dir, [job_id], token=token(run_dir, number), after_attempt=number)
+            new = submit_existing_script(run_dir, [job_id], token=token(run_dir, number))
         except Exception as error:  # the runs after it have nobody else who would submit them
             said = error.message if isinstance(error, SlurmtrainError) else f"{type(error).__name__}: {error}"
             attempts.change_outcome(run_dir, attempt, Verdict.END, f"{why}; no new job could be submitted: {said}")
@@ -224,11 +224,6 @@ def _ended(run_dir: RunDir, config: Config, job_id: str, client: SlurmClient) ->
     mine = [each for each in tries if each.job_id == job_id]
     if own_restart_count() and mine and mine[-1].reason == Reason.SUPERSEDED:
         return Verdict.END  # a newer job is at work
-    facts = client.job(last.job_id) if last.job_id is not None and _continues(run_dir, last, job_id) else None
-    # The scancel came when nothing was left in that job that could notice. SLURM remembers it for MinJobAge (300 s by default).
-    if facts is not None and facts.state == JobState.CANCELLED:
-        ended_meanwhile(run_dir, last.number, scancelled=True)
-        return Verdict.END
     return None
 
 
@@ -239,13 +234,3 @@ def _is_ours(run_dir: RunDir, last: Attempt, job_id: str) -> bool:
         return last.number > int(info.get("chain_after") or 0)
     job = last.job_id or read_claim(run_dir.attempt(last.number)).job_id
     return own_restart_count() > 0 and job in (job_id, None)
-
-
-def _continues(run_dir: RunDir, last: Attempt, job_id: str) -> bool:
-    """Return whether a job was submitted to continue after this attempt of another one: by that job or in its chain."""
-    if last.job_id == job_id:
-        return False
-    if run_dir.info().get("chain"):
-        return last.verdict == Verdict.NEXT and _is_ours(run_dir, last, job_id)
-    submitted = [each for each in run_dir.events() if each["event"] == Event.SUBMITTED and each.get("job_id") == job_id]
-    return bool(submitted) and submitted[-1].get("after_attempt") == last.number

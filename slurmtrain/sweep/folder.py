@@ -115,7 +115,7 @@ def create_sweep(
     name = sweep_plan.id
     try:
         make_folder(runs, create.PREPARING)
-        temporary = Sweep(create.staging_folder(runs, name))
+        temporary = Sweep(create.folder_of(runs, create.PREPARING) / f"{name}.{secrets.token_hex(6)}")
         temporary.path.mkdir(mode=folder_mode(temporary.path.parent))
     except OSError as error:
         raise ConfigError(

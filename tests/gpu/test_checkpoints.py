@@ -55,16 +55,3 @@ def test_a_save_holds_the_state_at_its_call_while_the_gpu_goes_on(tmp_path: Path
         found = restored(tmp_path / str(step), device)
         for (name, _), value in zip(model.named_parameters(), snapshot, strict=True):
             assert torch.equal(found[name], value.cpu()), (step, name)
-
-
-def test_random_state_of_the_gpu_is_restored(tmp_path: Path) -> None:
-    model, optimizer = model_on("cuda")
-    checkpointer = Checkpointer(tmp_path)
-    train(model, optimizer, 2)
-    checkpointer.save(1, model=model, optimizer=optimizer)
-    checkpointer.wait()
-    drawn = torch.randn(8, device="cuda")
-    torch.cuda.manual_seed(99)
-    assert checkpointer.restore(model=model, optimizer=optimizer) is not None
-    assert torch.equal(torch.randn(8, device="cuda"), drawn)
-    checkpointer.close()

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from slurmtrain.config.schema import Config
 from slurmtrain.runs.lookup import all_runs
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.addresses import hold_port
 from slurmtrain.runtime.distributed_context import DistributedContext, init_distributed
 from slurmtrain.slurm.environment import Environment
@@ -28,8 +23,8 @@ from slurmtrain.training.state import StepResult, TrainingState
 from tests.distributed.test_training import losses, trainer
 from tests.parity.matrix import ROWS, Row, compare, config_of, reference_name, train_row, train_rows
 from tests.support.gloo import GlooRanks, cluster_config
-from tests.support.local_runs import clean_environment
 from tests.support.reading import checkpoint_tensors
+from tests.support.scripts import Program
 
 # NCCL refuses two ranks on one GPU of a host, so each of these is told that it is on a host of its own; then they talk over
 # the loopback. This is slow, because the GPU runs the kernels of one process at a time, but it is all of NCCL that one GPU
@@ -118,10 +113,8 @@ def test_a_stop_on_one_rank_saves_on_both_and_the_resumed_run_has_the_same_bits(
 
 
 FAULTY = """
-import os, pathlib, time
+import os, time
 from slurmtrain.models import Decoder
-
-HERE = pathlib.Path(__file__).parent
 
 def dig():
     while True:
@@ -132,98 +125,29 @@ class Faulty(Decoder):
 
     def forward(self, tokens):
         self.passes += self.training
-        if self.training:
-            time.sleep(0.3)
         if self.training and self.passes == 8 and os.environ["RANK"] == "1":
-            (HERE / "there").write_text(str(os.getpid()))
             dig()
         return super().forward(tokens)
 """
 
 
-class Pair:
-    """A training of two ranks, started by hand in a folder."""
-
-    def __init__(self, folder: Path, *overrides: str):
-        self.folder = folder
-        (folder / "faulty.py").write_text(FAULTY)
-        self._port = hold_port(None, "here")
-        words = [
-            "+experiment=smoke",
-            "train.device=cuda",
-            "train.log_every=1",
-            "train.steps=40",
-            "train.tensorboard=false",
+def test_a_rank_that_hangs_is_named_with_the_collective_that_nccl_waits_in(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    words = ["+experiment=smoke", "train.device=cuda", "train.steps=40", "train.tensorboard=false"]
+    words += ["parallel.dp_replicate=1", "parallel.dp_shard=2", "model._target_=faulty.Faulty"]
+    words += ["watchdog.min_s=4", "watchdog.factor=1", "watchdog.first_step_s=60", "train"]
+    with closing(hold_port(None, "here")) as held:
+        told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
+        ranks = [
+            Program(tmp_path, "-m", "slurmtrain", *words, RANK=str(rank), TORCHELASTIC_RUN_ID="pair", **told, **own)
+            for rank, own in enumerate(map(nccl_variables, range(2)))
         ]
-        words += ["parallel.dp_replicate=1", "parallel.dp_shard=2", *overrides]
-        port = str(self._port.getsockname()[1])
-        self.processes = []
-        for rank in range(2):
-            variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "slurmtrain", *words, "train"],
-                    cwd=folder,
-                    env={**clean_environment(), **variables, **nccl_variables(rank), "TORCHELASTIC_RUN_ID": "pair"},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-
-    def ended(self, timeout_s: float) -> list[tuple[int, str]]:
-        """Exit code and output of each rank."""
-        until = time.monotonic() + timeout_s
-        return [_ended(process, until) for process in self.processes]
-
-    @property
-    def run_dir(self) -> RunDir:
-        return all_runs(self.folder / "runs")[-1]
-
-    def reap(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-
-
-def _ended(process: subprocess.Popen[str], until: float) -> tuple[int, str]:
-    output = process.communicate(timeout=max(1.0, until - time.monotonic()))[0]
-    return process.returncode, output
-
-
-@pytest.fixture
-def pairs(tmp_path: Path) -> Iterator[list[Pair]]:
-    made: list[Pair] = []
-    try:
-        yield made
-    finally:
-        for pair in made:
-            pair.reap()
-
-
-def test_a_rank_that_hangs_is_named_with_the_collective_that_nccl_waits_in(tmp_path: Path, pairs: list[Pair]) -> None:
-    words = ["model._target_=faulty.Faulty", "watchdog.min_s=4", "watchdog.factor=1", "watchdog.first_step_s=60"]
-    pairs.append(pair := Pair(tmp_path, *words))
-    ended = pair.ended(120)
-    print(*(f"--- rank {rank}: {code}\n{output[-2500:]}" for rank, (code, output) in enumerate(ended)), sep="\n")
-    assert all(code not in (0, 75, 78) for code, _ in ended)
-    attempt = pair.run_dir.attempt(1)
-    page = (attempt.path / "hang.md").read_text()
-    print(page)
-    assert "rank 1" in page and "dig" in page
-
-
-def test_a_rank_that_is_killed_ends_the_other_one_soon(tmp_path: Path, pairs: list[Pair]) -> None:
-    pairs.append(pair := Pair(tmp_path, "model._target_=faulty.Faulty", "watchdog.min_s=60"))
-    until = time.monotonic() + 90
-    while not (tmp_path / "there").exists():
-        assert time.monotonic() < until and pair.processes[1].poll() is None
-        time.sleep(0.05)
-    time.sleep(1)
-    os.kill(int((tmp_path / "there").read_text()), signal.SIGKILL)
-    killed = time.monotonic()
-    (code, output), _ = pair.ended(60)
-    print(f"rank 0 left {time.monotonic() - killed:.1f} s after rank 1 was killed, with {code}\n{output[-2500:]}")
-    assert code not in (0, 75, 78) and time.monotonic() - killed < 30
+        try:
+            codes = [rank.wait(120) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.end()
+    said = [rank.said[-2500:] for rank in ranks]
+    assert not {0, 75, 78} & {*codes}, said
+    page = (all_runs(tmp_path / "runs")[-1].attempt(1).path / "hang.md").read_text()
+    assert "rank 1" in page and "dig" in page, (page, said)

@@ -31,30 +31,11 @@ if TYPE_CHECKING:
 COMMANDS = ("sbatch", "squeue", "scontrol", "scancel", "sinfo", "srun")
 UNREACHABLE = "Unable to contact slurm controller (connect failure)"
 NO_REPLY = "Socket timed out on send/recv operation"
-ENDED = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-)
+ENDED = tuple("COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED OUT_OF_MEMORY BOOT_FAIL DEADLINE".split())
 CONFIG = {"ClusterName": "fake", "MaxArraySize": "1001", "MinJobAge": "300 sec", "SLURM_VERSION": "22.05.8"}
 # What squeue shows for a letter of --format, by the name of the job's field.
-COLUMNS = {
-    "A": "id",
-    "F": "id",
-    "K": "task",
-    "T": "state",
-    "S": "start",
-    "r": "reason",
-    "k": "comment",
-    "E": "dependency",
-}
-COLUMNS |= {"i": "element", "N": "nodes", "P": "partition", "j": "name", "u": "user"}
+COLUMNS = {"A": "id", "F": "id", "K": "task", "T": "state", "S": "start", "r": "reason", "k": "comment"}
+COLUMNS |= {"E": "dependency", "i": "element", "N": "nodes", "P": "partition", "j": "name", "u": "user"}
 
 Job = dict[str, Any]
 
@@ -190,10 +171,6 @@ class FakeSlurm:
         (self.directory / "sbatch").rename(self.directory / "real" / "sbatch")
         self.command("sbatch", f'case " $* " in *" --test-only "*) exit 0;; esac\n{body}')
 
-    def refuse(self, words: str) -> None:
-        """Let sbatch refuse every job from now on."""
-        self.fail("sbatch", f"sbatch: error: Batch job submission failed: {words}")
-
     # Running a job, as slurmd would start it on its first node.
 
     def start(self, job_id: str, *, task: int | None = None, **variables: str) -> subprocess.Popen[str]:
@@ -250,12 +227,7 @@ class FakeSlurm:
         )
 
     def run(
-        self,
-        job_id: str,
-        *,
-        task: int | None = None,
-        timeout_s: float = 120,
-        **variables: str,
+        self, job_id: str, *, task: int | None = None, timeout_s: float = 120, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run the batch script to its end. A job that has not been requeued meanwhile is COMPLETED or FAILED then."""
         process = self.start(job_id, task=task, **variables)
@@ -396,8 +368,7 @@ def main(name: str, words: list[str], folder: str) -> int:
     if name != "srun":
         return 0
     try:
-        numbers = fake._read("config", CONFIG)["SLURM_VERSION"].split(".")[:2]
-        return _srun(words, step, tuple(map(int, numbers)))
+        return _srun(words, step)
     finally:
         with _locked(here):
             _end_step(fake, step)
@@ -624,13 +595,7 @@ def _sinfo(fake: FakeSlurm, words: list[str]) -> str:
     return "".join(f"{line}\n" for line in dict.fromkeys(lines))
 
 
-_ACTIONS = {
-    "sbatch": _sbatch,
-    "squeue": _squeue,
-    "scontrol": _scontrol,
-    "scancel": _scancel,
-    "sinfo": _sinfo,
-}
+_ACTIONS = {"sbatch": _sbatch, "squeue": _squeue, "scontrol": _scontrol, "scancel": _scancel, "sinfo": _sinfo}
 
 
 def _begin_step(fake: FakeSlurm) -> str:
@@ -647,7 +612,7 @@ def _end_step(fake: FakeSlurm, step: str) -> None:
     fake._write("steps", {**known, "running": {name: pid for name, pid in known["running"].items() if name != step}})
 
 
-def _srun(words: list[str], step: str, version: tuple[int, ...]) -> int:
+def _srun(words: list[str], step: str) -> int:
     """Start the tasks of a step on this machine, as if on the job's nodes, and wait for all; the greatest exit code.
 
     Like srun's, its options come before the command. With --kill-on-bad-exit the first task that fails ends the others.
@@ -681,9 +646,7 @@ def _srun(words: list[str], step: str, version: tuple[int, ...]) -> int:
         if "nodelist" in options:
             variables["SLURMD_NODENAME"] = _names(options["nodelist"])[rank // here]
         patterns = {"%%": "%", "%t": str(rank), "%N": variables["SLURMD_NODENAME"]}
-        log = options.get("output", "")
-        for _ in range(2 if version >= (25, 11) else 1):  # newer ones replace on the node, too
-            log = "".join(patterns.get(part, part) for part in re.split("(%[%tN])", log))
+        log = "".join(patterns.get(part, part) for part in re.split("(%[%tN])", options.get("output", "")))
         log = {"none": os.devnull, "all": ""}.get(log, log)
         with open(log, "ab") if log else contextlib.nullcontext() as output:
             running[rank] = subprocess.Popen(

@@ -13,22 +13,11 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tests.support.local_runs import clean_environment
 
 STEP_S = 0.05
-
-
-class Pod(Protocol):
-    """What the rules need of a pod, as a process has it."""
-
-    @property
-    def returncode(self) -> int | Any: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def send_signal(self, sig: int) -> None: ...
-    def kill(self) -> None: ...
 
 
 class JobSetSimulator:
@@ -46,7 +35,7 @@ class JobSetSimulator:
         self._policy = manifest["spec"]["failurePolicy"]
         self._folder = folder
         self.variables: dict[str, str] = {}
-        self.pods: list[Pod] = []
+        self.pods: list[subprocess.Popen[bytes]] = []
         self._evicted: set[int] = set()
         self.restarts = self.counted = 0
         self.messages: list[str] = []
@@ -54,11 +43,10 @@ class JobSetSimulator:
     def start(self) -> None:
         """Start all pods."""
         self._evicted.clear()
-        self.pods = [self.start_pod(index, self._job["template"]) for index in range(self._job["completions"])]
+        self.pods = [self._start_pod(index) for index in range(self._job["completions"])]
 
-    def start_pod(self, index: int, template: dict[str, Any]) -> Pod:
-        """Start one pod, which is a process here."""
-        (container,) = template["spec"]["containers"]
+    def _start_pod(self, index: int) -> subprocess.Popen[bytes]:
+        (container,) = self._job["template"]["spec"]["containers"]
         given = {each["name"]: each["value"] for each in container["env"] if "value" in each}
         with (self._folder / f"pod-{index}.log").open("ab") as output:
             return subprocess.Popen(

@@ -84,10 +84,7 @@ def shown(*words: str) -> Any:
 
 
 def no_waiting(
-    monkeypatch: pytest.MonkeyPatch,
-    meanwhile: Callable[[float], object] = lambda waited_s: None,
-    *,
-    times: float = 1.0,
+    monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[float], object] = lambda waited_s: None, *, times: float = 1.0
 ) -> None:
     """Let waiting take no time, while the clock says that it did.
 

@@ -18,10 +18,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 # Of each family what sets it apart; tied and untied.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
-    "llama3": (
-        "Llama",
-        {"rope_parameters": {**LLAMA3, "rope_theta": 500.0, "original_max_position_embeddings": 16}},
-    ),
+    "llama3": ("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0, "original_max_position_embeddings": 16}}),
     "llama3_tied": (
         "Llama",
         {

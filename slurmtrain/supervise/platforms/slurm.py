@@ -177,7 +177,7 @@ class SlurmJob:
 
         Without an srun on PATH, `env` says so and leaves with 127.
         """
-        cluster, version = self._cluster, self.client.version() if "%" in str(attempt_dir) else None
+        cluster = self._cluster
         options: list[str] = []
         if nodes:
             options = srun_node_options(cluster, len(nodes), nodes)
@@ -193,7 +193,6 @@ class SlurmJob:
             self._run_dir.workdir,
             nodes=options,
             packed=self._sharing > 1,
-            version=version,
         )
         return ["env", *(word for words, _ in explained for word in words)]
 

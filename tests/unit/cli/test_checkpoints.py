@@ -140,16 +140,6 @@ def test_verify_finds_one_wrong_bit_and_looks_at_one_step_if_it_is_told_to(run: 
 # prune
 
 
-def test_prune_keeps_the_newest_from_before_numbers_broke(run: RunDir) -> None:
-    """As the run itself does: its newest two may be of the trouble."""
-    checkpointer = Checkpointer(run.checkpoints, incarnation=Incarnation(4, "attempt 4, job 7"), keep=Keep(last=10))
-    for step in (50, 60):
-        checkpointer.save(step, model=torch.nn.Linear(64, 64), trainer={"health": {"sound_step": 37}})
-    checkpointer.close()
-    last("prune")
-    assert steps(run) == [30, 50, 60]
-
-
 def test_prune_keeps_what_the_config_of_the_run_says_and_a_dry_run_says_the_same(run: RunDir) -> None:
     configure(run, keep_best=1)
     young = leave_behind(run, "checkpoint_0000050.tmp-3", hours_old=0.5)
@@ -166,13 +156,7 @@ def test_prune_keeps_what_the_config_of_the_run_says_and_a_dry_run_says_the_same
     assert "nothing to remove" in last("prune")
 
 
-@pytest.mark.parametrize(
-    ("words", "left"),
-    [
-        (["--keep-last", "3"], [20, 30, 40]),
-        (["--damaged"], [10, 20, 30, 40]),
-    ],
-)
+@pytest.mark.parametrize(("words", "left"), [(["--keep-last", "3"], [20, 30, 40]), (["--damaged"], [10, 20, 30, 40])])
 def test_prune_keeps_what_it_is_told_to(words: list[str], left: list[int], run: RunDir) -> None:
     set_aside(leave_behind(run, "checkpoint_0000005", hours_old=0))
     last("prune", *words)
@@ -221,10 +205,7 @@ def test_a_running_job_is_not_fenced_off_by_it(run: RunDir) -> None:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        (["--keep-last", "1"], "'1' is not a whole number of at least 2"),
-        (["--all"], "there is no option '--all'"),
-    ],
+    [(["--keep-last", "1"], "'1' is not a whole number of at least 2"), (["--all"], "there is no option '--all'")],
 )
 def test_what_cannot_be_meant_is_one_sentence(words: list[str], said: str, run: RunDir) -> None:
     assert said in refused("prune", *words)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurmtrain.cli import main
 from slurmtrain.cli.arguments import find_verb, parse
-from slurmtrain.cli.help import WIDEST, topics
+from slurmtrain.cli.help import topics
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.compose import compose
 from slurmtrain.config.folders import PACKAGE, shipped
@@ -18,6 +18,7 @@ from tests.support.transformers_models import write_small_model
 README = PACKAGE.parent / "README.md"
 CONTRIBUTING = PACKAGE.parent / ".github" / "CONTRIBUTING.md"
 PAGES = sorted((PACKAGE / "docs").glob("*.md"))
+WIDEST = 120  # columns of a terminal
 
 
 def test_the_readme_links_every_page_of_the_manual_and_no_other() -> None:

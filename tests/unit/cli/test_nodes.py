@@ -62,31 +62,6 @@ def test_new_runs_leave_out_a_blamed_node_until_it_is_forgiven(slurm: FakeSlurm)
     assert excluded("cluster.exclude=n1") == ["n1"]
 
 
-def test_a_record_of_a_node_whose_clock_is_ahead_is_forgiven_too() -> None:
-    ahead = NodeRecord(time.time() + 120, "n3", NodeEvent.HANG, "run", 1, proven=True)
-    on_record(ahead, crash("n3", 2))
-    printed("nodes", "forgive", "n3", "--cluster", "big")
-    assert [node["until"] for node in shown("nodes", "list")] == [None]
-    assert printed("nodes", "forgive", "n77", "--cluster", "big") == "nothing is on record against n77 on big\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["blame", "n9"], "cluster big has no node 'n9'"),
-        (["blame", "n[1-3]"], "'n[1-3]' is not a node name"),
-        (["forgive"], "nodes forgive NODE, or nodes forgive --all"),
-        (["forgive", "n3", "--all"], "name the nodes to forgive"),
-        (["forgive", "n3", "--cluster", "../x"], "../x: its name cannot be that of a file"),
-    ],
-)
-def test_what_cannot_be_meant_is_an_error_with_a_hint(slurm: FakeSlurm, words: list[str], said: str) -> None:
-    slurm.command("scontrol", 'echo "ClusterName = big"')
-    slurm.command("sinfo", "true")
-    assert said in refusal("nodes", *words)
-    assert read_ledger(ledger_file("big")) == []
-
-
 def test_without_slurm_a_person_names_the_cluster(slurm: FakeSlurm) -> None:
     slurm.fail("scontrol")
     assert "--cluster NAME" in refusal("nodes", "blame", "n3", code=1)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.support.commands import refusal
 from tests.support.runs import printed, shown
@@ -84,26 +81,6 @@ def test_a_slow_network_is_named_as_the_reason_against_more_nodes() -> None:
     text = said([*EIGHT_B, "parallel=hsdp", "cluster.network_gb_per_s=12.5"])
     assert "nodes is not worth it with train.global_batch_size=1024" in text
     assert "below 80%; what costs most is dp_replicate" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "sentence"),
-    [
-        (["--tokens", "many"], 2, "--tokens: 'many' is not a number of tokens"),
-        (["--tokens", "1e30"], 2, "--tokens: '1e30' is not a number of tokens such as 15T, 300B or 1.5e12, below 1e18"),
-        (["job=command", "job.command=true"], 78, "plan works with the built-in trainer"),
-        (["model._target_=my.Model"], 78, "plan supports only the built-in decoder"),
-        (["cluster.network_gb_per_s=0"], 78, "cluster.network_gb_per_s=0.0 must be above 0"),
-        (["cluster.failures_per_1000_node_days=-1"], 78, "cluster.failures_per_1000_node_days=-1.0 must be above 0"),
-    ],
-)
-def test_what_cannot_be_planned_is_refused_in_one_sentence(
-    words: list[str], code: int, sentence: str, project: Path
-) -> None:
-    found = refused(words, code)
-    assert sentence in found
-    assert "Traceback" not in found
-    assert len(found.splitlines()) <= 2
 
 
 def test_of_a_range_of_nodes_the_memory_on_the_fewest_is_told_too() -> None:

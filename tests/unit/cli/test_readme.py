@@ -46,17 +46,13 @@ def test_the_first_lines_about_data_prepare_text_and_train_on_it(project: Path) 
     assert "step 20/20" in said and "slurmtrain: finished" in said
 
 
-def test_the_lines_with_a_tokenizer_prepare_text_and_train_on_it(project: Path) -> None:
+def test_the_lines_with_a_tokenizer_prepare_text(project: Path) -> None:
     for folder in ("models", "data/raw"):
         (project / folder).mkdir(parents=True)
     write_tokenizer(project / "models" / "tokenizer.json")
     (project / "data/raw/a.jsonl.zst").write_bytes(zstandard.compress(json_lines(texts(200, seed=1))))
     prepare, _, _, verify = lines_of("data", "Prepare text once", 1)
-    data = lines_of("data", "Train on it", 0)[0].partition("#")[0]
-    small = "experiment=smoke model.max_seq_len=4096 model.vocab_size=320 train.steps=2 train.global_batch_size=1"
-    lines = [prepare, verify, f"python -m slurmtrain {small} {data} train"]
-    said = typed([line.replace("/data/", "data/").replace("/models/", "models/") for line in lines], project)
-    assert "step 2/2" in said and "slurmtrain: finished" in said
+    typed([line.replace("/data/", "data/").replace("/models/", "models/") for line in (prepare, verify)], project)
 
 
 def test_the_lines_of_the_page_python_do_what_it_says(project: Path) -> None:

@@ -132,13 +132,6 @@ def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make) -> None
     assert (finished["loss"], finished["eta_s"], finished["tokens_per_s"]) == (1.0, None, None)
 
 
-def test_what_was_done_to_a_run_is_an_object_too(make: Make) -> None:
-    done = make("finished")
-    answer = shown("cancel", done.id)
-    assert answer["run"] == done.id and "is not running" in answer["said"] and answer["job_ids"] == []
-    refusal("resume", done.id, "--json")  # of cluster=local: in the foreground, with its output
-
-
 # compare
 
 
@@ -190,15 +183,12 @@ def test_what_differs_in_the_configs_stands_side_by_side_and_does_not_steer_the_
 @pytest.mark.parametrize(
     ("left", "right", "tolerance", "parts"),
     [
-        (1.0, 1.0, 0.0, False),
         (1.0, math.nextafter(1.0, 2.0), 0.0, True),
         (100.0, 100.9, 0.01, False),
         (100.0, 102.0, 0.01, True),
         (NAN, NAN, 0.0, False),
         (NAN, 1.0, 1.0, True),
         (math.inf, math.inf, 0.0, False),
-        (math.inf, 1.0, 1.0, True),
-        (0.0, 1e-9, 0.5, True),
     ],
 )
 def test_values_part_where_a_bit_or_more_than_the_tolerance_differs(
@@ -206,29 +196,6 @@ def test_values_part_where_a_bit_or_more_than_the_tolerance_differs(
 ) -> None:
     found = divergences({1: {"x": 5.0}, 2: {"x": left}}, {1: {"x": 5.0}, 2: {"x": right}, 3: {}}, tolerance=tolerance)
     assert list(found) == (["x"] if parts else [])
-
-
-def test_only_steps_and_metrics_that_both_have_are_compared_and_the_latest_record_of_a_step_counts(make: Make) -> None:
-    a, b = make(), make()
-    a.metrics_file.write_text(
-        '{"step": 1, "x": 1, "y": 1}\n{"step": 2, "x": 1, "y": 1}\n{"step": 5, "x": 1, "y": 2}\n{"step": 6, "x": 0, "y": 3}\n'
-    )
-    b.metrics_file.write_text(
-        '{"step": 2, "x": 1}\n{"step": 3, "x": 9}\n{"step": 5, "x": 4, "y": 7}\n{"step": 5, "x": 4, "y": 2}\n'
-        '{"step": 6, "x": 9, "y": 4}\n'
-    )
-    found = compared(a, b)
-    assert found["divergences"] == {"x": {"step": 5, "a": 1.0, "b": 4.0}, "y": {"step": 6, "a": 3.0, "b": 4.0}}
-    assert (found["steps"], found["first_divergence"]["step"]) == ([2, 5, 6], 5)
-
-
-def test_the_snapshot_that_the_runs_of_a_sweep_share_is_compared(make: Make) -> None:
-    one, two = (make("finished", "job.snapshot=cwd", f"job.name={name}") for name in ("one", "two"))
-    for run in (one, two):
-        run.code.rename(run.path.parent / "code")
-        run.code.symlink_to("../code")
-        (run.code / "train.py").write_text(run.path.parent.name)
-    assert compared(one, two)["files"] == ["train.py"] and compared(one, one)["files"] == []
 
 
 def test_two_runs_are_compared_in_the_samples_they_have_seen(make: Make) -> None:
@@ -252,7 +219,6 @@ def test_two_runs_are_compared_in_the_samples_they_have_seen(make: Make) -> None
     ("words", "sentence"),
     [
         (("last", "last", "--tolerance", "-1"), "--tolerance: '-1' is not a number of at least 0"),
-        (("last", "last", "--tolerance", "nan"), "--tolerance: 'nan' is not a number of at least 0"),
         (("last", "x"), "no run's id begins with 'x'"),
         (("last",), "required: RUN_B"),
     ],
@@ -312,9 +278,7 @@ def test_only_runs_of_the_age_and_the_states_that_were_named_are_removed(make: M
     [
         ((), "this would remove every run that has ended"),
         (("--state", "running"), "'running' is not a value of --state"),
-        (("--state", "unknown"), "'unknown' is not a value of --state"),
         (("--older-than", "-1"), "--older-than: '-1' is not a number of at least 0"),
-        (("--older-than", "nan"), "--older-than: 'nan' is not a number of at least 0"),
     ],
 )
 def test_what_would_be_dangerous_is_refused(words: tuple[str, ...], sentence: str, make: Make) -> None:
@@ -366,18 +330,3 @@ def test_a_removal_that_is_cut_short_leaves_nothing_that_looks_like_a_run(
     assert not (left[0] / "run.json").exists()
     assert "left by a removal that was cut short" in printed(*words)
     assert not left[0].exists()
-
-
-def test_what_cannot_be_removed_is_said_and_the_others_go(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    stuck, other = make(), make()
-    rename = Path.rename
-
-    def refused(self: Path, target: Path) -> Path:
-        if self == stuck.path:
-            raise PermissionError(13, "Permission denied")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", refused)
-    said = refusal("runs", "prune", "--state", "finished", code=1)
-    assert f"{stuck.id} cannot be removed: Permission denied" in said
-    assert stuck.exists() and not other.path.exists()

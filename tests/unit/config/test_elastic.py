@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
-from slurmtrain.config.evaluation import evaluation_config
 from slurmtrain.config.fields import NodeRange
 from slurmtrain.config.frozen import freeze, to_config
 from slurmtrain.config.parallel_dims import (
@@ -32,11 +31,7 @@ BASE = compose(["cluster=a100x4", "train.global_batch_size=96"])
 
 
 def elastic(nodes: int | str, batch: int = 96) -> Config:
-    return replace(
-        BASE,
-        cluster=replace(BASE.cluster, nodes=nodes),
-        train=replace(BASE.train, global_batch_size=batch),
-    )
+    return replace(BASE, cluster=replace(BASE.cluster, nodes=nodes), train=replace(BASE.train, global_batch_size=batch))
 
 
 @pytest.mark.parametrize(
@@ -46,18 +41,6 @@ def test_a_number_of_nodes_or_a_range_is_understood(value: int | str, least: int
     config = to_config({"cluster": {"nodes": value}})
     assert config.cluster.node_range == NodeRange(least, most) and config.cluster.nodes == kept
     assert f"  nodes: {kept}\n" in freeze(config)
-
-
-@pytest.mark.parametrize("value", ["many", "4-2", "2-", "-4", "2-4-6", "1.5", "", "0-4", "1-99999999"])
-def test_what_is_no_number_of_nodes_is_refused_with_an_example(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.nodes=") as refusal:
-        to_config({"cluster": {"nodes": value}})
-    assert "cluster.nodes=" in (refusal.value.hint or "")
-
-
-def test_a_number_from_the_environment_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NODES", "3")
-    assert compose(["cluster.nodes=${oc.env:NODES}"]).cluster.nodes == 3
 
 
 @given(least=st.integers(1, 6), more=st.integers(0, 6), shares=st.integers(1, 60), micro=st.none() | st.integers(1, 6))
@@ -113,12 +96,6 @@ def test_ranks_follow_the_nodes_that_they_were_started_on() -> None:
     assert refusal.value.hint == "start them with --nodes=2"
     fixed = elastic(3)
     assert on_given_nodes(fixed, 2) is fixed  # `check_world_size` refuses that
-
-
-def test_an_evaluation_of_an_elastic_run_can_be_submitted() -> None:
-    config = evaluation_config(elastic("2-4"), "/somewhere/checkpoint_0000010")
-    assert config.cluster.nodes == 1
-    validate(config)
 
 
 def test_a_model_that_fits_only_on_the_most_nodes_is_refused() -> None:

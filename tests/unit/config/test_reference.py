@@ -6,35 +6,25 @@ python -m pytest tests/unit/config/test_reference.py --update-goldens    writes 
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import StrEnum
 from types import NoneType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import pytest
 
 from slurmtrain.config import schema
 from slurmtrain.config.compose import compose
-from slurmtrain.config.fields import Range, Share, words_of
+from slurmtrain.config.fields import GROUP, Range, Share, words_of
 from slurmtrain.config.folders import PACKAGE
-from slurmtrain.config.frozen import to_values
 
 COLUMNS = 120
-UNITS = {
-    "_gb_per_s": "GB/s",
-    "_s": "seconds",
-    "_min": "minutes",
-    "_minutes": "minutes",
-    "_hours": "hours",
-    "_gb": "GB",
-    "_mb": "MB",
-}
-DIFFERS = ("cluster", "model", "data")  # groups whose options have other defaults each
+UNITS = {"_gb_per_s": "GB/s", "_s": "seconds", "_min": "minutes", "_minutes": "minutes", "_hours": "hours"}
+UNITS |= {"_gb": "GB", "_mb": "MB"}
 
 HEAD = """\
 # Config: every field with its type, unit, default and meaning
@@ -60,15 +50,6 @@ Fields that only a cluster, a model or a data set can check (a partition, for ex
 """
 
 
-class Field(NamedTuple):
-    """A field of the schema as a person reads it: `comment` is empty where its name says everything."""
-
-    name: str
-    type: str
-    default: str
-    comment: str
-
-
 def test_the_page_names_every_field_of_today(request: pytest.FixtureRequest) -> None:
     path = PACKAGE / "docs" / "config.md"
     if request.config.getoption("--update-goldens"):
@@ -78,64 +59,53 @@ def test_the_page_names_every_field_of_today(request: pytest.FixtureRequest) -> 
 
 def page() -> str:
     """Return the page as Markdown."""
-    values = to_values(compose(["job.runs_dir=runs"]))  # which SLURMTRAIN_RUNS changes
-    nodes = ast.parse(_source()).body
-    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef) and node.bases}
+    config = compose(["job.runs_dir=runs"])  # which SLURMTRAIN_RUNS changes
     sections = [HEAD]
     for group, kind in schema.Config.__annotations__.items():
-        if kind.__name__ not in classes:
-            continue
-        defaults = {} if group in DIFFERS else values[group]
-        text = "\n".join(_lines(f"{group}.", classes[kind.__name__], classes, defaults))
-        about = ast.get_docstring(classes[kind.__name__]) or ""
-        sections.append(f"## {group}\n\n{_escaped(about)}\n\n{text}\n" if about else f"## {group}\n\n{text}\n")
-    secrets = next(field for field in _fields(classes["Config"], {}) if field.name == "secrets")
-    sections.append("## secrets\n\n" + "\n".join(_bullet("secrets.NAME", secrets)) + "\n")
+        if isinstance(kind, GROUP):
+            about = f"{_escaped(inspect.getdoc(kind) or '')}\n\n" if kind.__doc__ else ""
+            lines = _lines(f"{group}.", schema.ClusterConfig() if group == "cluster" else getattr(config, group))
+            sections.append(f"## {group}\n\n{about}" + "\n".join(lines) + "\n")
+    comment = _comments(schema.Config)["secrets"]
+    sections.append("## secrets\n\n" + "\n".join(_bullet("secrets.NAME", "dict[str, str]", "{}", comment)) + "\n")
     return "\n".join([*sections, TAIL])
 
 
-def _source() -> str:
-    return inspect.getsource(schema)
-
-
-def _lines(
-    prefix: str, owner: ast.ClassDef, classes: Mapping[str, ast.ClassDef], defaults: Mapping[str, Any]
-) -> Iterator[str]:
-    for field in _fields(owner, defaults):
-        if field.type in classes:
-            yield from _lines(f"{prefix}{field.name}.", classes[field.type], classes, {})
-        else:
-            yield from _bullet(prefix + field.name, field)
-
-
-def _bullet(key: str, field: Field) -> Iterator[str]:
-    unit = next((f", in {unit}" for end, unit in UNITS.items() if field.name.endswith(end)), "")
-    head = f"- `{key}`: {field.type}{unit}, default `{field.default}`"
-    # Only what is too long: a default may have blanks that are its own.
-    yield from textwrap.wrap(head, COLUMNS, subsequent_indent="  ") if len(head) > COLUMNS else [head]
-    yield from textwrap.wrap(_escaped(field.comment), COLUMNS, initial_indent="  ", subsequent_indent="  ")
-
-
-def _fields(owner: ast.ClassDef, defaults: Mapping[str, Any]) -> Iterator[Field]:
-    """Yield the fields of a class in the order of the source, each with the comment beside it or right above it."""
-    lines = _source().splitlines()
-    for node in owner.body:
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+def _lines(prefix: str, group: Any) -> Iterator[str]:
+    """Yield the fields of a group, with its values as defaults."""
+    comments = _comments(type(group))
+    for name, kind in type(group).__annotations__.items():
+        if isinstance(kind, GROUP):
+            yield from _lines(f"{prefix}{name}.", kind())
             continue
-        assert node.end_lineno is not None
-        above: list[str] = []
-        row = node.lineno - 2
-        while lines[row].strip().startswith("#"):
-            above.insert(0, lines[row].strip().lstrip("# "))
-            row -= 1
-        beside = [_comment(line) for line in lines[node.lineno - 1 : node.end_lineno]]
-        name = node.target.id
-        kind = getattr(schema, owner.name).__annotations__[name]
         share = next((each for each in typing.get_args(kind) if isinstance(each, Share)), None)
-        default = _yaml(defaults[name]) if name in defaults and share is None else _default(node.value)
+        default = _yaml(getattr(group, name))
         if share is not None:
             default = f"{100 * share.fraction:g} % of train.steps, at most {share.most}"
-        yield Field(name, _type(kind), default, " ".join(part for part in [*above, *beside] if part))
+        yield from _bullet(prefix + name, _type(kind), default, comments[name])
+
+
+def _bullet(key: str, kind: str, default: str, comment: str) -> Iterator[str]:
+    unit = next((f", in {unit}" for end, unit in UNITS.items() if key.endswith(end)), "")
+    head = f"- `{key}`: {kind}{unit}, default `{default}`"
+    # Only what is too long: a default may have blanks that are its own.
+    yield from textwrap.wrap(head, COLUMNS, subsequent_indent="  ") if len(head) > COLUMNS else [head]
+    yield from textwrap.wrap(_escaped(comment), COLUMNS, initial_indent="  ", subsequent_indent="  ")
+
+
+def _comments(owner: type) -> dict[str, str]:
+    """Return the comment of each field of a class: right above it, and beside it."""
+    source, found = inspect.getsource(owner), {}
+    lines = source.splitlines()
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            first = row = node.lineno - 1
+            while lines[row - 1].strip().startswith("#"):
+                row -= 1
+            beside = [line.partition("  # ")[2] for line in lines[first : node.end_lineno]]
+            above = [line.strip().lstrip("# ") for line in lines[row:first]]
+            found[node.target.id] = " ".join(filter(None, [*above, *beside]))
+    return found
 
 
 def _type(kind: Any) -> str:
@@ -153,24 +123,6 @@ def _type(kind: Any) -> str:
     if arguments:
         return " | ".join(map(_type, sorted(arguments, key=lambda each: each is NoneType)))
     return "None" if kind is NoneType else str(kind.__name__)
-
-
-def _comment(line: str) -> str:
-    found = re.search(r"  # (.*)$", line)
-    return found.group(1) if found else ""
-
-
-def _default(value: ast.expr | None) -> str:
-    """Return a default of the schema as a person would write it in YAML."""
-    try:
-        return _yaml(ast.literal_eval(value)) if value is not None else "null"
-    except ValueError:  # default_factory=..., or a member of an enum
-        assert value is not None
-        if isinstance(value, ast.Name):  # a share of train.steps
-            return "null"
-        if isinstance(value, ast.Attribute):
-            return str(functools.reduce(getattr, ast.unparse(value).split("."), schema))
-        return "{}" if "dict" in ast.unparse(value) else "[]"
 
 
 def _yaml(value: Any) -> str:

@@ -135,12 +135,6 @@ def test_what_cannot_be_mapped_is_one_sentence_and_leaves_nothing(
     assert not (project / "runs").exists()
 
 
-def test_what_cannot_be_called_is_refused_before_anything_is_submitted(project: Path) -> None:
-    with pytest.raises(UsageError, match="was given 3, which is not callable"):
-        slurmtrain.map(3, [1])  # type: ignore[arg-type]
-    assert not (project / "runs").exists()
-
-
 def test_a_secret_is_not_pickled(project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", value := "abcdefgh-0123")
     with pytest.raises(ConfigError, match="item 0 holds the value of the secret MY_KEY"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -18,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 
 import slurmtrain
-from slurmtrain.cli.json_output import point_object, run_object
+from slurmtrain.cli.json_output import run_object
 from slurmtrain.config.compose import compose, register_schema
 from slurmtrain.config.frozen import config_hash, load_frozen
 from slurmtrain.control.runs import Status
@@ -32,7 +30,6 @@ from slurmtrain.errors import (
 )
 from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.report.status import look
-from slurmtrain.report.status.state import RunStatus
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.fake_slurm import FakeSlurm
@@ -123,13 +120,6 @@ def test_what_cannot_be_submitted_is_one_typed_error_and_leaves_nothing(
     assert not (project / "runs").exists()
 
 
-def test_a_wrong_value_in_a_config_that_the_program_has_built_is_a_typed_error(project: Path) -> None:
-    config = compose(["cluster=local"])
-    config.train.steps = "many"  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"train\.steps"):
-        slurmtrain.submit(config)
-
-
 def test_wait_raises_the_reason_of_the_last_attempt(project: Path) -> None:
     failed = ended_run(project, verdict="end", reason="crash", sentence="crashed: rank 3: out of memory")
     with pytest.raises(RunFailedError, match="crashed: rank 3: out of memory") as raised:
@@ -154,14 +144,6 @@ def test_wait_ends_in_time_without_asking_slurm_again_and_again(
     assert (slurm.directory / "asked").read_text().count("asked") <= look.CONFIRMATIONS
 
 
-def test_repr_shows_name_and_state_and_is_never_an_error(project: Path) -> None:
-    run = ended_run(project, verdict="end", reason="crash", sentence="crashed: it")
-    assert repr(run).startswith(f"<Run {run.id} (train): failed: crashed: it")
-    again = slurmtrain.open_run(run.path)
-    (run.path / "run.json").write_text("[")
-    assert repr(again).startswith(f"<Run {run.id} (unreadable)")
-
-
 def test_the_status_has_the_names_and_values_of_status_json(project: Path) -> None:
     run = ended_run(project, verdict="done", reason="finished", sentence="finished", last_step=7)
     now = look.state(RunDir(run.path))
@@ -170,11 +152,6 @@ def test_the_status_has_the_names_and_values_of_status_json(project: Path) -> No
         if name != "attempts":
             assert getattr(run.status(), name) == as_json[name], name
     assert len(run.status().attempts) == len(as_json["attempts"]) == 1
-
-
-def test_every_state_is_in_the_description_of_the_json() -> None:
-    described = str(run_object.__doc__) + str(point_object.__doc__)
-    assert [word for word in RunStatus if word not in described] == []
 
 
 def test_metrics_have_each_step_once_whatever_was_done_again(project: Path) -> None:
@@ -205,23 +182,3 @@ def test_logs_are_those_of_the_latest_attempt_whole_or_their_last_lines(project:
         run.logs(rank=1)
     with pytest.raises(UsageError, match="no attempt 2"):
         run.logs(attempt=2)
-
-
-def test_a_run_that_has_ended_is_not_cancelled_and_says_so(project: Path) -> None:
-    run = ended_run(project, verdict="done", reason="finished", sentence="finished")
-    assert "is not running: finished" in run.cancel()
-
-
-def test_the_names_for_notebooks_load_no_torch() -> None:
-    code = "import sys, slurmtrain; slurmtrain.submit, slurmtrain.map, slurmtrain.Run; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ}, check=False).returncode == 0
-
-
-def test_dir_shows_what_the_page_python_names() -> None:
-    code = "import slurmtrain; print(*dir(slurmtrain)); slurmtrain.errors.WaitTimeoutError"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert {"submit", "open_run", "map", "open_map", "Run", "MapRun", "Status", "errors"} <= {*shown}
-    of_a_run = {"path", "id", "name", "job_ids", "status", "wait", "metrics", "checkpoints", "logs", "cancel"}
-    assert of_a_run <= {*dir(slurmtrain.Run("."))}
-    assert {"id", "results", "as_completed", "states", "cancel"} <= {*dir(slurmtrain.MapRun)}
-    assert {"state", "sentence", "alive", "step", "loss", "eta_s", "attempts"} <= {*Status.__dataclass_fields__}

@@ -93,17 +93,6 @@ def test_a_copy_of_a_run_has_no_job_and_does_not_touch_that_of_the_original(
     assert shown("status", run.name)["alive"]
 
 
-def test_an_id_means_the_original_though_a_copy_of_its_folder_has_the_same(project: Path, slurm: FakeSlurm) -> None:
-    run = submit()
-    shutil.copytree(run.parent, run.parent.with_name("backup"))
-    assert sorted((each["path"], each["state"]) for each in shown("status")) == [
-        (str(run.parent.with_name("backup") / run.name), "stopped"),
-        (str(run), "waiting"),
-    ]
-    printed("cancel", run.name[:-1])
-    assert slurm.calls("scancel") == ["scancel 101"]
-
-
 def test_a_copy_is_resumed_as_a_run_of_its_own(copies: tuple[Path, Path], slurm: FakeSlurm) -> None:
     run, copy = copies
     assert "is submitted again as job 102" in printed("resume", str(copy))
@@ -127,33 +116,14 @@ def test_a_copy_of_a_run_of_this_machine_leaves_the_ranks_of_the_original_alone(
     assert f"is a copy of {run.path}" in refusal("cancel", str(copy))  # it would have signalled this process
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_run_that_was_moved_is_the_same_run(again: bool, project: Path, slurm: FakeSlurm) -> None:
+def test_a_run_that_was_moved_is_the_same_run_and_starts_where_it_is_now(project: Path, slurm: FakeSlurm) -> None:
     run = submit()
     moved = project / "moved" / run.name
     moved.parent.mkdir()
     run.rename(moved)
     assert shown("status", str(moved))["job_id"] == "101"
-    if again:  # it starts where it is now
-        slurm.change("101", state="CANCELLED")
-        printed("resume", str(moved))
-        assert f"run_dir={moved}\n" in slurm.job("102")["script"]
-        assert shown("status", str(moved))["job_ids"] == ["101", "102"]
-    else:
-        printed("cancel", str(moved))
-        assert slurm.calls("scancel") == ["scancel 101"]
-
-
-def test_a_copy_of_a_sweep_is_neither_cancelled_nor_retried(project: Path, slurm: FakeSlurm) -> None:
-    assert main(["+cluster=a100x4", "-m", "train.seed=1,2", "submit"]) == 0
-    (sweep,) = Path("runs").absolute().glob("*.sweep-*")
-    copy = project / "kept" / sweep.name
-    shutil.copytree(sweep, copy, symlinks=True)
-    for action in ("cancel", "retry"):
-        assert f"sweep {copy} is a copy of {sweep}" in refusal("sweep", action, str(copy))
-    assert slurm.calls("scancel") == []
-    assert {each["state"] for each in shown("sweep", "status", str(sweep))["points"]} == {"waiting"}
-    point = next(copy.glob("2*"))
-    assert shown("status", str(point))["alive"] is False
-    printed("sweep", "cancel", str(sweep))
-    assert len(slurm.calls("scancel")) == 1
+    printed("cancel", str(moved))
+    assert slurm.calls("scancel") == ["scancel 101"]
+    printed("resume", str(moved))
+    assert f"run_dir={moved}\n" in slurm.job("102")["script"]
+    assert shown("status", str(moved))["job_ids"] == ["101", "102"]

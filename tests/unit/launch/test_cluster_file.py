@@ -93,13 +93,6 @@ def test_limits_of_a_partition_a_qos_and_an_account_bound_what_is_asked_for() ->
     assert (mig["tasks_per_node"], mig["gpus_per_node"], mig["gpu_memory_gb"]) == (1, 1, 5)
 
 
-def test_a_partition_of_some_accounts_gets_one_of_those_whatever_its_case() -> None:
-    assert described("alpha_22_05", partition="urgent").values["account"] == "physics"
-    facts = facts_of("alpha_22_05")
-    closed = tuple(replace(each, allowed_accounts=("PHYSICS",)) for each in facts.partitions)
-    assert describe(replace(facts, partitions=closed)).values["account"] == "physics"
-
-
 def test_a_qos_that_the_partition_denies_is_not_left_to_be_the_default() -> None:
     facts = facts_of("alpha_22_05")
     denying = tuple(replace(each, allowed_qos=None, denied_qos=("Normal",)) for each in facts.partitions)
@@ -108,24 +101,14 @@ def test_a_qos_that_the_partition_denies_is_not_left_to_be_the_default() -> None
     assert "of yours, the partition takes debug and high (AllowQos, DenyQos)" in file.text()
 
 
-def test_a_time_limit_of_a_minute_leaves_no_time_for_a_warning() -> None:
-    facts = facts_of("alpha_24_11")
-    short = tuple(replace(each, max_time_min=1) for each in facts.partitions)
-    values = describe(replace(facts, partitions=short)).values
-    assert (values["time_limit_min"], values["signal_lead_s"]) == (1, 0)
-
-
 @pytest.mark.parametrize(
     ("gpu_type", "features", "memory", "asked"),
     [
         ("h100", (), 79, False),
-        ("nvidia_h100_80gb_hbm3", (), 79, False),
         ("a100", (), 39, True),  # sold with two amounts
-        ("a100_80gb", (), 79, False),
         ("a100", ("ib", "gpu_80g"), 79, False),
         ("", ("v100", "32gb"), 31, False),
         ("a100_1g.5gb", (), 5, False),
-        ("warp9", (), None, True),
         ("", (), None, True),
     ],
 )
@@ -149,14 +132,6 @@ def test_a_name_that_a_shipped_cluster_has_is_not_taken() -> None:
     facts = facts_of("alpha_24_11")
     odd = replace(facts, config={**facts.config, "ClusterName": "../x y"})
     assert describe(odd).name == "x-y"
-
-
-def test_without_a_default_partition_the_one_with_the_most_gpus_is_described() -> None:
-    facts = facts_of("alpha_24_11")
-    none = replace(facts, partitions=tuple(replace(each, default=False) for each in facts.partitions))
-    file = describe(none)
-    assert file.partition in ("gpu", "closed")
-    assert file.name == f"alpha-{file.partition}"
 
 
 def test_a_partition_that_is_not_there_is_a_sentence() -> None:

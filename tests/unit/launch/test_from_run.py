@@ -100,8 +100,6 @@ def test_another_cluster_replaces_all_that_was_of_the_first_one(
     [
         (["model=llama3_8b"], [], "single fields can be set"),
         (["optim.lrr=1"], [], "optim has no field 'lrr'"),
-        (["-m", "optim.lr=1,2"], [], "--from submits one run"),
-        ([], ["--config-name", "x"], "--from takes a whole config"),
         ([], ["--dry-run", "--", "python", "x.py"], "--from takes the program of the run"),
     ],
 )

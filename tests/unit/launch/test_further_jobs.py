@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,15 +11,13 @@ from typing import Any
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.errors import UnavailableRecordError
-from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.reasons import RunAction
 from slurmtrain.runs.requests import write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.platforms.slurm import SlurmJob
-from tests.support.fake_slurm import UNREACHABLE, FakeSlurm
-from tests.support.runs import add_attempt, judged, no_waiting, printed, refused, started, submitted_run
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import add_attempt, judged, printed, refused, started, submitted_run
 
 Make = Callable[..., RunDir]
 Out = pytest.CaptureFixture[str]
@@ -62,70 +58,7 @@ def continues(monkeypatch: pytest.MonkeyPatch, *runs: RunDir) -> None:
 # requeue.mode=resubmit.
 
 
-def test_a_resume_does_not_take_the_job_that_is_just_leaving(make: Make, slurm: FakeSlurm) -> None:
-    run = make("requeue=resubmit", job_ids=("100", "90"))
-    stopped(run, "end", job_id="90", reason="crash")
-    slurm.add("90", state="COMPLETING", comment=f"slurmtrain:{run.id}:1")
-    assert main(["resume", run.id]) == 0
-    assert run.info()["job_ids"] == ["100", "90", "101"]
-
-
-def test_a_job_that_a_full_disk_does_not_let_be_noted_counts_as_submitted(
-    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An error would have the batch script requeue this job beside the new one."""
-    run = make("requeue=resubmit", job_ids=("100",))
-    stopped(run, "resubmit")
-    no_room = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(RunDir, "add_job", lambda *given, **more: (_ for _ in ()).throw(no_room))
-    continues(monkeypatch, run)
-    assert "job 101 is submitted, but cannot be noted" in caplog.text and len(slurm.jobs) == 1
-    assert attempts.read_attempt(run, 1).verdict == "resubmit"
-
-
 # requeue.mode=requeue.
-
-
-def test_a_run_whose_job_nobody_requeues_says_so_and_can_be_resumed(
-    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make(job_ids=("100",))
-    stopped(run, "requeue", sentence="preempted; it is requeued", next_step="it is requeued")
-    for command in ("scontrol", "sbatch"):
-        slurm.fail(command, UNREACHABLE)
-    no_waiting(monkeypatch, times=30)
-    continues(monkeypatch, run)
-    last = attempts.read_attempt(run, 1)
-    assert last.verdict == "end" and "no new job could be submitted" in (last.sentence or "")
-
-
-def test_every_run_of_a_pack_has_its_bad_nodes_left_out(
-    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = [make(job_ids=("100",)) for _ in range(3)]
-    for run, nodes in zip(runs, ([], ["n2"], ["n3"]), strict=True):
-        stopped(run, "requeue", bad_nodes=nodes)
-    slurm.add("100", state="RUNNING")
-    continues(monkeypatch, *runs)
-    job = slurm.job("100")
-    assert (job["state"], job["restarts"], job["excluded"]) == ("PENDING", 1, "n2,n3")
-
-
-def test_where_slurm_refuses_to_requeue_a_pack_each_run_gets_a_job_or_says_why_it_has_none(
-    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = [make(job_ids=("100",)) for _ in range(3)]
-    for run in runs:
-        stopped(run, "requeue", sentence="preempted; it is requeued", next_step="it is requeued")
-    slurm.add("100", state="RUNNING")
-    slurm.fail("scontrol requeue", "Requested operation is presently disabled")
-    slurm.fail(f"sbatch --comment=slurmtrain:{runs[0].id}:1", "Batch job submission failed: Invalid account")
-    no_waiting(monkeypatch)
-    continues(monkeypatch, *runs)
-    records = [attempts.read_attempt(run, 1) for run in runs]
-    assert [record.verdict for record in records] == ["end", "resubmit", "resubmit"]
-    assert "preempted; no new job could be submitted: " in (records[0].sentence or "")
-    assert [run.info()["job_ids"][1:] for run in runs] == [[], ["101"], ["102"]]
 
 
 # requeue.mode=chain.
@@ -151,22 +84,6 @@ def test_a_chain_that_cannot_be_completed_is_taken_back(project: Path, slurm: Fa
     assert slurm.calls("scancel") == ["scancel 102 101"] and not (project / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("states", "words"),
-    [
-        (("PENDING", "PENDING", "PENDING"), "(train): waiting job 101, 1 of 3 of its chain, is pending"),
-        (("RUNNING", "PENDING", "PENDING"), "(train): starting attempt 1 is about to begin, job 101"),
-        (("CANCELLED", "PENDING"), "(train): waiting job 102, 2 of 3"),
-        (("CANCELLED", "CANCELLED", "CANCELLED"), "cancelled while it waited"),
-        ((), "left no attempt"),
-    ],
-)
-def test_a_chain_before_its_first_attempt(
-    make: Make, slurm: FakeSlurm, capsys: Out, states: tuple[str, ...], words: str
-) -> None:
-    assert words in status(chained(make, slurm, *states), capsys)
-
-
 def test_a_chain_between_two_jobs_says_which_one_goes_on(make: Make, slurm: FakeSlurm, capsys: Out) -> None:
     run = chained(make, slurm, "RUNNING", "PENDING", "PENDING")
     stopped(run, "next", job_id="101", sentence="preempted; the next job of the chain continues")
@@ -183,18 +100,6 @@ def test_a_chain_between_two_jobs_says_which_one_goes_on(make: Make, slurm: Fake
     assert "running" in status(run, capsys)
     assert main(["cancel", run.id]) == 0
     assert slurm.calls("scancel") == ["scancel 103 102"]
-
-
-@pytest.mark.parametrize(
-    ("left", "promise"),
-    [(("PENDING",), "the next job of its chain, 102, resumes it"), ((), "save and end; `resume")],
-)
-def test_a_drill_promises_what_the_chain_will_do(
-    make: Make, slurm: FakeSlurm, left: tuple[str, ...], promise: str
-) -> None:
-    run = chained(make, slurm, "RUNNING", *left)
-    add_attempt(run, job_id="101")
-    assert promise in printed("preempt", run.id)
 
 
 def test_only_what_ended_in_this_chain_or_finished_ends_a_link_at_its_start(
@@ -221,27 +126,6 @@ def test_only_what_ended_in_this_chain_or_finished_ends_a_link_at_its_start(
     assert started(run) == "done"
 
 
-def test_begin_asks_again_while_the_storage_fails(
-    make: Make, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The script takes no answer for "go on", and a run that has finished would be trained once more."""
-    run = make(job_ids=("101",))
-    stopped(run, "done", job_id="101")
-    monkeypatch.setenv("SLURM_JOB_ID", "101")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    errors = [OSError(errno.EIO, "Input/output error"), OSError(errno.ESTALE, "Stale file handle")]
-    read = attempts.read_attempt_in
-
-    def failing(*given: Any) -> Attempt:
-        if errors:
-            raise UnavailableRecordError("it cannot be read", errors.pop())
-        return read(*given)
-
-    monkeypatch.setattr(attempts, "read_attempt_in", failing)
-    no_waiting(monkeypatch)
-    assert started(run) == "done" and errors == []
-
-
 # submit --after, job.singleton.
 
 
@@ -250,9 +134,7 @@ def test_begin_asks_again_while_the_storage_fails(
     [
         ("25.05.9", 1, False, "requeue", True),
         ("25.05.9", 0, True, "requeue", True),  # it came to its end within the grace time
-        ("25.05.9", 0, True, "resubmit", True),
         ("25.05.9", 0, False, "requeue", False),
-        ("22.05.8", 1, True, "requeue", False),
     ],
 )
 def test_who_waits_for_a_run_is_freed_when_it_has_finished_in_a_job_that_slurm_will_not_let_end_as_a_success(

@@ -22,7 +22,7 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.system.process import wait_until
 from tests.support import fake_nvml
-from tests.support.fake_slurm import NO_REPLY, UNREACHABLE, FakeSlurm
+from tests.support.fake_slurm import NO_REPLY, FakeSlurm
 
 CLUSTER = (
     *("+cluster=a100x4", "cluster.nodes=1", "cluster.tasks_per_node=1", "cluster.gpus_per_node=0"),
@@ -62,7 +62,6 @@ class Job:
     starts: int = 1
     variables: Mapping[str, str] = field(default_factory=dict)
     task: int | None = None
-    local: bool = False
 
     folder: Path = field(init=False)
     slurm: FakeSlurm = field(init=False)
@@ -77,17 +76,6 @@ class Job:
         program.write_text(f"#!/bin/bash\nfolder={shlex.quote(str(folder))}\n{self.program}\n")
         program.chmod(0o700)
         words = [*self.job, *(word.replace("FOLDER", str(folder)) for word in self.words), "submit"]
-        if self.local:
-            command = [sys.executable, "-m", "slurmtrain", "+cluster=local", *words]
-            self.process = subprocess.Popen(
-                command,
-                cwd=folder / "project",
-                env={**os.environ, "XDG_STATE_HOME": str(folder / "state"), **self.variables},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            return
         self.slurm = FakeSlurm.install(folder / "slurm")
         with pytest.MonkeyPatch.context() as here:
             here.chdir(folder / "project")
@@ -102,14 +90,9 @@ class Job:
         self.process = self.slurm.start("101", task=self.task, **variables)
 
     def finish(self) -> None:
-        if self.local:
-            out, _ = self.process.communicate(timeout=180)
-            code = self.process.returncode
-        else:
-            done = self.slurm.finish(self.process, "101", task=self.task, timeout_s=180)
-            out, code = done.stdout, done.returncode
-        self.codes.append(code)
-        self.logs.append(out)
+        done = self.slurm.finish(self.process, "101", task=self.task, timeout_s=180)
+        self.codes.append(done.returncode)
+        self.logs.append(done.stdout)
 
     @property
     def runs(self) -> list[Path]:
@@ -181,20 +164,12 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
         "the config or the environment is wrong .exit code 78.",
     ),
     "crashed": (Job("exit 3", (OFF,)), 3, "FAILED", "end", "bash ended with exit code 3; it is not requeued"),
-    "killed": (Job("kill -9 $$", (OFF,)), 137, "FAILED", "end", "bash ended with signal 9 .SIGKILL.; it is not"),
     "crashed beside a broken GPU": (
         Job("exit 3", (OFF, "+cluster.env.PYTHONPATH=FOLDER/site"), prepare=break_gpu_3),
         *(3, "FAILED", "end", "exit code 3 .GPU 3 has 2 uncorrectable ECC errors.; it is not requeued"),
     ),
     "crashed once": (Job(ONCE + "exit 3", HOOKS), 0, "COMPLETED", "in-place done", "finished"),
     "crashed, then stopped": (Job(ONCE + "exit 3; exit 75"), 75, "PENDING", "in-place requeue", "it is requeued"),
-    "no start in place": (
-        Job("exit 3", ("requeue.in_place=false",)),
-        75,
-        "PENDING",
-        "requeue",
-        "code 3; it is requeued",
-    ),
     "resubmitted": (
         Job("exit 75", ("requeue=resubmit",), prepare=waits_for_it),
         75,
@@ -203,7 +178,6 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
         "it is submitted again",
     ),
     "chain": (Job("exit 75", ("requeue=chain",)), 75, "FAILED", "next", "the next job of the chain continues"),
-    "never again": (Job("exit 75", (OFF,)), 75, "FAILED", "end", "it is not requeued"),
     "crash loop": (
         Job("exit 3", ("requeue.max_attempts_without_progress=2", "requeue.blame_threshold=0")),
         *(3, "FAILED", "in-place end", "2 attempts in a row without progress .*giving up"),
@@ -223,7 +197,6 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
         Job("exit 0", (OFF,), prepare=lambda job: job.slurm.command("srun", "exit 0")),
         *(1, "FAILED", "end", "ended without a word: exit code 0, and rank 0 has not said that it had finished"),
     ),
-    "no python": (Job("", (OFF, "cluster.python=/no/such/python")), 127, "FAILED", "end", "exit code 127"),
     "set-up": (
         Job("", ("cluster.setup=['export FINE=1','ls /no/such/folder','export LATER=1']", *HOOKS)),
         *(78, "FAILED", "end", "set-up failed with code 2: ls /no/such/folder"),
@@ -246,12 +219,8 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
         *(75, "FAILED", "resubmit", "it is submitted again"),
     ),
     "resubmit refused": (
-        Job("exit 75", ("requeue=resubmit",), prepare=lambda job: job.slurm.refuse("Invalid account")),
+        Job("exit 75", ("requeue=resubmit",), prepare=fails("sbatch", "Invalid account")),
         *(75, "FAILED", "end", "no new job could be submitted: sbatch refused the job: .*Invalid account"),
-    ),
-    "requeue fails twice": (
-        Job("exit 75", prepare=fails("scontrol requeue", UNREACHABLE, times=2)),
-        *(75, "PENDING", "requeue", "it is requeued"),
     ),
     "sbatch says nothing": (
         Job("exit 75", ("requeue=resubmit",), prepare=fails("sbatch", NO_REPLY, times=1, done=True)),
@@ -265,21 +234,12 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
         Job("exit 75", prepare=lambda job: job.slurm.meanwhile("scontrol requeue", "scancel 101")),
         *(75, "CANCELLED", "end", "; cancelled by scancel before it started again"),
     ),
-    "cancelled before the next job": (
-        Job(
-            "exit 75",
-            ("requeue=resubmit",),
-            prepare=lambda job: job.slurm.meanwhile("sbatch", f"{CANCEL} {job.run}"),
-        ),
-        *(75, "CANCELLED", "end", "; cancelled by `cancel RUN`"),
-    ),
     "scancelled before the next job": (
         Job("exit 75", ("requeue=resubmit",), prepare=lambda job: job.slurm.meanwhile("sbatch", "scancel 101")),
         *(75, "CANCELLED", "end", "; cancelled by scancel before it started again"),
     ),
-    # Nothing can be recorded of this attempt. A stop is a stop all the same, and a cancel a cancel.
+    # Nothing can be recorded of this attempt. A stop is a stop all the same.
     "unrecorded": (Job(BREAK + "exit 75"), 75, "PENDING", "", "told to stop by a signal; it is requeued"),
-    "unrecorded, scancelled": (Job(BREAK + "scancel 101; exit 75"), 75, "CANCELLED", "", "cancelled by scancel"),
 }
 # What a shell has in which another launcher has started its own ranks, and bash works as the POSIX standard says.
 OF_A_LAUNCHER = {
@@ -294,8 +254,6 @@ OF_A_LAUNCHER = {
     "PMI_RANK": "3",
     "POSIXLY_CORRECT": "y",
 }
-# The same as processes of this machine, where what is to start again does so at once.
-LOCAL = ("stopped", "killed", "crashed once")
 FURTHER = {
     "signalled": Job("trap 'exit 75' TERM; touch $folder/began; while :; do sleep 0.05; done"),
     "lingers": Job(
@@ -316,21 +274,12 @@ FURTHER = {
     ),
     "under a launcher": Job("env -0 >$folder/environment; exit 3", ("requeue=off",), variables=OF_A_LAUNCHER),
     "it's $(touch x) 50%j": Job('pwd >"$folder/cwd"; exit 0'),
-    "50%j of a newer SLURM": Job(
-        'pwd >"$folder/cwd"', prepare=lambda job: job.slurm.configure(SLURM_VERSION="25.11.8-0pre1")
-    ),
     "array": Job("exit 75", ("-m", "train.seed=5,6,7"), task=1),
     "pack": Job(
         'echo "$1 $SLURMTRAIN_ATTEMPT" >>$folder/begun; case "$1 $SLURMTRAIN_ATTEMPT" in '
         '"5 1") exit 3 ;; "6 1") exit 75 ;; "7 1") exit 78 ;; esac; exit 0',
         ("-m", "train.seed=5,6,7", "sweep.pack=3", *HOOKS),
         starts=2,
-    ),
-    "packs": Job(
-        "touch $folder/here-$1; until [ -e $folder/here-7 ] && [ -e $folder/here-8 ]; do sleep 0.05; done; "
-        "echo $OMP_NUM_THREADS >$folder/threads",
-        ("-m", "train.seed=5,6,7,8", "sweep.pack=2", "cluster.cpus_per_task=7"),
-        task=1,
     ),
     "spare node": Job(
         "ls $folder/shm/slurmtrain-* >>$folder/copies; " + ONCE + "exit 1; exit 78",
@@ -340,10 +289,7 @@ FURTHER = {
         variables={"SLURM_GPUS_PER_NODE": "a100:4"},
     ),
     "copies of a stopped run": Job(
-        "exit 75",
-        (*RANK, "checkpoint.local=FOLDER/shm"),
-        job=TRAIN,
-        prepare=lambda job: job.copies.mkdir(parents=True),
+        "exit 75", (*RANK, "checkpoint.local=FOLDER/shm"), job=TRAIN, prepare=lambda job: job.copies.mkdir(parents=True)
     ),
 }
 
@@ -352,10 +298,6 @@ FURTHER = {
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     root = tmp_path_factory.mktemp("jobs")
     jobs = {name: ending[0] for name, ending in ENDINGS.items()} | FURTHER
-    jobs |= {
-        f"local {name}": Job(jobs[name].program, jobs[name].words, variables=jobs[name].variables, local=True)
-        for name in (*LOCAL, "under a launcher")
-    }
     for name, job in jobs.items():
         folder = root / (name if "%" in name else name.replace(" ", "-"))
         folder.mkdir()
@@ -395,15 +337,6 @@ def test_how_the_ranks_end_decides_what_becomes_of_the_job(ended: dict[str, Job]
     assert re.search(sentence, str(job.attempts()[-1]["sentence"]) if verdicts else job.logs[0])
 
 
-@pytest.mark.parametrize("name", LOCAL)
-def test_ranks_on_this_machine_end_like_those_of_a_job(ended: dict[str, Job], name: str) -> None:
-    _, code, _, verdicts, sentence = ENDINGS[name]
-    job = ended[f"local {name}"]
-    assert job.codes == [code if code in (0, 75, 78) else 1], job.logs  # a crash is 1
-    assert job.verdicts == verdicts.replace("in-place", "requeue")
-    assert re.search(sentence, str(job.attempts()[-1]["sentence"])) and re.search(sentence, job.logs[0])
-
-
 def test_a_job_is_requeued_by_its_own_id_and_soon(ended: dict[str, Job]) -> None:
     calls = [call for call in ended["stopped"].slurm.calls("scontrol") if "101" in call and "show" not in call]
     assert calls == ["scontrol requeue incomplete 101", "scontrol update JobId=101 StartTime=now+8"]
@@ -413,19 +346,6 @@ def test_a_job_is_requeued_by_its_own_id_and_soon(ended: dict[str, Job]) -> None
     assert [len(array.attempts(run)) for run in array.runs] == [0, 1, 0]
     for name in ("finished", "crashed", "wrong config", "scancelled", "ranks lost", "set-up"):
         assert not [call for call in ended[name].slurm.calls("scontrol", "sbatch") if "requeue" in call], name
-
-
-def test_the_attempts_of_a_job_are_counted_and_each_has_its_log(ended: dict[str, Job]) -> None:
-    job = ended["crashed, then stopped"]
-    assert [(each["number"], each["job_id"], each["restart_count"]) for each in job.attempts()] == [
-        (1, "101", 0),
-        (2, "101", 0),
-    ]
-    stopped = ended["stopped"].attempts()
-    assert [(each["number"], each["restart_count"], each["exit_code"]) for each in stopped] == [(1, 0, 75), (2, 1, 0)]
-    for each in (job, ended["stopped"]):
-        assert len(list(each.run.glob("attempts/000[12]/rank-0.log"))) == 2
-    assert NO_STEP in (ended["srun refused"].run / "attempts/0001/srun.log").read_text()
 
 
 def test_a_job_that_slurm_starts_again_after_the_run_has_ended_does_nothing(ended: dict[str, Job]) -> None:
@@ -442,7 +362,6 @@ def test_hooks_run_once_for_each_attempt_and_last(ended: dict[str, Job]) -> None
     assert hooks("finished") == ["finish 1 done"]
     assert hooks("stopped") == ["preemption 1 requeue", "finish 2 done"]
     assert sorted(hooks("crashed once")) == ["failure 1 in-place", "finish 2 done"]
-    assert sorted(hooks("local crashed once")) == ["failure 1 requeue", "finish 2 done"]
     assert hooks("set-up") == ["failure 1 end"]
     requeued, hook = (ended["stopped"].logs[0].index(words) for words in ("is requeued\n", "hooks.on_preemption"))
     assert requeued < hook
@@ -471,13 +390,12 @@ def test_the_next_job_waits_for_this_one_and_has_the_environment_of_the_submissi
     assert environment["MINE"] == job.variables["MINE"]
     assert environment.keys().isdisjoint({"MADE", "LOGIN", "OMP_NUM_THREADS", "SLURMTRAIN_ATTEMPT", "SLURM_JOB_ID"})
     assert len(ended["chain"].slurm.jobs) == 4  # its next job has been there from the start
-    for name in ("set-up", "no start in place", "unrecorded"):
+    for name in ("set-up", "unrecorded"):
         assert len(ended[name].slurm.jobs) == 1
     assert "submitted again as job 102" in ended["requeue refused"].logs[0]
     assert ended["resubmitted"].slurm.job("55")["dependency"] == "afterok:102"  # who waits for the run waits for it
-    for name in ("cancelled before the next job", "scancelled before the next job"):
-        assert [job["state"] for job in ended[name].slurm.jobs] == ["CANCELLED", "CANCELLED"]
     assert len(ended["sbatch says nothing"].slurm.jobs) == 2  # one of them for the first start
+    assert [each["state"] for each in ended["scancelled before the next job"].slurm.jobs] == ["CANCELLED", "CANCELLED"]
     failed = ended["resubmit refused"]
     assert f"no new job was submitted; continue with: resume {failed.run.name}" in failed.logs[0]
 
@@ -498,9 +416,8 @@ def test_ranks_have_what_the_set_up_makes_and_values_to_the_letter(ended: dict[s
     assert all(ignored >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGUSR2))
 
 
-@pytest.mark.parametrize("name", ["under a launcher", "local under a launcher"])
-def test_what_another_launcher_has_told_its_ranks_is_not_for_ours(ended: dict[str, Job], name: str) -> None:
-    job = ended[name]
+def test_what_another_launcher_has_told_its_ranks_is_not_for_ours(ended: dict[str, Job]) -> None:
+    job = ended["under a launcher"]
     variables = dict(pair.split("=", 1) for pair in job.text("environment").split("\0") if "=" in pair)
     assert (variables["RANK"], variables["WORLD_SIZE"]) == ("0", "1") and job.attempts()[-1]["reason"] == "crash"
     assert variables.get("MASTER_ADDR") != "far" and "TORCHELASTIC_RUN_ID" not in variables
@@ -521,29 +438,8 @@ def test_a_node_on_which_every_start_crashes_is_left_out_unless_no_other_is_left
     assert "n1 cannot be excluded, since the job might then never start: " in only.logs[0]
 
 
-def test_a_job_that_was_to_go_on_does_nothing_where_the_one_before_has_been_scancelled_since(
-    ended: dict[str, Job],
-) -> None:
-    running = []
-    for name, state, code in (
-        ("resubmitted", "CANCELLED", 1),
-        ("chain", "CANCELLED", 1),
-        ("environment", "PREEMPTED", 75),
-    ):
-        job = ended[name]
-        job.slurm.change("101", state=state)
-        running.append((job, code, job.slurm.start("102", task=None, **job.variables)))
-    for job, code, process in running:
-        done = job.slurm.finish(process, "102")
-        assert done.returncode == code, done.stdout
-        assert len(job.attempts()) == (2 if code == 75 else 1)
-        cancelled = str(job.attempts()[0]["sentence"]).endswith("; cancelled by scancel before it started again")
-        assert cancelled == (code == 1)
-
-
-@pytest.mark.parametrize("name", ["it's $(touch x) 50%j", "50%j of a newer SLURM"])
-def test_folders_may_have_odd_names(ended: dict[str, Job], name: str) -> None:
-    job = ended[name]
+def test_folders_may_have_odd_names(ended: dict[str, Job]) -> None:
+    job = ended["it's $(touch x) 50%j"]
     assert job.codes == [0] and job.verdicts == "done", job.logs
     assert (job.run / "attempts/0001/rank-0.log").exists() and job.text("cwd") == f"{job.folder}/project\n"
     assert job.slurm.job("101")["options"]["output"] == f"{job.run}/slurm-".replace("%", "%%") + "%j.log"
@@ -559,12 +455,6 @@ def test_runs_of_a_pack_start_again_alone_and_its_job_is_requeued_once_for_those
     verdicts = [[each["verdict"] for each in job.attempts(run)] for run in job.runs]
     assert verdicts == [["in-place", "done"], ["requeue", "done"], ["end"]]
     assert [call for call in job.slurm.calls("scontrol") if "requeue" in call] == ["scontrol requeue incomplete 101"]
-
-
-def test_the_runs_of_a_pack_run_at_the_same_time_and_share_the_threads(ended: dict[str, Job]) -> None:
-    job = ended["packs"]
-    assert job.codes == [0] and job.text("threads") == "3\n"
-    assert [len(job.attempts(run)) for run in job.runs] == [0, 0, 1, 1]  # the other two are the first task's
 
 
 def test_a_dead_node_is_replaced_by_a_spare_one_and_copies_of_checkpoints_leave_the_nodes_after_a_crash(
@@ -584,8 +474,6 @@ def test_a_dead_node_is_replaced_by_a_spare_one_and_copies_of_checkpoints_leave_
 
 # A node without the run directory.
 
-OTHERS = {7: "n[2-8]", 8: "n[2-9]"}
-
 
 def never_left_out(slurm: FakeSlurm) -> None:
     slurm.fail("scontrol update", DISABLED)
@@ -596,20 +484,11 @@ NODE_LOST: dict[str, tuple[int, dict[str, Any], Callable[[FakeSlurm], object]]] 
     # the config names a folder that no node has, as far as anybody knows
     "at the first start": (78, {"restarts": 0}, lambda slurm: None),
     "at a restart": (75, {"excluded": "n1", "state": "PENDING", "begin": "now+8"}, lambda slurm: None),
-    "beside others": (75, {"excluded": "n[2-8],n1"}, lambda slurm: slurm.change("101", excluded=OTHERS[7])),
-    "beside too many": (78, {"excluded": OTHERS[8]}, lambda slurm: slurm.change("101", excluded=OTHERS[8])),
+    "beside others": (75, {"excluded": "n[2-8],n1"}, lambda slurm: slurm.change("101", excluded="n[2-8]")),
+    "beside too many": (78, {"excluded": "n[2-9]"}, lambda slurm: slurm.change("101", excluded="n[2-9]")),
     "the last one": (78, {"excluded": ""}, lambda slurm: slurm.fail("sbatch --test-only", "not available")),
-    "scancelled": (
-        78,
-        {"excluded": ""},
-        lambda slurm: slurm.answer("squeue --noheader --jobs=101 --format=%T", "COMPLETING\n"),
-    ),
     # or it would come back to this node for ever
-    "not to be left out": (
-        75,
-        {"excluded": "", "reason": "JobHeldUser"},
-        never_left_out,
-    ),
+    "not to be left out": (75, {"excluded": "", "reason": "JobHeldUser"}, never_left_out),
 }
 
 

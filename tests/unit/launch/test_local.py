@@ -13,13 +13,19 @@ from slurmtrain.system import process
 from tests.support.commands import Cli
 
 
-def test_threads_of_ranks_on_this_machine_do_not_spin_while_they_wait_unless_you_say_so(
+def test_ranks_on_this_machine_do_not_spin_while_they_wait_and_hear_nothing_that_another_launcher_has_said(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     words = ("+cluster=local", "job=command", "job.command=env", "job.snapshot=none", "submit")
-    said = cli(*words, GOMP_SPINCOUNT="5").stdout
+    said = cli(*words, GOMP_SPINCOUNT="5", RANK="3", WORLD_SIZE="4", MASTER_ADDR="far", OMPI_COMM_WORLD_SIZE="4").stdout
     assert "OMP_WAIT_POLICY=passive\n" in said and "GOMP_SPINCOUNT=5\n" in said
+    assert (
+        "\nRANK=0\n" in said
+        and "\nWORLD_SIZE=1\n" in said
+        and "MASTER_ADDR=far" not in said
+        and "OMPI_COMM" not in said
+    )
 
 
 def rank(folder: Path, text: str) -> str:
@@ -107,7 +113,7 @@ def test_the_first_words_on_a_crash_are_the_programs_reason(cli: Cli, project: P
 
 def test_a_run_goes_on_although_nobody_reads_what_its_ranks_print(project: Path) -> None:
     """As with `submit | head`. More than a pipe holds, so that rank 0 would wait for ever in its next print."""
-    (project / "p.sh").write_text("yes 'step 1  loss 2.5' | head -n 20000; [ $SLURMTRAIN_ATTEMPT = 2 ]")
+    (project / "p.sh").write_text("yes 'step 1  loss 2.5' | head -n 20000; [ $SLURMTRAIN_ATTEMPT = 2 ] || exit 75")
     words = ("+cluster=local", "job=command", "job.command='bash p.sh'", "job.snapshot=none", "submit")
     command = [sys.executable, "-m", "slurmtrain", *words]
     with subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, text=True) as submit:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -15,13 +14,11 @@ from slurmtrain.config.compose import compose
 from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.launch.job import submit_existing_script
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
-from slurmtrain.runs import lookup
-from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import files
-from slurmtrain.system.paths import absolute, current_folder
-from tests.support.commands import Cli, refusal
+from slurmtrain.system.paths import current_folder
+from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
+from tests.support.runs import printed
 
 CLUSTER = "+cluster=a100x4"
 LAST = "begun/checkpoints/checkpoint_0000020"
@@ -92,24 +89,21 @@ def test_each_job_of_a_run_begins_in_the_folder_of_the_command(
 
 
 def test_a_job_is_told_the_path_that_the_shell_uses_and_not_what_links_here_resolve_to(
-    cli: Cli, project: Path, slurm: FakeSlurm
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compute nodes may mount the same folder elsewhere than the login node, behind the same link."""
     link = project.parent / "home"
     link.symlink_to(project)
-    words = (CLUSTER, "cluster.nodes=1", "submit")
-    assert cli(*words, PWD=str(link)).returncode == 0
-    [script] = slurm.submitted
-    assert f"run_dir={link}/runs/train/" in script and str(project) not in script
+    monkeypatch.setenv("PWD", str(link))
+    assert main([CLUSTER, "submit"]) == main(["-m", CLUSTER, "optim.lr=1e-4,1e-3", "submit"]) == 0
+    assert f"run_dir={link}/runs/train/" in slurm.submitted[0] and str(project) not in "".join(slurm.submitted)
     [run_dir] = (project / "runs" / "train").iterdir()
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["job"]["runs_dir"] == f"{link}/runs"
-    assert cli(*words, "job.snapshot=none", "--dry-run", PWD=str(link)).stdout.count(str(project)) == 0
+    assert str(project) not in printed(CLUSTER, "job.snapshot=none", "submit", "--dry-run")
     # The verbs find it by either name.
     for name in (link, project):
-        assert run_dir.name in cli("status", run_dir.name, PWD=str(name)).stdout
-    sweep = cli("-m", CLUSTER, "optim.lr=1e-4,1e-3", "submit", PWD=str(link))
-    assert sweep.returncode == 0, sweep.stderr
-    assert str(project) not in slurm.submitted[1]
+        monkeypatch.setenv("PWD", str(name))
+        assert run_dir.name in printed("status", run_dir.name)
 
 
 def test_a_pwd_that_is_another_folder_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,45 +118,17 @@ def test_a_pwd_that_is_another_folder_is_not_believed(tmp_path: Path, monkeypatc
     assert current_folder() == tmp_path / "link"
 
 
-def test_the_parent_of_a_linked_folder_is_that_of_the_folder_itself(tmp_path: Path) -> None:
-    (tmp_path / "deep" / "folder").mkdir(parents=True)
-    (tmp_path / "deep" / "file").touch()
-    (tmp_path / "link").symlink_to(tmp_path / "deep" / "folder")
-    assert os.path.samefile(absolute("../file", tmp_path / "link"), tmp_path / "deep" / "file")
-    assert absolute("./a/../b", tmp_path / "link") == tmp_path / "link" / "b"
-
-
-def test_a_run_that_is_a_link_is_what_it_points_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = create_run_dir(tmp_path / "elsewhere", "train")
-    files.write_json(real.info_file, {"id": real.id})
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "train").symlink_to(real.path.parent)
-    monkeypatch.chdir(tmp_path)
-    assert [run.path for run in lookup.all_runs(Path("runs"))] == [real.path]
-
-
 @pytest.mark.parametrize(
     ("words", "told", "hint"),
     [
         (["data=files", "data.paths=[text.txt]"], "data.paths: there is no file .*/text.txt: .* has no text.txt", "relative"),
-        (["data=files", "data.paths=[*.txt]"], "data.paths: there is no file .*/[*].txt: .* has no [*].txt", "relative"),
         (["data=files", "data.paths=[tests/**/*.txt]"], "no file .*: .* has no tests", "did you mean .*/texts"),
-        (["model=huggingface", "model.path=qwen"], "model.path: there is no folder of weights .*: .* has no qwen", ""),
         (["model=huggingface", "model.path=old"], "/old: .*/old has no [*].safetensors", "incomplete, or no folder of"),
         (["model=huggingface", "model.path=torn"], "/torn: .*/torn has no model-2.safetensors", "it is incomplete"),
         (["checkpoint.restore_from=begun"], "there is no checkpoint .*/begun: .*/begun has no manifest", NEWEST),
-        (["checkpoint.restore_from=begun/checkpoints"], "begun/checkpoints has no manifest", NEWEST),
-        (["checkpoint.restore_from=there/x/checkpoints/y"], "no checkpoint .*/there/x/.*: .* has no there", "relative"),
-        (["cluster.venv=env"], "cluster.venv: there is no virtual environment .*/env: .* has no env", ""),
         (["cluster.venv=texts"], "no virtual environment .*/texts: .*/texts has no bin", "or no virtual environment"),
-        (["cluster.python=bin/python"], "cluster.python: there is no interpreter .*/bin/python", ""),
         (["cluster.container={kind: apptainer, image: a.sif}"], "cluster.container.image: there is no image .*/a.sif", ""),
         (["job=prepare", "prepare.inputs=raw.json", "prepare.output=out"], "prepare.inputs: .* has no raw.json", "raw.jsonl"),
-        (
-            ["job=prepare", "prepare.inputs=raw.jsonl", "prepare.output=out", "prepare.tokenizer=no/tokenizer.json"],
-            "prepare.tokenizer: there is no file .*: .* has no no",
-            "relative",
-        ),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_said_before_the_queue_and_what_was_probably_meant(
@@ -209,12 +175,10 @@ def test_what_only_the_nodes_can_know_is_said_in_one_sentence_unless_it_is_meant
         check_named_paths(compose(["cluster=local", *named[:2]]), tmp_path)
 
 
-def test_a_sweep_says_once_what_only_the_nodes_can_know(cli: Cli, project: Path, slurm: FakeSlurm) -> None:
-    named = ("data=files", "data.paths=[/only/on/nodes/*.txt]")
-    answer = cli("-m", CLUSTER, *named, "optim.lr=1e-3,1e-4", "submit", "--dry-run")
-    assert answer.returncode == 0 and "only the nodes can know" not in answer.stderr, "a dry run looks at no files"
-    answer = cli("-m", CLUSTER, *named, "optim.lr=1e-3,1e-4", "submit")
-    assert answer.returncode == 0 and answer.stderr.count("only the nodes can know") == 1, answer.stderr
-    answer = cli("-m", CLUSTER, "checkpoint.restore_from=none/at/all", "optim.lr=1e-3,1e-4", "submit")
-    assert answer.returncode == EXIT_CONFIG and "point 0 (optim.lr=0.001): checkpoint.restore_from" in answer.stderr
+def test_a_sweep_says_once_what_only_the_nodes_can_know(project: Path, slurm: FakeSlurm) -> None:
+    words = ("-m", CLUSTER, "data=files", "data.paths=[/only/on/nodes/*.txt]", "optim.lr=1e-3,1e-4", "submit")
+    assert "only the nodes can know" not in refusal(*words, "--dry-run", code=0), "a dry run looks at no files"
+    assert refusal(*words, code=0).count("only the nodes can know") == 1
+    words = ("-m", CLUSTER, "checkpoint.restore_from=none/at/all", "optim.lr=1e-3,1e-4", "submit")
+    assert "point 0 (optim.lr=0.001): checkpoint.restore_from" in refusal(*words, code=EXIT_CONFIG)
     assert len(slurm.submitted) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.launch import submit_once
 from slurmtrain.report.status import look
-from slurmtrain.runs import requests
 from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.run_dir import RunDir
@@ -166,20 +163,12 @@ def test_cancel_ends_every_job_of_the_run_that_is_left(make: Make, slurm: FakeSl
     assert cancelled(slurm) == ["100", "101", "98"]
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_cancel_of_a_sweep_ends_every_job_of_its_runs(
-    full: bool, project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the runs have filled the disk."""
+def test_cancel_of_a_sweep_ends_every_job_of_its_runs(project: Path, slurm: FakeSlurm) -> None:
     assert main(["-m", "+cluster=a100x4", "train.seed=1,2", "submit"]) == 0
     sweep = Sweep(next(project.glob("runs/*.sweep-*")))
     one, two = sweep.run_dirs().values()
     one.update_info(job_ids=["101_0", "200", "201"])  # resumed twice
     in_queue(slurm, "101_1 PENDING x", "200 RUNNING x", "201 PENDING x", f"300 PENDING slurmtrain:{two.id}:1")
-    if full:
-        no_room = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        monkeypatch.setattr(requests, "write_request", lambda *given: (_ for _ in ()).throw(no_room))
-        monkeypatch.setattr(RunDir, "event", lambda *given, **facts: (_ for _ in ()).throw(no_room))
     assert main(["sweep", "cancel", "last"]) == 0
     assert cancelled(slurm) == ["101", "200", "201", "300"]
 
@@ -199,59 +188,26 @@ def test_cancel_reaches_every_job_of_an_evaluation(make: Make, slurm: FakeSlurm)
 # SLURM gives an id twice: on a cluster that is set up again (`sandbox down`, `up`), and after MaxJobId.
 
 
-@pytest.mark.parametrize("ids", [("2", "5"), ("5", "2")])
 def test_cancel_and_resume_of_an_old_run_leave_alone_another_runs_job_that_has_its_id(
-    ids: tuple[str, ...], make: Make, slurm: FakeSlurm
+    make: Make, slurm: FakeSlurm
 ) -> None:
-    old, new = make(*ids), make("2")
-    failed(old, ids[-1])
+    old, new = make("5", "2"), make("2")
+    failed(old, "2")
     in_queue(slurm, f"2 RUNNING slurmtrain:{new.id}:s0")
     assert look.state(old).status == "failed" and look.state(new).alive
     assert main(["cancel", old.id]) == 0
     assert cancelled(slurm) == []
     assert main(["resume", old.id]) == 0
-    assert old.info()["job_ids"] == [*ids, "101"]
+    assert old.info()["job_ids"] == ["5", "2", "101"]
     assert main(["cancel", new.id]) == 0
     assert cancelled(slurm) == ["2"]
-
-
-def test_cancel_of_an_old_sweep_leaves_alone_the_array_of_another_that_has_its_id(
-    project: Path, slurm: FakeSlurm
-) -> None:
-    assert main(["-m", "+cluster=a100x4", "train.seed=1,2", "submit"]) == 0
-    sweep = Sweep(next(project.glob("runs/*.sweep-*")))
-    in_queue(slurm, "101_0 RUNNING slurmtrain:sweep-another:0000", "101_1 RUNNING slurmtrain:sweep-another:0000")
-    assert main(["sweep", "cancel", "last"]) == 0
-    assert cancelled(slurm) == []
-    in_queue(slurm, f"101_1 RUNNING slurmtrain:{sweep.token(0)}")
-    assert main(["sweep", "cancel", "last"]) == 0
-    assert cancelled(slurm) == ["101"]
-
-
-@pytest.mark.parametrize("mode", ["requeue", "resubmit"])
-def test_resume_takes_the_replacement_that_nobody_noted_for_the_runs_next_job(
-    mode: str, make: Make, slurm: FakeSlurm, capsys: Out
-) -> None:
-    """SLURM refused the requeue, took a new job instead, and the supervisor was killed before it could note that."""
-    run = make("70", words=(f"requeue.mode={mode}",))
-    failed(run, "70")
-    in_queue(slurm, f"77 PENDING slurmtrain:{run.id}:1")
-    assert main(["resume", run.id]) == 0
-    assert submitted(slurm) == [] and run.info()["job_ids"] == ["70", "77"]
-    assert "as job 77" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("state", "began", "submits"), [("CANCELLED", False, True), ("FAILED", True, True), ("PENDING", False, False)]
 )
 def test_resume_submits_a_run_whose_only_job_has_ended_since_the_shell_that_submitted_it_was_killed(
-    state: str,
-    began: bool,
-    submits: bool,
-    make: Make,
-    slurm: FakeSlurm,
-    capsys: Out,
-    monkeypatch: pytest.MonkeyPatch,
+    state: str, began: bool, submits: bool, make: Make, slurm: FakeSlurm, capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SLURM still remembers that job by the same token, and nothing would run if it was taken for the new one."""
     monkeypatch.setattr(submit_once, "CONFIRM_EVERY_S", 0.0)
@@ -283,7 +239,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_claims, "POLL_S", 0.02)
 
 
-@pytest.mark.parametrize("text", [None, "", '{"host": "a', '{"host": 1, "pid": "x", "born": null}'])
+@pytest.mark.parametrize("text", [None, '{"host": "a'])
 def test_the_claim_of_a_shell_that_died_on_another_host_is_taken_over_soon_even_a_torn_one(
     tmp_path: Path, quick: None, text: str | None
 ) -> None:
@@ -321,31 +277,3 @@ def test_whoever_has_a_claim_gives_signs_of_life(tmp_path: Path, quick: None) ->
         assert wait_until(lambda: claim.stat().st_mtime >= time.time() - 60, timeout_s=60)
         assert is_claimed(tmp_path)
     assert not is_claimed(tmp_path)
-
-
-def test_without_hard_links_one_process_at_a_time_holds_a_claim(
-    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_links(source: Path, target: Path) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), source)
-
-    monkeypatch.setattr(os, "link", no_links)
-    held, most, gate = [0], [0], threading.Barrier(6)
-
-    def work() -> None:
-        gate.wait()
-        with claimed(tmp_path, lambda owner: None):
-            held[0] += 1
-            most[0] = max(most[0], held[0])
-            assert is_claimed(tmp_path)
-            held[0] -= 1
-
-    with ThreadPoolExecutor(6) as pool:
-        for done in [pool.submit(work) for _ in range(6)]:
-            done.result()
-    assert most == [1] and [path.name for path in file_claims.claims(tmp_path)] == [
-        f"claim-{number:04d}.json" for number in range(1, 7)
-    ]
-    file_claims.claims(tmp_path)[0].unlink()  # somebody tidies up: the next one is numbered by name all the same
-    with claimed(tmp_path, lambda owner: None) as somebody_before:
-        assert somebody_before and file_claims.claims(tmp_path)[-1].name == "claim-0007.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from pathlib import Path
 
@@ -11,11 +10,7 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.launched_program import repeated_launcher, script_and_module
-from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
-from slurmtrain.errors import EXIT_CONFIG, ConfigError, exit_code_of
-from slurmtrain.launch.checks import host_memory
-from slurmtrain.planner.fit import check_host_memory
-from slurmtrain.planner.memory import GIB
+from slurmtrain.errors import EXIT_CONFIG, exit_code_of
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import refused
@@ -26,24 +21,15 @@ from tests.unit.launch.test_snapshot import git
     ("command", "script", "module"),
     [
         ("python train.py --lr 1", "train.py", None),
-        ("python train.py -m x", "train.py", None),
         ("/env/bin/python3.11 -u -X faulthandler -W ignore a/train.py", "a/train.py", None),
-        ("python -Ximporttime train.py", "train.py", None),
         ("torchrun --nproc-per-node 2 --rdzv-id=a.py train.py -m x", "train.py", None),
         ("bash -e run.sh", "run.sh", None),
-        ("./run.sh", "./run.sh", None),
         ("python -m my.train --data -m", None, "my.train"),
         ("/env/bin/python3.11 -u -X faulthandler -m my.train", None, "my.train"),
-        ("python -um my.train", None, None),
-        ("bash -euo pipefail run.sh", "run.sh", None),
-        ("python -Ximporttime -m my.train", None, "my.train"),
         ("torchrun --nproc-per-node 2 -m my.train --config a.py", None, "my.train"),
         ("python -c 'print(1)' -m x", None, None),
-        ("python -uc 'print(1)'", None, None),
         ("bash -c 'a b'", None, None),
-        ("my_program -m x", None, None),
         ("python $SCRIPT", None, None),
-        ("python -m $MODULE", None, None),
         ("python", None, None),
     ],
 )
@@ -72,15 +58,10 @@ def ignoring(project: Path) -> Path:
         ("python gone.py", "there is no gone.py in "),
         ("./seen.sh", "submit -- bash ./seen.sh"),  # it is not executable
         ("seen.py", "hint: submit -- python seen.py"),
-        ("gone/python seen.py", "there is no python in "),
     ],
 )
 def test_a_program_that_would_not_be_there_is_said_before_the_queue(
-    command: str,
-    told: str,
-    sweep: tuple[str, ...],
-    ignoring: Path,
-    slurm: FakeSlurm,
+    command: str, told: str, sweep: tuple[str, ...], ignoring: Path, slurm: FakeSlurm
 ) -> None:
     assert told in refused(*sweep, "+cluster=a100x4", "submit", "--", *command.split(), code=EXIT_CONFIG)
     assert not slurm.submitted and not list(ignoring.glob("runs/*/*"))
@@ -134,44 +115,6 @@ def test_a_package_that_is_missing_in_the_job_is_no_reason_to_try_again(cli: Cli
     assert exit_code_of(ModuleNotFoundError("x")) == EXIT_CONFIG and exit_code_of(ImportError("x")) == 1
 
 
-def test_a_model_that_this_machines_memory_cannot_hold_is_refused_before_it_swaps(cli: Cli, project: Path) -> None:
-    answer = cli("+cluster=local", "model=llama3_405b", "train.device=cpu", "submit")
-    assert answer.returncode == EXIT_CONFIG and "this machine has" in answer.stderr, answer.stderr
-    assert not (project / "runs").exists()
-
-
-def test_host_memory_counts_where_the_job_computes_on_cpus() -> None:
-    large, dims = compose(["cluster=local", "model=llama3_8b"]), ParallelDims()
-    with pytest.raises(ConfigError, match=r"take \d+\.\d GiB on the CPUs of a node, and this machine has 24\.0 GiB"):
-        check_host_memory(large, dims, 24 * GIB, has_gpu=False)
-    check_host_memory(large, dims, 24 * GIB, has_gpu=True)
-    check_host_memory(large, dims, 512 * GIB, has_gpu=False)
-    check_host_memory(large, dims, None, has_gpu=False)
-    check_host_memory(compose(["cluster=local"]), dims, 4 * GIB, has_gpu=False)
-    asked = ["cluster=sandbox", "model=llama3_8b", "cluster.mem_per_node_gb=24"]
-    with pytest.raises(ConfigError, match=r"cluster\.mem_per_node_gb=24 gives 24\.0 GiB"):
-        check_host_memory(compose(asked), dims, 512 * GIB, has_gpu=False)
-    for nodes, fits in (("8", True), ("2-8", False)):  # the fewest nodes that SLURM may give
-        shared = compose([*asked, "parallel=fsdp", f"cluster.nodes={nodes}", "train.global_batch_size=64"])
-        with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="on the CPUs of a node"):
-            check_host_memory(shared, parallel_dims_of(shared), None, has_gpu=False)
-    check_host_memory(compose([*asked, "cluster.gpus_per_node=2"]), dims, None, has_gpu=False)
-    asked[-1:] = ["cluster.mem_per_node_gb=200", "cluster.tasks_per_node=1"]
-    check_host_memory(compose(asked), dims, None, has_gpu=False)
-    with pytest.raises(ConfigError, match=r"take 239\.\d GiB"):  # each rank of a node has a model of its own
-        check_host_memory(compose([*asked, "cluster.tasks_per_node=2"]), dims, None, has_gpu=False)
-
-
-def test_the_memory_of_a_container_is_what_it_may_have(tmp_path: Path) -> None:
-    info, limit = tmp_path / "meminfo", tmp_path / "memory.max"
-    info.write_text("MemTotal:       1024 kB\nMemFree: 1 kB\n")
-    assert host_memory(info, limit) == 1 << 20
-    limit.write_text("max\n")
-    assert host_memory(info, limit) == 1 << 20
-    limit.write_text("4096\n")
-    assert host_memory(info, limit) == 4096 and host_memory(tmp_path / "a", tmp_path / "b") is None
-
-
 # A program of one's own before the queue: a launcher that every rank would start, and settings of programs alone.
 
 
@@ -180,8 +123,6 @@ def test_the_memory_of_a_container_is_what_it_may_have(tmp_path: Path) -> None:
     [
         (["cluster.tasks_per_node=4"], "torchrun --nproc-per-node 4 train.py", "each of the 4 ranks starts torchrun"),
         (["cluster.nodes=2"], "python -m torch.distributed.run --nproc-per-node 4 train.py", "each of the 2 ranks"),
-        (["cluster.tasks_per_node=4"], "/v/bin/accelerate launch train.py", "ranks starts accelerate"),
-        (["cluster.tasks_per_node=4"], "deepspeed train.py", "ranks starts deepspeed"),
         ([], "torchrun --nproc-per-node 4 train.py", None),
         (["cluster.nodes=2"], "torchrun --nnodes=2 --rdzv-endpoint=$MASTER_ADDR:29500 train.py", None),
         (["cluster.tasks_per_node=4"], "accelerate env", None),

@@ -14,7 +14,6 @@ from slurmtrain.config import secrets
 from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import freeze, load_frozen
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.submit_once import export_option
 from slurmtrain.system import redaction
 from slurmtrain.system.files import read_json, write_json
 from tests.support.commands import Cli
@@ -46,7 +45,7 @@ def test_they_come_from_the_environment_and_from_files(file: Path, monkeypatch: 
     assert config.model["login"] == "${oc.env:HF}" and VALUE not in freeze(config)
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o700, 0o4600])
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o700])
 def test_a_file_that_others_may_read_is_refused(mode: int, file: Path) -> None:
     file.chmod(mode)
     with pytest.raises(ConfigError, match=r"secrets\.HF=file:.* must be a file of your own that nobody else may read"):
@@ -57,10 +56,6 @@ def test_a_file_that_others_may_read_is_refused(mode: int, file: Path) -> None:
     ("override", "words"),
     [
         (f"+secrets.HF={VALUE}", r"secrets\.HF is neither env nor file:PATH"),
-        ("+secrets.HF=file:token", "the path must be absolute"),
-        ("+secrets.HF=file:/no/such/file", "cannot be read: No such file"),
-        ("+secrets.HF=file:/dev/null", "must be a file of your own"),
-        ("+secrets.SURELY_NOT_SET=env", "the environment variable SURELY_NOT_SET is not set"),
         ("+secrets={a-b: env}", "secrets has 'a-b', which is not a valid name"),
         ("+secrets.EMPTY=env", "does not contain a valid value"),
     ],
@@ -89,31 +84,6 @@ def test_inside_of_an_attempt_they_are_in_the_environment(
     assert load_frozen(path, with_secrets=False).model["login"] == "${oc.env:HF}"
 
 
-# What sbatch is told.
-
-
-@pytest.mark.parametrize(
-    ("told", "options"),
-    [
-        (None, []),
-        ("ALL", []),
-        ("ALL,X=1", []),
-        ("NONE", ["--export=MY_LOGIN,MY_TOKEN"]),
-        ("HOME,MY_LOGIN", ["--export=HOME,MY_LOGIN,MY_TOKEN"]),
-    ],
-)
-def test_where_sbatch_exports_less_they_go_along(
-    told: str | None, options: list[str], file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MY_LOGIN", "from-env")
-    monkeypatch.setenv("MY_TOKEN", "another")
-    monkeypatch.delenv("SBATCH_EXPORT", raising=False)
-    config = compose(["+secrets.MY_LOGIN=env", f"+secrets.HF='file:{file}'", "+model.a='${oc.env:MY_TOKEN}'"])
-    if told is not None:
-        monkeypatch.setenv("SBATCH_EXPORT", told)
-    assert export_option(config) == options
-
-
 def test_a_resumed_run_wants_them_again(project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_LOGIN", "from-env")
     slurm.command("squeue", "exit 0")
@@ -131,42 +101,30 @@ def test_a_resumed_run_wants_them_again(project: Path, slurm: FakeSlurm, monkeyp
     "words",
     [
         ["job=command", f"job.command='python x.py --key {VALUE}'"],
-        [f"cluster.setup=['login {VALUE}']"],
         [f"+model.deep={{a: [1, b{VALUE}]}}"],
-        [f"+model.{VALUE}=1"],
-        ["hooks.on_finish='curl -d " + VALUE + " x'"],
+        ["-m", "train.seed=1,2", "hooks.on_finish='curl -d " + VALUE + " x'"],
         [f"hydra.job.name={VALUE}"],
     ],
 )
-@pytest.mark.parametrize("multirun", [False, True])
 def test_a_value_that_is_written_out_is_refused_and_nothing_is_left(
     words: list[str],
-    multirun: bool,
     project: Path,
     slurm: FakeSlurm,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MY_LOGIN", VALUE)
-    line = [
-        *(["-m", "train.seed=1,2"] if multirun else []),
-        "+cluster=a100x4",
-        "+secrets.MY_LOGIN=env",
-        *words,
-        "submit",
-    ]
-    assert main(line) == 78
+    assert main(["+cluster=a100x4", "+secrets.MY_LOGIN=env", *words, "submit"]) == 78
     said = capsys.readouterr()
     assert "holds the value of the secret MY_LOGIN" in said.err and VALUE not in said.err + said.out
     assert os.listdir(project) == [] and slurm.submitted == []
 
 
-@pytest.mark.parametrize("words", [(), ("-m", "train.seed=1,2")])
 def test_a_secret_that_is_a_part_of_a_path_is_refused_and_nothing_is_left(
-    words: tuple[str, ...], project: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOGIN", project.name)
-    said = refused(*words, "cluster=local", "job=command", "job.command=true", "+secrets.LOGIN=env", "submit", code=78)
+    said = refused("cluster=local", "job=command", "job.command=true", "+secrets.LOGIN=env", "submit", code=78)
     assert "a part of this run's" in said and "***LOGIN***" in said
     assert not [path for path in project.rglob("*") if path.is_file()]
 
@@ -179,26 +137,17 @@ def test_what_is_written_has_a_stand_in(tmp_path: Path, monkeypatch: pytest.Monk
     assert redaction.redact("abcdefghijk abcdefgh short") == "***B***k ***A*** short"
     write_json(tmp_path / "x", {"abcdefgh": ["is abcdefgh", {"a": "abcdefghij"}, 1, None]})
     assert read_json(tmp_path / "x") == {"abcdefgh": ["is ***A***", {"a": "***B***"}, 1, None]}
-    printed = io.StringIO()
-    for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
-        monkeypatch.setattr(sys, name, printed)
-    redaction.redact_output()
-    print("x", "abcdefgh", end="!")
-    sys.stderr.writelines(["abcdefghij", "\n"])
-    assert printed.getvalue() == "x ***A***!***B***\n"
-
-
-def test_bytes_and_the_first_standard_output_have_a_stand_in_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    redaction.hide({"A": "abcdefgh"})
     written = {name: io.BytesIO() for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
     for name, stream in written.items():
         monkeypatch.setattr(sys, name, io.TextIOWrapper(stream))
     redaction.redact_output()
     assert sys.stdout.buffer.write(b"<abcdefgh>") == 10
     sys.stdout.buffer.writelines([b"<", b"abcdefgh"])
-    print("abcdefgh", end="", file=sys.__stderr__, flush=True)
-    assert written["stdout"].getvalue() == b"<***A***><***A***"
-    assert written["__stderr__"].getvalue() == b"***A***"
+    print("x", "abcdefgh", end="!", flush=True)
+    sys.__stderr__.writelines(["abcdefghij", "\n"])
+    sys.__stderr__.flush()
+    assert written["stdout"].getvalue() == b"<***A***><***A***x ***A***!"
+    assert written["__stderr__"].getvalue() == b"***B***\n"
 
 
 def test_a_crash_with_a_secret_in_its_words_tells_it_nowhere(cli: Cli, project: Path) -> None:

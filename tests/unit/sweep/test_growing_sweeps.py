@@ -31,11 +31,7 @@ LAUNCHED = ["-m", "+x=1,2", "hydra/launcher=slurmtrain", 'hydra.launcher.overrid
 @pytest.mark.parametrize(
     ("beside", "inside", "words"),
     [
-        (
-            "TOKEN = os.environ['HF_TOKEN']",
-            "return TOKEN",
-            "the function holds the value of the secret",
-        ),
+        ("TOKEN = os.environ['HF_TOKEN']", "return TOKEN", "the function holds the value of the secret"),
         ("", "raise ValueError('boom', os.environ['HF_TOKEN'])", "boom"),
     ],
 )

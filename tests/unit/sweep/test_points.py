@@ -25,11 +25,8 @@ LINES = [
     "model=tiny,small train.seed=range(3) optim.lr=1e-3",
     "model=glob([b*,h*,t*],exclude=[base,hf]) data=glob(stdlib*,exclude=*tiny)",
     "optim.betas=[0.9,0.95],[0.8,0.9] '+model.extra=a,b'",
-    "train.seed=1,2 train.seed=3,4 job.name=one",
-    "model.dim=choice(64,128) optim.lr=sort(3,1,2)",
     "cluster=sandbox requeue=off,default cluster.nodes=1,2",
     "+cluster.env.WORD='a b','c\\,d' train.steps=7",
-    "experiment=smoke optim.lr=0.5,0.25 ~model.dropout",
     "job.name=one,two cluster.modules=[gcc],[gcc,cuda] cluster.account=\\'1e5\\'",
 ]
 
@@ -82,20 +79,6 @@ def test_a_config_chooses_the_sweeper_and_the_command_line_wins(tmp_path: Path) 
         choices_of(composer, ["hydra/sweeper=basic"]).grid()
     with pytest.raises(UsageError, match="sweeper has no key 'n_trails'"):
         choices_of(composer, ["hydra.sweeper.n_trails=3"])
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["optim.lr=interval(1e-5,1e-2)"], "gives a range, not choices"),
-        (["hydra.job.name=a,b"], "Hydra's own settings cannot vary"),
-        (["optim.lr=1,,2"], "cannot read the override"),
-        (["model=glob(nothing*)"], "has no choices"),
-    ],
-)
-def test_what_cannot_be_swept_is_refused(composer: Composer, words: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=said.replace("(", r"\(")):
-        choices_of(composer, words).grid()
 
 
 # Points into arrays.

@@ -17,10 +17,9 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import Composer
 from slurmtrain.config.folders import search_folders
 from slurmtrain.config.schema import Config, SearchConfig
-from slurmtrain.control.submitting import PointLook
 from slurmtrain.errors import ClusterError, RunFailedError, UnreadableRecordError
 from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.launch.submit_once import RefusedError, SubmitLimitError
+from slurmtrain.launch.submit_once import SubmitLimitError
 from slurmtrain.report.progress import Progress
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.run_dir import RunDir
@@ -30,8 +29,6 @@ from slurmtrain.sweep.plan import SweepPlan, choices_of
 from slurmtrain.sweep.search import OpenSweep, Search, open_sweep, result_of, to_ask, to_report
 from slurmtrain.sweep.study import Study, Trial, TrialState
 from tests.support.commands import refusal
-from tests.support.fake_slurm import FakeSlurm
-from tests.support.recorded_slurm import answers_of, play
 
 FIXED = ["cluster=local", "job=command", "job.command=true", "job.snapshot=none"]
 HERE = ["-m", "+cluster=local", "job=command", "job.command='bash point.sh'", "job.snapshot=none"]
@@ -89,70 +86,15 @@ def test_a_search_ends_after_failures_in_a_row_and_the_same_command_goes_on_with
     assert [trial["state"] for trial in trials] == ["failed", "failed", "complete"]
 
 
-@pytest.mark.parametrize("metric", ["acc", "loss"])
 def test_a_search_for_a_metric_that_is_not_logged_says_which_are(
-    metric: str, project: Path, capfd: pytest.CaptureFixture[str]
+    project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (project / "point.sh").write_text(f"""echo '{{"step": 1, "{metric}": 1}}' >$SLURMTRAIN_RUN_DIR/metrics.jsonl""")
+    (project / "point.sh").write_text("""echo '{"step": 1, "acc": 1}' >$SLURMTRAIN_RUN_DIR/metrics.jsonl""")
     line = [*HERE, "hydra/sweeper=optuna", "optim.lr=interval(0.1,1)", "search.max_failures_in_a_row=1", "submit"]
     assert main([*line, "checkpoint.best_metric=accuracy"]) == 1
     said = capfd.readouterr().err
-    assert f"has finished and logged no metric 'accuracy', only: {metric}\n" in said
+    assert "has finished and logged no metric 'accuracy', only: acc\n" in said
     assert "hint: checkpoint.best_metric=NAME" in said and "other trials" not in said
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        ("cluster=a100x4 --after nobody", 2, "there are no runs"),
-        ("cluster=a100x4 requeue=chain", 78, "requeue.mode=chain"),
-        ("hydra.sweeper.direction=up", 2, "direction"),
-        ("hydra.sweeper.n_trials=x", 2, "hydra.sweeper.n_trials=x: expected a number of trials"),
-        ("hydra/sweeper/sampler=grid", 2, "grid needs choices, but optim.lr is an interval"),
-        (
-            "+lr=interval(1,2) optim.lr=1,2 hydra/sweeper/sampler=grid -- x.py ${lr}",
-            2,
-            "grid needs choices, but +lr is an interval",
-        ),
-        ("hydra.sweeper.sampler.n_startup_trials=x", 2, "the sampler of this search gave up"),
-        ("optim.lr=interval(2,1)", 2, "hint: the smaller number comes first"),
-        ("+lr=interval(2,1) -- python x.py ${lr}", 2, "'+lr=interval(2,1)' is no search space"),
-        ("optim.lr=3", 2, "a search needs values to choose"),
-        ("hydra.sweeper._target_=ax.Sweeper", 2, "works only with hydra/sweeper=optuna"),
-        ("cluster=a100x4 eval.mode=job", 2, "eval.mode=job in a search"),
-        ("--dry-run", 2, "--dry-run cannot show a search"),
-    ],
-)
-def test_what_a_search_cannot_be_is_said_in_one_sentence(
-    project: Path, slurm: FakeSlurm, words: str, code: int, said: str
-) -> None:
-    shown = refusal("-m", "hydra/sweeper=optuna", "optim.lr=interval(1,2)", "submit", *words.split(), code=code)
-    assert said in shown and "Traceback" not in shown
-    assert slurm.submitted == []
-
-
-REFUSING = """if grep -q "^#SBATCH --nodes=99" "${!#}"; then
-  echo "sbatch: error: Batch job submission failed: Invalid qos specification" >&2; exit 1; fi"""
-
-
-def test_slurm_is_asked_whether_it_accepts_each_point_of_a_search(project: Path, slurm: FakeSlurm) -> None:
-    answers = answers_of("alpha_24_11")
-    play(slurm, answers)
-    words = ["cluster=a100x4", "cluster.partition=gpu", "cluster.cpus_per_task=15", "cluster.mem_per_node_gb=0"]
-    composer = Composer(search_folders())
-    large, small = (
-        with_absolute_paths(composer.compose([*words, f"cluster.nodes={nodes}"]), project) for nodes in (99, 2)
-    )
-    look = PointLook(large)  # whose points may have fewer nodes
-    opened = open_sweep(SweepPlan(large, search="this search"), [], None, look=look)
-    opened.add({}, large)
-    slurm.command("sbatch", REFUSING)
-    opened.add({}, small)
-    opened.add({}, large)  # a point already: what has become of the cluster since does not undo its result
-    with pytest.raises(RefusedError, match="Invalid qos specification"):
-        opened.add(
-            {}, replace(large, train=replace(large.train, seed=9), cluster=replace(large.cluster, cpus_per_task=14))
-        )
 
 
 # Decisions.
@@ -163,13 +105,10 @@ def test_slurm_is_asked_whether_it_accepts_each_point_of_a_search(project: Path,
     [
         (10, 0, 1, 3),  # all slots at the beginning
         (7, 2, 1, 1),  # one for each that has ended
-        (7, 3, 1, 0),
         (1, 2, 1, 1),  # the last one
-        (0, 1, 1, 0),
         (6, 2, 2, 0),  # one place in a job of two is not enough
         (6, 1, 2, 2),
         (1, 2, 2, 1),  # the last one does not wait for another
-        (6, 5, 1, 0),  # fewer slots than before the shell was killed
     ],
 )
 def test_a_trial_is_asked_for_as_soon_as_one_has_ended(left: int, running: int, pack: int, count: int) -> None:
@@ -233,7 +172,7 @@ CHOICES: dict[str, Callable[[str], bool]] = {
 @pytest.mark.parametrize("sampler", ["tpe", "random", "grid", "cmaes", "nsgaii"])
 def test_every_sampler_stays_within_the_search_space(studies: Studies, sampler: str) -> None:
     words = [word for word in CHOICES if sampler != "grid" or "interval" not in word]  # a grid needs choices
-    for place, word in enumerate(words):
+    for place, word in enumerate(words if sampler in ("tpe", "grid") else words[:2]):
         study = studies(f"hydra/sweeper/sampler={sampler}", word, name=f"s{place}")
         for number in range(min(3, study.n_trials)):
             (value,) = study.ask().chosen.values()
@@ -254,8 +193,10 @@ def search_until(study: Study, trials: int) -> list[Trial]:
     return study.trials
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes", "nsgaii"])
-@pytest.mark.parametrize("pruner", [Pruner.NONE, Pruner.MEDIAN, Pruner.ASHA])
+@pytest.mark.parametrize(
+    ("pruner", "sampler"),
+    [(Pruner.NONE, "nsgaii"), (Pruner.MEDIAN, "tpe"), (Pruner.MEDIAN, "cmaes"), (Pruner.ASHA, "random")],
+)
 def test_a_study_that_is_opened_again_for_each_trial_chooses_and_prunes_as_if_it_had_not_been(
     studies: Studies, pruner: Pruner, sampler: str
 ) -> None:
@@ -263,7 +204,7 @@ def test_a_study_that_is_opened_again_for_each_trial_chooses_and_prunes_as_if_it
     search = {"pruner": pruner, "startup_trials": 2, "prune_after_steps": 1 if pruner == Pruner.ASHA else 0}
     whole = search_until(studies(*words, name="whole", **search), 12)
     assert (TrialState.PRUNED in {trial.state for trial in whole}) == (pruner != Pruner.NONE)
-    for trials in range(1, 13):
+    for trials in range(3, 13, 3):
         found = search_until(studies(*words, name="parts", **search), trials)
     assert found == whole
     # Its own words say nothing of a seed; another search has another.
@@ -394,7 +335,7 @@ def test_a_search_that_is_killed_between_any_two_records_goes_on_exactly_once(
 ) -> None:
     written = JournalFileBackend.append_logs
     states, found = set[TrialState](), []
-    for kill_at in (None, *range(1, 130, 9)):
+    for kill_at in (None, *range(1, 130, 19)):
         count = [0]
 
         def append(backend: Any, logs: Any, kill_at: int | None = kill_at, count: list[int] = count) -> None:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.launch import submit_once
-from slurmtrain.runs.create import PREPARING
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.sweep import jobs
-from slurmtrain.system.files import write_json
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import add_attempt, no_waiting, printed, refused, shown, started
+from tests.support.runs import add_attempt, no_waiting, printed, refused, shown
 
 Out = pytest.CaptureFixture[str]
 SWEEP = ["-m", "+cluster=a100x4", "cluster.nodes=1,2", "train.seed=1,2", "submit"]  # two arrays
-PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
 
 
 @pytest.fixture(autouse=True)
@@ -35,75 +26,6 @@ def answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def the_sweep(project: Path) -> Sweep:
     return Sweep(min(project.glob("runs/*.sweep-*")))
-
-
-# In the making.
-
-
-def test_what_a_killed_maker_has_left_goes_with_the_next_submission_and_nothing_else(
-    project: Path, slurm: FakeSlurm
-) -> None:
-    folder = project / "runs" / PREPARING
-    folder.mkdir(parents=True)
-    left, kept = ["a.sweep-1.17-old"], ["a.sweep-2.abcdef"]
-    for name in (*left, *kept):
-        (folder / name / "code").mkdir(parents=True)
-        if name.endswith("-old"):
-            os.utime(folder / name, (0, 0))
-    assert main(SWEEP) == 0
-    assert sorted(path.name for path in folder.iterdir()) == sorted(kept)
-
-
-# Somebody else's.
-
-
-def as_others_see_it(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command without the rights by which root reads what is not meant for it."""
-
-    def drop() -> None:
-        libc = ctypes.CDLL(None)
-        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
-            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
-
-    return subprocess.run(
-        [sys.executable, "-m", "slurmtrain", *words], preexec_fn=drop, capture_output=True, text=True, check=False
-    )
-
-
-@pytest.fixture
-def closed(project: Path, slurm: FakeSlurm) -> Iterator[list[Path]]:
-    """A sweep of two arrays and a run that were given away: mode 000 to those who own it is 0700 to those who do not."""
-    for line in (SWEEP, ["+cluster=a100x4", "submit"]):
-        assert main(line) == 0
-    paths = [the_sweep(project).path, next(project.glob("runs/train/*"))]
-    for path in paths:
-        path.chmod(0)
-    yield paths
-    for path in paths:
-        path.chmod(0o700)
-
-
-def test_what_others_keep_unreadable_is_left_out_and_asked_for_it_is_an_error_in_one_sentence(
-    project: Path, closed: list[Path]
-) -> None:
-    assert main(["-m", "+cluster=a100x4", "job.name=mine", "submit"]) == 0
-    mine = next(project.glob("runs/mine.sweep-*")).name
-    for words in ("status", "runs prune --dry-run"):
-        done = as_others_see_it(*words.split())
-        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-        assert ("prune" in words or mine in done.stdout) and "train.sweep" not in done.stdout
-    for verb, path in zip((["sweep", "status"], ["status"]), closed, strict=True):
-        for named in (path.name, str(path)):
-            done = as_others_see_it(*verb, named)
-            assert done.returncode != 0 and done.stdout == "" and "Traceback" not in done.stderr
-            assert done.stderr.startswith("slurmtrain: error: ") and path.name in done.stderr, done.stderr
-
-
-def test_a_sweep_of_somebody_else_with_the_same_points_is_not_in_the_way(closed: list[Path]) -> None:
-    done = as_others_see_it(*SWEEP)
-    assert done.returncode == 0, done.stderr
-    assert f"sweep {closed[0].name}.2 of 4 points is submitted" in done.stdout
-    assert f"sweep {closed[0].name}.2 is there already" in as_others_see_it(*SWEEP).stdout
 
 
 # Cancelled.
@@ -165,19 +87,6 @@ def test_a_sweep_that_is_cancelled_while_it_is_submitted_stops_there(project: Pa
     assert "was cancelled" in refused(*SWEEP, code=1)
     assert len(slurm.submitted) == 1
     assert slurm.calls("scancel") == ["scancel 101"]
-
-
-def test_an_array_waits_for_no_array_that_has_ended(project: Path, slurm: FakeSlurm) -> None:
-    """SLURM may have forgotten it, and some versions refuse to wait for what they do not know."""
-    slurm.configure(MaxArraySize="1")
-    slurm.fail("sbatch", "MaxSubmitJobsPerUser: submit limit", after=1)
-    words = ["-m", "+cluster=a100x4", "train.seed=1,2,3", "submit", "--array-parallelism", "1"]
-    assert main(words) == 1
-    slurm.mend()
-    (run_id,) = the_sweep(project).members(0)
-    add_attempt(the_sweep(project).run_dir(run_id), job_id="101", ended=time.time(), verdict="done", reason="finished")
-    assert main(words) == 0
-    assert ["--dependency=afterany" in script for script in slurm.submitted] == [False, False, True]
 
 
 def test_the_status_of_a_point_says_which_it_is_and_how_it_is_submitted(project: Path, slurm: FakeSlurm) -> None:
@@ -264,42 +173,3 @@ def test_a_sweep_above_the_submit_limit_is_submitted_in_parts_each_run_once(
         assert [("--dependency=afterany" in script) for script in slurm.submitted] == [
             number > 0 for number in range(len(slurm.submitted))
         ]
-
-
-def test_a_sweep_whose_shell_was_killed_right_before_sbatch_loses_no_run(
-    project: Path, slurm: FakeSlurm, limited: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*arguments: object, **options: object) -> str:
-        raise KeyboardInterrupt
-
-    words = ["-m", "+cluster=a100x4", "train.seed=range(4)", "submit"]
-    with monkeypatch.context() as patch:
-        patch.setattr("slurmtrain.sweep.jobs.submit_exactly_once", killed)
-        assert main(words) == 130
-    sweep = the_sweep(project)
-    assert main(words) == 1 and len(elements(sweep)) == 3
-    limited()
-    assert main(words) == 0
-    assert len(set(elements(sweep))) == len(elements(sweep)) == 4
-
-
-# Which job is a run's latest.
-
-
-@pytest.mark.parametrize(("later_s", "job_ids"), [(60.0, ["101_0", "3_0"]), (-60.0, ["3_0", "101_0"])])
-def test_jobs_are_noted_in_the_order_of_their_submission_whatever_their_ids_are(
-    later_s: float, job_ids: list[str], project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ids begin anew on a cluster that is set up again. The latest is the one that may work; the others leave at once."""
-    assert main(SWEEP) == 0
-    sweep = the_sweep(project)
-    run = sweep.run_dir(sweep.members(0)[0])
-    assert run.info()["job_ids"] == ["101_0"]
-    write_json(sweep.array(0) / "job.json", {"job_id": "3", "time": time.time() + later_s})
-    jobs.note_jobs(sweep, 0)
-    jobs.note_jobs(sweep, 0)
-    assert run.info()["job_ids"] == job_ids
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
-    for job_id, told in zip(job_ids, ("end", "go"), strict=True):
-        monkeypatch.setenv("SLURM_ARRAY_JOB_ID", job_id.removesuffix("_0"))
-        assert started(run) == told

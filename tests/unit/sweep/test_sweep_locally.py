@@ -13,7 +13,7 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import Composer
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system import process
-from tests.support.commands import Cli, refusal
+from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import printed, shown
 
@@ -111,24 +111,6 @@ def test_what_a_dry_run_prints_is_what_is_submitted(project: Path, slurm: FakeSl
     stamp = Sweep(info.parent).points()[0].run_id.removesuffix("-0000")
     script = slurm.submitted[-1].replace(stamp, "RUN_ID")
     assert dry.startswith(script) and "#SBATCH --array=0-2\n" in script
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        ("model=tiny model.dim=32 data.seq_len=64 model.n_heads=4,5", 78, "point 1 (model.n_heads=5)"),
-        ("train.seed=1,2 search.pruner=median", 2, "hint: hydra/sweeper=optuna"),  # it would prune nothing
-        ("train.seed=1 cluster.nodes=0", 78, "nothing varies, so this is a sweep of one run"),
-        ("train.seed=1,2 sweep.pack=2 requeue.mode=resubmit", 78, "sweep.pack=2 with requeue.mode=resubmit"),
-        ("train.seed=1,2 requeue=chain", 78, "requeue.mode=chain"),
-        ("train.seed=1,2 sweep.pack=1,2", 78, "must have the same sweep.pack, but these differ: 1, 2"),
-    ],
-)
-def test_what_a_point_cannot_be_is_said_before_any_is_queued(
-    words: str, code: int, said: str, project: Path, slurm: FakeSlurm
-) -> None:
-    assert said in refusal("-m", "+cluster=a100x4", *words.split(), "submit", code=code)
-    assert list(project.iterdir()) == [] and slurm.submitted == []
 
 
 def test_the_same_command_composes_one_point_and_another_config_file_is_another_command(
