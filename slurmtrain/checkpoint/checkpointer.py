@@ -306,12 +306,7 @@ class Checkpointer:
         self, tensors: dict[str, Tensor] | CheckpointError, objects: Mapping[str, Any], *, training: bool
     ) -> SavePlan:
         """Agree with the other ranks on who writes what, and make room for it."""
-        plan = make_plan(
-            tensors,
-            self._ranks,
-            self._plan,
-            of_first=lambda: module_state.buffers(objects),
-        )
+        plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: module_state.buffers(objects))
         if plan is not self._plan or not training:
             if self._node_copies is not None:  # before the buffer is allocated, while what is left can be seen
                 staging_bytes = None if training else self._staging.missing_bytes(plan.data_end)
@@ -453,6 +448,8 @@ class Checkpointer:
 
         if grace_s is not None:
             self.hurry()
+            if self._pending is None:
+                self._discard.set()  # of a copy on the nodes
         try:
             if self._pending is not None and grace_s is not None and not self._pending.wait(grace_s):
                 self._discard.set()

@@ -299,8 +299,6 @@ def die_in_second_copy(
 
 FOLDER = "node_folder"
 STAGES = {
-    "while a rank writes": (("format.blocks", "write_all", 1, 1), 2),
-    "before COMPLETE": (("format.manifest", "write_synced", 2, 0), 2),
     "before one rename": ((FOLDER, "NodeFolder.publish", 1, 1), 2),
     "while the old one goes": ((FOLDER, "remove", 1, 1), 3),
 }

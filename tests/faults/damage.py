@@ -91,9 +91,9 @@ def all_shards_from_another_run(random: Random, path: Path, other: Path) -> None
         shutil.copy(other / path.name / file.name, file)
 
 
-def replace_from(name: str, *, step: int = NEWEST, own_run: bool = False) -> Damage:
+def replace_from(name: str) -> Damage:
     def replace(random: Random, path: Path, other: Path) -> None:
-        shutil.copy((path.parent if own_run else other) / checkpoint_name(step) / name, path / name)
+        shutil.copy(other / path.name / name, path / name)
 
     return replace
 
@@ -143,10 +143,8 @@ KINDS: dict[str, Damage] = {
     "a shard's header changed": change_a_header,
     "manifest cut": cut_the_manifest,
     "manifest edited": edit_the_manifest,
-    "manifest of another step": replace_from("manifest.json", step=OLDER, own_run=True),
     "manifest of another run": replace_from("manifest.json"),
     "COMPLETE without manifest": lambda random, path, other: (path / "manifest.json").unlink(),
-    "COMPLETE emptied": lambda random, path, other: os.truncate(path / "COMPLETE", 0),
     "COMPLETE of another run": replace_from("COMPLETE"),
     "COMPLETE missing": lambda random, path, other: (path / "COMPLETE").unlink(),
     "a checkpoint under another step's name": named_like_another_step,

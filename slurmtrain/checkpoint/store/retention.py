@@ -227,7 +227,7 @@ def prune(
 ) -> list[str]:
     """Remove checkpoints that `keep` does not want, nobody reads and nobody holds.
 
-    Called when the newest one is known to be sound.
+    Called after a commit.
 
     Args:
         spare: steps that stay in any case: the one just saved, which after a step back is not the highest.

@@ -123,13 +123,13 @@ def tensors(forged: Forged) -> Any:
 
 OWN_STATE = {"own/random": {"python": "x", "torch": {"__tensor__": "nowhere"}}}
 ATTACKS |= {
-    "a pickle as the shard": lambda forged: vars(forged).update(beginning=forged.evil, body=b""),
-    "a pickle as the header": lambda forged: vars(forged).update(
+    "a pickle as the shard": lambda forged: forged.__dict__.update(beginning=forged.evil, body=b""),
+    "a pickle as the header": lambda forged: forged.__dict__.update(
         beginning=len(forged.evil).to_bytes(8, "little") + forged.evil
     ),
     "a pickle as the rank's own state": lambda forged: forged.change_own_state(forged.evil),
     "nonsense as the rank's own state": lambda forged: forged.change_own_state(json.dumps(OWN_STATE).encode()),
-    "a pickle as manifest.json": lambda forged: vars(forged).update(text=forged.evil),
+    "a pickle as manifest.json": lambda forged: forged.__dict__.update(text=forged.evil),
 }
 
 # Names that lead elsewhere.
