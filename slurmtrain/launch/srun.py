@@ -10,7 +10,7 @@ from slurmtrain.choices import ContainerKind
 from slurmtrain.config.schema import ClusterConfig, Config
 from slurmtrain.runs.attempt_dir import rank_log_name
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
-from slurmtrain.slurm.parse_values import PERCENT_SIGNS_READ_TWICE, Version
+from slurmtrain.slurm.parse_values import PERCENT_SIGNS_READ_TWICE, Version, does
 
 OF_RANKS = (RUN_DIR_VARIABLE, ATTEMPT_VARIABLE, "OMP_NUM_THREADS", "PYTHONPATH")  # what the supervisor sets for ranks
 # A rank must survive the signals of a preemption before its handlers are there. Dispositions that are "ignored"
@@ -90,7 +90,7 @@ def explained_srun(
 
 def _no_pattern(folder: Path, version: Version | None) -> str:
     """Return a folder as srun takes it in the name of a file, where % begins a pattern."""
-    return str(folder).replace("%", "%%%%" if PERCENT_SIGNS_READ_TWICE.applies_to(version) else "%%")
+    return str(folder).replace("%", "%%%%" if does(version, PERCENT_SIGNS_READ_TWICE) else "%%")
 
 
 def _mounts(cluster: ClusterConfig, run_dir: Path, workdir: Path) -> list[str]:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from slurmtrain.config.compose import compose
 from slurmtrain.models import Decoder
-from slurmtrain.planner.gpus import BF16, peak_of
+from slurmtrain.planner.hardware import BF16, peak_of
 from slurmtrain.training.hooks import TrainingHook
 from tests.bench.side_by_side import in_turn, ratio, run, show
 

@@ -22,17 +22,11 @@ from slurmtrain.cli.json_output import point_object, run_object
 from slurmtrain.config.compose import compose, register_schema
 from slurmtrain.config.frozen import config_hash, load_frozen
 from slurmtrain.control.runs import Status
-from slurmtrain.errors import (
-    ConfigError,
-    RunFailedError,
-    RunStoppedError,
-    SlurmtrainError,
-    UsageError,
-    WaitTimeoutError,
-)
+from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
 from slurmtrain.observe.metrics import MetricsLog
-from slurmtrain.report.status import look
+from slurmtrain.report.status import queued, state
 from slurmtrain.report.status.state import RunStatus
+from slurmtrain.report.status.waiting import RunFailedError, RunStoppedError, WaitTimeoutError
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.fake_slurm import FakeSlurm
@@ -151,7 +145,7 @@ def test_wait_ends_in_time_without_asking_slurm_again_and_again(
     with pytest.raises(TimeoutError, match=r"not ended after 1\.2 s") as raised:
         slurmtrain.open_run(run_dir.id).wait(timeout_s=1.2)
     assert isinstance(raised.value, WaitTimeoutError)
-    assert (slurm.directory / "asked").read_text().count("asked") <= look.CONFIRMATIONS
+    assert (slurm.directory / "asked").read_text().count("asked") <= queued.CONFIRMATIONS
 
 
 def test_repr_shows_name_and_state_and_is_never_an_error(project: Path) -> None:
@@ -164,7 +158,7 @@ def test_repr_shows_name_and_state_and_is_never_an_error(project: Path) -> None:
 
 def test_the_status_has_the_names_and_values_of_status_json(project: Path) -> None:
     run = ended_run(project, verdict="done", reason="finished", sentence="finished", last_step=7)
-    now = look.state(RunDir(run.path))
+    now = state.state(RunDir(run.path))
     as_json = json.loads(json.dumps(run_object(RunDir(run.path), now)))
     for name in Status.__dataclass_fields__:
         if name != "attempts":
@@ -218,7 +212,7 @@ def test_the_names_for_notebooks_load_no_torch() -> None:
 
 
 def test_dir_shows_what_the_page_python_names() -> None:
-    code = "import slurmtrain; print(*dir(slurmtrain)); slurmtrain.errors.WaitTimeoutError"
+    code = "import slurmtrain; print(*dir(slurmtrain)); slurmtrain.errors.ConfigError"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"submit", "open_run", "map", "open_map", "Run", "MapRun", "Status", "errors"} <= {*shown}
     of_a_run = {"path", "id", "name", "job_ids", "status", "wait", "metrics", "checkpoints", "logs", "cancel"}

@@ -16,8 +16,7 @@ from slurmtrain.cli import main
 from slurmtrain.errors import UnavailableRecordError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.reasons import RunAction
-from slurmtrain.runs.requests import write_request
+from slurmtrain.runs.requests import RunAction, write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.platforms.slurm import SlurmJob
 from tests.support.fake_slurm import UNREACHABLE, FakeSlurm

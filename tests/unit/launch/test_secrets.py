@@ -16,7 +16,8 @@ from slurmtrain.config.frozen import freeze, load_frozen
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.submit_once import export_option
 from slurmtrain.system import redaction
-from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.files import write_json
+from slurmtrain.system.records import read_json
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import refused
@@ -182,7 +183,7 @@ def test_what_is_written_has_a_stand_in(tmp_path: Path, monkeypatch: pytest.Monk
     printed = io.StringIO()
     for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
         monkeypatch.setattr(sys, name, printed)
-    redaction.redact_output()
+    secrets.redact_output()
     print("x", "abcdefgh", end="!")
     sys.stderr.writelines(["abcdefghij", "\n"])
     assert printed.getvalue() == "x ***A***!***B***\n"
@@ -193,7 +194,7 @@ def test_bytes_and_the_first_standard_output_have_a_stand_in_too(monkeypatch: py
     written = {name: io.BytesIO() for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
     for name, stream in written.items():
         monkeypatch.setattr(sys, name, io.TextIOWrapper(stream))
-    redaction.redact_output()
+    secrets.redact_output()
     assert sys.stdout.buffer.write(b"<abcdefgh>") == 10
     sys.stdout.buffer.writelines([b"<", b"abcdefgh"])
     print("abcdefgh", end="", file=sys.__stderr__, flush=True)
