@@ -78,7 +78,7 @@ def last_own(found: Sequence[Found], what: str, root: Path) -> Found:
         raise UsageError(f"none of the {what} under {root.resolve()} is yours", hint=f"the latest is {found[-1].id}")
     changed = {each: os.stat(each.info_file).st_mtime for each in own}
     last, latest = (0.0, False, ""), own[-1]
-    for each in sorted(own, key=lambda each: changed[each], reverse=True):
+    for each in sorted(own, key=changed.__getitem__, reverse=True):
         if changed[each] + SKEW_S < last[0]:  # nor were the others submitted later than their run.json was written
             break
         if (its := (*submitted_at(each), each.id)) >= last:
