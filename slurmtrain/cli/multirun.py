@@ -16,10 +16,11 @@ from slurmtrain.config.compose import BASIC_SWEEPER, Composer
 from slurmtrain.config.folders import search_folders
 from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_REQUEUE, RunFailedError, UsageError
+from slurmtrain.errors import EXIT_REQUEUE, UsageError
 from slurmtrain.launch.checks import check
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.report.page.units import plural
+from slurmtrain.report.status.waiting import RunFailedError
 from slurmtrain.sweep.plan import Choices, Grid, SweepPlan, choices_of, naming_point, preview, short_key, validated
 from slurmtrain.system.paths import current_folder
 

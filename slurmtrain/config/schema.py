@@ -526,8 +526,8 @@ class ObserveConfig(Struct):
     phases: bool = True
     # Steps between comparisons of how long each phase takes on each rank, to find slow ranks; 0: never
     straggler_every: Natural = 20
-    # Steps to profile once, such as "100-102": traces and a snapshot of the GPU memory in RUN/profiles. null: only
-    # those that somebody requests with `touch RUN/profile`
+    # Steps to profile once, such as "100-102": traces of them in RUN/profiles. null: only those that somebody
+    # requests with `touch RUN/profile`
     profile_steps: Annotated[str, profiled_steps] | None = None
     profile_ranks: list[int] = field(default_factory=lambda: [0])  # ranks that write a profile; []: all
 

@@ -40,11 +40,11 @@ from slurmtrain.planner.fit import check_fits
 from slurmtrain.planner.schedule import learning_rate
 from slurmtrain.report.compare import MISSING, config_differences
 from slurmtrain.runs import lookup
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.software import CodeRecord, read_code_record, record_of
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.system import files
+from slurmtrain.system import files, records
 from slurmtrain.system.modes import folder_mode
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def finish_change(run_dir: RunDir) -> None:
     Called only by the process that has claimed the run. It may be cut short itself.
     """
     staged = run_dir.path / STAGED
-    decision = files.read_json(staged / DECISION)
+    decision = records.read_json(staged / DECISION)
     if decision is not None:
         for path in (run_dir.config_file, run_dir.script, record_of(run_dir.code), run_dir.code):
             fresh = staged / path.name

@@ -21,9 +21,10 @@ from slurmtrain.checkpoint.tensors import dtype_name
 from slurmtrain.config import known_models
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.data.format import manifest as prepared
+from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.sources.config_check import PREPARED
-from slurmtrain.errors import ConfigError, DataError
+from slurmtrain.errors import ConfigError
 from slurmtrain.models.huggingface import HuggingFace, stored_names
 from slurmtrain.weights import hf_names
 from slurmtrain.weights.export import Entry, Exported, json_bytes, opened, write_hf_folder

@@ -93,7 +93,7 @@ def row(
 
 def load() -> None:
     """Enter the rows of all modules."""
-    from tests.faults import damage, endings, jobs, kills, saves  # noqa: F401
+    from tests.faults import damage, endings, hostile_runs, jobs, kills, saves  # noqa: F401
 
 
 def allowed(row: Row, trial: Trial) -> Trial:

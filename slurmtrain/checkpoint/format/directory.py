@@ -58,7 +58,8 @@ def committed(directory: Path) -> list[Path]:
 
 def newest_committed_step(directory: Path) -> int | None:
     """Return the step of the newest committed checkpoint; None if there is none."""
-    return max(map(step_of, committed(directory)), default=None)
+    found = committed(directory)
+    return _step_and_revision(found[-1])[0] if found else None
 
 
 def remove(path: Path, order: int) -> None:

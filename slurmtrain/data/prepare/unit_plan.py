@@ -22,11 +22,12 @@ from typing import Any
 from slurmtrain.choices import RawFormat, RecordKind
 from slurmtrain.config.schema import PrepareConfig
 from slurmtrain.data.format.manifest import TokenizerFacts, replace_file
+from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokenizers import NO_TOKEN, Tokenizer, TokenizerChoice, load_tokenizer, needed
 from slurmtrain.data.prepare.chat_template import ChatTemplate, load_chat_template
 from slurmtrain.data.prepare.sources import InputFile, find_sources
 from slurmtrain.data.prepare.units_done import WORK_FOLDER, units_folder
-from slurmtrain.errors import ConfigError, DataError
+from slurmtrain.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from multiprocessing import active_children, get_context, resource_tracker
 from typing import Protocol
 
+from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokenizers import Tokenizer, load_tokenizer
 from slurmtrain.data.prepare.unit import UnitRecord, prepare_unit, read_records
 from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit, file_errors_reported
-from slurmtrain.errors import ConfigError, DataError
+from slurmtrain.errors import ConfigError
 from slurmtrain.system.process import be_killed_with
 from slurmtrain.system.signals import STOP_SIGNALS
 

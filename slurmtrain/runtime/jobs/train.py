@@ -32,7 +32,7 @@ from slurmtrain.observe.phases import CudaTimer, HostTimer, PhaseClock
 from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
-from slurmtrain.planner.gpus import FP32, TF32, Peak, peak_of
+from slurmtrain.planner.hardware import FP32, TF32, Peak, peak_of
 from slurmtrain.runs import attempts
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runtime.attempt_context import AttemptContext, Timeline

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from slurmtrain.cli import main
 from slurmtrain.config.schema import Config, PrepareConfig
 from slurmtrain.data.format.manifest import Manifest, read_manifest
+from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
 from slurmtrain.data.prepare import reading
 from slurmtrain.data.prepare.conversation import BadRecord
@@ -38,7 +39,7 @@ from slurmtrain.data.prepare.unit import prepare_unit
 from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on, make_plan
 from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.data.prepare.worker_pool import Tally, work
-from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
+from slurmtrain.errors import ConfigError, SlurmtrainError
 from slurmtrain.observe.progress import Preparing
 from slurmtrain.runtime.jobs.prepare import workers_of
 from slurmtrain.slurm.environment import Environment

@@ -20,11 +20,12 @@ from slurmtrain.cli import main
 from slurmtrain.data.format import reading
 from slurmtrain.data.format.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
 from slurmtrain.data.format.packing import best_fit_rows
+from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokens import DocumentTokens
 from slurmtrain.data.loading.batches import concatenate
 from slurmtrain.data.sources.mixture import Mixture
 from slurmtrain.data.sources.prepared import PreparedText
-from slurmtrain.errors import ConfigError, DataError
+from slurmtrain.errors import ConfigError
 from tests.support.descriptors import open_below
 from tests.support.prepared import write_prepared
 

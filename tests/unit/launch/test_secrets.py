@@ -15,7 +15,8 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import freeze, load_frozen
 from slurmtrain.errors import ConfigError
 from slurmtrain.system import redaction
-from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.files import write_json
+from slurmtrain.system.records import read_json
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import refused
@@ -140,12 +141,11 @@ def test_what_is_written_has_a_stand_in(tmp_path: Path, monkeypatch: pytest.Monk
     written = {name: io.BytesIO() for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
     for name, stream in written.items():
         monkeypatch.setattr(sys, name, io.TextIOWrapper(stream))
-    redaction.redact_output()
+    secrets.redact_output()
     assert sys.stdout.buffer.write(b"<abcdefgh>") == 10
     sys.stdout.buffer.writelines([b"<", b"abcdefgh"])
     print("x", "abcdefgh", end="!", flush=True)
-    sys.__stderr__.writelines(["abcdefghij", "\n"])
-    sys.__stderr__.flush()
+    print("abcdefghij", file=sys.__stderr__, flush=True)
     assert written["stdout"].getvalue() == b"<***A***><***A***x ***A***!"
     assert written["__stderr__"].getvalue() == b"***B***\n"
 

@@ -11,7 +11,8 @@ import pytest
 
 from slurmtrain.choices import FindingKind
 from slurmtrain.cli.other_jobs import print_record
-from slurmtrain.report.facts import read_preflight
+from slurmtrain.report.findings import read_preflight
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runtime.preflight.check import record_of
 from slurmtrain.runtime.preflight.compare import Fault, Finding, Gathered
 from slurmtrain.runtime.preflight.facts import NodeFacts, RankFacts
@@ -89,6 +90,7 @@ RATES = {"tflops": {"0": 1.5, "1": 1.4}, "all_reduce": 0.7, **LINKS}
 
 def test_what_the_checks_have_found_is_shown_with_what_to_do(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     number = job.attempt({"preflight.json": record_of("full", FACTS, [FINDING], 0.05, RATES)}, **ENDED)
+    job.run.event(Event.PREFLIGHT, attempt=number, findings=1, kinds=["disk_full"])
     said = "disk_full: n1: /tmp? has 0 GB left; expected: at least 0.05 GB"
     assert said in printed("status", RUN_ID)
     found = read_preflight(job.run.attempt(number))
