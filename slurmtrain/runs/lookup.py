@@ -81,7 +81,8 @@ def last_own(found: Sequence[Found], what: str, root: Path) -> Found:
     for newest in sorted(own, key=changed.__getitem__, reverse=True):
         if changed[newest] + SKEW_S < last[0]:  # nor were the others submitted later than their run.json was written
             break
-        if (its := (*submitted_at(newest), newest.id)) >= last:
+        created, is_original = submitted_at(newest)
+        if (its := (created, is_original, newest.id)) >= last:
             last, latest = its, newest
     return latest
 
