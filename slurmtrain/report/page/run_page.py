@@ -85,17 +85,14 @@ def _curves(facts: RunFacts, series: Mapping[str, Series]) -> list[Section]:
     loss = drawn(["loss", *evaluations])
     speed = drawn([*SPEED, *(SPEED_OF_GPUS if facts.has_gpus else ())])
     further = drawn([*TRAINING, *others[:MOST_OTHERS]])
-    cut = len(others) > MOST_OTHERS or len(series) == charts.MOST_METRICS
+    said = [] if further else ["Nothing else has been logged."]
+    if len(others) > MOST_OTHERS or len(series) == charts.MOST_METRICS:
+        said = ["Further metrics are not drawn; metrics.jsonl contains all of them."]
     return [
         Section("curves", "Loss and evaluation", [] if loss else ["Nothing has been logged yet."], loss),
         Section("throughput", "Throughput", [] if speed else ["No speed has been logged."], speed),
         _phases({units.name_of(name): series[name] for name in PHASES if name in series}, span),
-        Section(
-            "others",
-            "Learning rate, norms, memory and others",
-            ["Further metrics are not drawn; metrics.jsonl contains all of them."] if cut else [],
-            further,
-        ),
+        Section("others", "Learning rate, norms, memory and others", said, further),
     ]
 
 

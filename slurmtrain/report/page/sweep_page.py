@@ -135,7 +135,8 @@ def _advice(facts: SweepFacts) -> list[str]:
     for key in facts.table.varied if facts.results else ():
         values = _drawable([point.varied.get(key) for point in facts.points]) or []
         mine = facts.results[0][0].varied.get(key)
-        if len(set(values)) > 2 and mine in (min(values), max(values)):
+        ordered = not key.endswith("seed")  # no seed is better than the next
+        if ordered and len(set(values)) > 2 and mine in (min(values), max(values)):
             edge, further = ("smallest", "smaller") if mine == min(values) else ("largest", "larger")
             best = f"The best point has the {edge} {units.clean(key, 80)} that was tried ({units.number(mine)})"
             found.append(f"{best}: {further} values may be better still.")
