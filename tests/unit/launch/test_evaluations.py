@@ -49,6 +49,7 @@ def composed(*overrides: str) -> list[str]:
             "8 ranks = 1 data-parallel group x TP 4 x PP 2",
         ),
         (["parallel.tp=2", "eval.cluster.tasks_per_node=4"], (1, 4, 4), "4 ranks = 2 data-parallel groups x TP 2"),
+        (["parallel=fsdp", "eval.parallel.tp=2"], (1, 4, 4), "4 ranks = 2 data-parallel groups (2 shards) x TP 2"),
     ],
 )
 def test_a_job_asks_for_no_more_than_the_model_needs(

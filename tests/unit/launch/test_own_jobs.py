@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -270,7 +271,15 @@ def test_the_claim_of_a_shell_that_lives_on_another_host_is_kept_by_its_heartbea
     thread.join()
 
 
-def test_whoever_has_a_claim_gives_signs_of_life(tmp_path: Path, quick: None) -> None:
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_whoever_has_a_claim_gives_signs_of_life(
+    hard_links: bool, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), source)
+
+    if not hard_links:
+        monkeypatch.setattr(os, "link", no_links)
     with claimed(tmp_path, lambda owner: None):
         (claim,) = file_claims.claims(tmp_path)
         os.utime(claim, (0, 0))
