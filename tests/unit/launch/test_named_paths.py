@@ -50,11 +50,8 @@ def test_every_relative_path_of_a_config_means_the_folder_of_the_command(tmp_pat
     assert found.job.runs_dir == f"{tmp_path}/out"
     assert found.prepare.tokenizer == f"{tmp_path}/tokenizer.json"
     assert found.prepare.chat_template == f"{tmp_path}/chat.jinja"
-    assert found.eval.cluster == {
-        "container": {"image": f"{tmp_path}/eval.sif"},
-        "python": f"{tmp_path}/bin/python",
-        "nodes": 1,
-    }
+    container = {"image": f"{tmp_path}/eval.sif"}
+    assert found.eval.cluster == {"container": container, "python": f"{tmp_path}/bin/python", "nodes": 1}
     assert with_absolute_paths(found, Path("/elsewhere")) == found
 
 
@@ -167,10 +164,8 @@ def test_what_only_the_nodes_can_know_is_said_in_one_sentence_unless_it_is_meant
     (warning,) = check_named_paths(compose(["cluster=a100x4", *named]), tmp_path)
     assert "data.paths (/only/on/nodes/*.txt)" in warning and "cluster.venv (/opt/cuda-99)" in warning
     assert "cluster.node_paths=[/opt/cuda-99,/only]" in warning
-    assert (
-        check_named_paths(compose(["cluster=a100x4", *named, "cluster.node_paths=[/opt/cuda-99,/only]"]), tmp_path)
-        == []
-    )
+    meant = ["cluster=a100x4", *named, "cluster.node_paths=[/opt/cuda-99,/only]"]
+    assert check_named_paths(compose(meant), tmp_path) == []
     with pytest.raises(ConfigError, match="there is no file"):  # this machine is the node
         check_named_paths(compose(["cluster=local", *named[:2]]), tmp_path)
 
