@@ -174,6 +174,6 @@ def test_a_sweep_says_once_what_only_the_nodes_can_know(project: Path, slurm: Fa
     words = ("-m", CLUSTER, "data=files", "data.paths=[/only/on/nodes/*.txt]", "optim.lr=1e-3,1e-4", "submit")
     assert "only the nodes can know" not in refusal(*words, "--dry-run", code=0), "a dry run looks at no files"
     assert refusal(*words, code=0).count("only the nodes can know") == 1
-    words = ("-m", CLUSTER, "checkpoint.restore_from=none/at/all", "optim.lr=1e-3,1e-4", "submit")
-    assert "point 0 (optim.lr=0.001): checkpoint.restore_from" in refusal(*words, code=EXIT_CONFIG)
+    missing = ("-m", CLUSTER, "checkpoint.restore_from=none/at/all", "optim.lr=1e-3,1e-4", "submit")
+    assert "point 0 (optim.lr=0.001): checkpoint.restore_from" in refusal(*missing, code=EXIT_CONFIG)
     assert len(slurm.submitted) == 1

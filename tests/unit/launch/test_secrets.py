@@ -144,6 +144,7 @@ def test_what_is_written_has_a_stand_in(tmp_path: Path, monkeypatch: pytest.Monk
     assert sys.stdout.buffer.write(b"<abcdefgh>") == 10
     sys.stdout.buffer.writelines([b"<", b"abcdefgh"])
     print("x", "abcdefgh", end="!", flush=True)
+    assert sys.__stderr__ is not None
     sys.__stderr__.writelines(["abcdefghij", "\n"])
     sys.__stderr__.flush()
     assert written["stdout"].getvalue() == b"<***A***><***A***x ***A***!"
@@ -162,6 +163,5 @@ def test_a_crash_with_a_secret_in_its_words_tells_it_nowhere(cli: Cli, project: 
     assert done.returncode == 1 and VALUE not in done.stdout + done.stderr
     assert not files_with(VALUE, project / "runs")
     (log,) = project.glob("runs/*/*/attempts/0001/hook.log")
-    assert log.read_text() == "***MY_LOGIN***: crashed: rank 0: ValueError: no login as ***MY_LOGIN***; it is not " + (
-        "requeued (requeue.mode=off)\n"
-    )
+    said = "***MY_LOGIN***: crashed: rank 0: ValueError: no login as ***MY_LOGIN***; it is not requeued"
+    assert log.read_text() == f"{said} (requeue.mode=off)\n"
