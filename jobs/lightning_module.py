@@ -6,12 +6,14 @@ python -m slurmtrain +cluster=a100x4 cluster.nodes=2 submit -- python jobs/light
 
 import argparse
 import os
+from typing import Any
 
 import lightning
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import slurmtrain  # +
 from slurmtrain.integrations.lightning import SlurmtrainCallback, SlurmtrainEnvironment, resume_from  # +
 
 parser = argparse.ArgumentParser()
@@ -57,9 +59,11 @@ trainer = lightning.Trainer(
     callbacks=[SlurmtrainCallback(save_every=options.save_steps)],  # +
     plugins=[SlurmtrainEnvironment()],  # +
 )
+sampler: Any = DistributedSampler(samples, trainer.world_size, trainer.global_rank)
+loader = slurmtrain.DataLoader(samples, 8, sampler=sampler)  # +  was: loader = DataLoader(samples, 8, sampler=sampler)
 trainer.fit(
     model,
-    DataLoader(samples, batch_size=8, shuffle=True),
+    loader,
     DataLoader(samples, batch_size=64),
     ckpt_path=resume_from(),  # +
 )

@@ -49,5 +49,5 @@ for epoch in range(loader.epoch, options.epochs):  # was: range(options.epochs)
         time.sleep(options.pause)
         checkpointer.after_step(loader.step, every=20, **state)  # +
     if run.rank == 0:
-        print(f"epoch {epoch}  loss {loss.item():.6f}", flush=True)
+        print(f"epoch {epoch} is done", flush=True)
         torch.save(model.state_dict(), os.path.join(options.out, f"epoch-{epoch}.pt"))

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from slurmtrain.data.exact_loader import DataLoader as DataLoader
     from slurmtrain.data.loading.workers import ignore_stop_signals as ignore_stop_signals
     from slurmtrain.parallel.ddp import warm_up_ddp_buckets as warm_up_ddp_buckets
+    from slurmtrain.report.status.waiting import RunFailedError as RunFailedError
+    from slurmtrain.report.status.waiting import RunStoppedError as RunStoppedError
+    from slurmtrain.report.status.waiting import WaitTimeoutError as WaitTimeoutError
     from slurmtrain.runtime.api import exit_for_requeue as exit_for_requeue
     from slurmtrain.runtime.api import init as init
     from slurmtrain.runtime.api import should_stop as should_stop
@@ -39,6 +42,9 @@ _PUBLIC = {
     "MapRun": "slurmtrain.control.mapping",
     "Run": "slurmtrain.control.runs",
     "Status": "slurmtrain.control.runs",
+    "RunFailedError": "slurmtrain.report.status.waiting",
+    "RunStoppedError": "slurmtrain.report.status.waiting",
+    "WaitTimeoutError": "slurmtrain.report.status.waiting",
     "init": "slurmtrain.runtime.api",
     "should_stop": "slurmtrain.runtime.api",
     "stop_requested": "slurmtrain.runtime.api",

@@ -52,8 +52,6 @@ ActivationCheckpointing = StrEnum("ActivationCheckpointing", "NONE SELECTIVE FUL
 Device = StrEnum("Device", "AUTO CPU CUDA")
 # Which values of a metric are good
 BestMode = StrEnum("BestMode", "MIN MAX")
-# What a save does when ranks differ that should hold the same
-ReplicaDrift = StrEnum("ReplicaDrift", "REFUSE WARN")
 # A part of a checkpoint to start from
 RestoreOnly = StrEnum("RestoreOnly", "MODEL")
 # What may differ between a checkpoint and the run that starts from it
@@ -62,8 +60,6 @@ Allow = StrEnum("Allow", "KEYS DTYPES CONFIG DATA")
 OnNonfinite = StrEnum("OnNonfinite", "STOP SKIP ROLLBACK")
 # The rule by which a search ends trials early
 Pruner = StrEnum("Pruner", "NONE MEDIAN ASHA")
-# What training does about a loss far above those of the steps before
-OnSpike = StrEnum("OnSpike", "IGNORE TELL ROLLBACK")
 # Where evaluations run
 EvalMode = StrEnum("EvalMode", "INLINE JOB")
 # How a job that has stopped early goes on; see `RequeueConfig`

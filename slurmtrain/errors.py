@@ -69,38 +69,14 @@ class ConfigError(SlurmtrainError):
 
 
 class EnvironmentMismatchError(SlurmtrainError):
-    """The job's surroundings are not what the config was written for: ranks, nodes, devices."""
-
-    exit_code = EXIT_CONFIG
-
-
-class ClusterError(SlurmtrainError):
-    """SLURM refused, is not there, or did not answer."""
-
-
-class NoAnswerError(ClusterError):
-    """SLURM's controller did not answer: it may have done what was asked, or may not."""
-
-
-class RunFailedError(SlurmtrainError):
-    """A run has ended without a result: it failed, or its job is gone."""
-
-
-class RunStoppedError(RunFailedError):
-    """A run was cancelled, or something else has ended it before it had finished; `resume` continues it."""
-
-
-class WaitTimeoutError(SlurmtrainError, TimeoutError):
-    """What was waited for has not happened in the given time. It goes on."""
-
-
-class PreflightError(EnvironmentMismatchError):
-    """A node, or all of them, cannot do what the job needs; training has not begun.
+    """The job's surroundings are not what the config was written for: ranks, nodes, devices.
 
     Args:
         nodes: the nodes at fault, which another start leaves out; (): the config is at fault, or all nodes alike.
         told_all: all ranks raise it at the same time, and rank 0's record is enough.
     """
+
+    exit_code = EXIT_CONFIG
 
     def __init__(self, message: str, *, hint: str | None = None, nodes: tuple[str, ...] = (), told_all: bool = False):
         super().__init__(message, hint=hint)
@@ -108,17 +84,17 @@ class PreflightError(EnvironmentMismatchError):
         self.told_all = told_all
 
 
+class ClusterError(SlurmtrainError):
+    """SLURM refused, is not there, or did not answer."""
+
+
 class DivergedError(SlurmtrainError):
-    """Loss, gradients or parameters are not finite, or a loss spike does not go away.
+    """Loss, gradients or parameters are not finite.
 
     A retry without a change would compute the same bits, so there is none.
     """
 
     exit_code = EXIT_CONFIG
-
-
-class DataError(SlurmtrainError):
-    """Data cannot be read or written now: a disk is full or fails, a file has vanished. A retry may help."""
 
 
 def exit_code_of(error: BaseException) -> int:

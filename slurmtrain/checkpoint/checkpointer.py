@@ -2,7 +2,7 @@
 
 `Checkpointer` is what users hold. To save: objects -> tensors by name and plain JSON (`state`) -> which rank writes what
 (`save.plan`) -> a copy in host memory (`save.staging`) -> training goes on, while a thread does the rest (`save.job`):
-write and digest (`format.blocks`), commit (`store.commit`), read back, and remove checkpoints that are no longer kept
+write and digest (`format.blocks`), commit (`store.commit`), and remove checkpoints that are no longer kept
 (`store.retention`). To restore (`restore.restorer`): the headers say what is where (`format.headers`), differences are
 refused, and everything is verified before it is loaded (`restore.reader`).
 """
@@ -17,7 +17,6 @@ import os
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -54,8 +53,6 @@ from slurmtrain.checkpoint.save.staging import Image, Staging
 from slurmtrain.checkpoint.store import commit, retention
 from slurmtrain.checkpoint.store.commit import Incarnation, check_fence
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
-from slurmtrain.choices import ReplicaDrift
-from slurmtrain.errors import nearest
 from slurmtrain.slurm.environment import own_node_name
 from slurmtrain.system.activity import RESTORE, SAVE, doing
 from slurmtrain.system.logs import show_error
@@ -81,8 +78,6 @@ class Checkpointer:
         changed: dotted keys of `config`, such as "optim.lr", that were changed on purpose since: they may differ.
         keep: which complete checkpoints are kept.
         max_failures: this many failed saves in a row end the run; 0: any number of failures is only reported.
-        on_replica_drift: when ranks hold different values of what should be the same on all of them: "refuse" fails the
-            save; "warn" says so once, and of ranks that should hold the same the lowest always writes all of it, alone.
         mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed
             checkpoints are copied there in the background, and fetched from there if the directory has none.
         local: a folder that each node has for itself, as in /dev/shm: the newest save is copied there, too, and a restart
@@ -116,19 +111,14 @@ class Checkpointer:
         changed: Collection[str] = (),
         keep: Keep = Keep(),  # noqa: B008 (it is frozen)
         max_failures: int = 3,
-        on_replica_drift: str = "refuse",
         mirror: str | None = None,
         local: Path | str | None = None,
         node: str | None = None,
         on_ending: Callable[[SaveResult | CheckpointError], None] = lambda ending: None,
     ):
-        if on_replica_drift not in tuple(ReplicaDrift):
-            hint = nearest(str(on_replica_drift), tuple(ReplicaDrift))
-            raise CheckpointError(f"on_replica_drift={on_replica_drift!r} is not known", hint=hint)
         check_has_all_ranks(group)
         self.directory = Path(directory)
-        self._keep, self._max_failures = keep, max_failures
-        self._refuse_drift, self._on_ending = on_replica_drift == ReplicaDrift.REFUSE, on_ending
+        self._keep, self._max_failures, self._on_ending = keep, max_failures, on_ending
         json_config = config_as_json(config or {})
 
         ranks = self._ranks = RankGroup(group)
@@ -167,10 +157,9 @@ class Checkpointer:
         self._failures_in_a_row = 0
         self._drift_reported = False
         self._copies_fail = False  # whether the last copy on the nodes did
-        self._last_size = 0  # bytes of the newest checkpoint
         # Registered to run before Python's own thread pools end, which the writing needs; `atexit` comes after that.
         register = getattr(threading, "_register_atexit", atexit.register)
-        register(_close, weakref.ref(self), os.getpid())
+        register(_close, self, os.getpid())
 
     def _check_is_alone(self) -> None:
         """Check that nothing else in this process saves as the same incarnation: they would delete each other's files."""
@@ -199,9 +188,9 @@ class Checkpointer:
         a hook makes the next `optimizer.step()` wait for that; code that changes them by hand calls `wait_staged`
         before.
 
-        Ranks that hold the same tensors are compared. If they differ, the save fails and names them (see
-        on_replica_drift); plain values that differ are reported once. Of them, and of buffers (BatchNorm), which are not
-        compared, those of the lowest rank are saved.
+        Ranks that hold the same tensors are compared. If they differ, the save fails and names them; plain values that
+        differ are reported once. Of them, and of buffers (BatchNorm), which are not compared, those of the lowest rank
+        are saved.
 
         Parameters that are trained, and the state of optimisers, have to be finite, else the save fails (NonFiniteError) and
         the older checkpoints stay.
@@ -245,7 +234,6 @@ class Checkpointer:
         begun = time.monotonic()
         if self._closed:
             raise CheckpointError(f"step {step} cannot be saved: the Checkpointer is closed", hint="create a new one")
-        _unclosed.add(self)
         self._end_previous()
         numbers: dict[str, float] = {}
         plain: dict[str, Any] = {}
@@ -253,12 +241,8 @@ class Checkpointer:
         tensors: dict[str, Tensor] | CheckpointError
         try:
             step, numbers = _step(step), _numbers(metrics)
-            own_objects = state.per_rank_objects(per_rank)
-            tensors, plain = state.flatten(objects)
-            own_tensors, own_plain = state.flatten(own_objects)
-            tensors.update({own_name(self._ranks.rank, name): tensor for name, tensor in own_tensors.items()})
+            tensors, plain, own_plain = self._flatten(objects, per_rank)
             own = json.dumps(own_plain).encode()
-            self._check_restorable(objects, own_objects, tensors)
         except Exception as error:  # it may be of somebody's state_dict; the others must hear of it
             tensors = self._ranks.explain(error)
         plan = self._make_plan(tensors, objects, training=True)
@@ -290,40 +274,39 @@ class Checkpointer:
             metrics=numbers,
             finite=trained,
             discard=self._discard,
-            refuse_drift=self._refuse_drift,
             report_drift=not self._drift_reported,
         )
-        pending = self._pending = PendingSave(step, begun, on_nodes_only=on_nodes_only)
+        pending = PendingSave(step, begun)
         pending.stall_s = time.monotonic() - begun
-        self._writer = threading.Thread(
-            target=self._carry_out, args=(job, pending), name="checkpoint-writer", daemon=True
-        )
+        if not on_nodes_only:  # a copy on the nodes is no checkpoint of the directory, and its failure is reported
+            self._pending = pending
+        carry_out = self._carry_out_on_nodes if on_nodes_only else self._carry_out
+        self._writer = threading.Thread(target=carry_out, args=(job, pending), name="checkpoint-writer", daemon=True)
         self._writer.start()
         return pending
 
-    def _check_restorable(
-        self, objects: Mapping[str, Any], own_objects: Mapping[str, Any], tensors: Collection[str]
-    ) -> None:
-        """Check that the objects can be restored, once for the same objects with the same names.
+    def _flatten(
+        self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None
+    ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+        """Return all tensors of this rank by their names in a checkpoint, the plain state of `objects`, and this rank's own.
 
-        The check takes longer than listing the objects.
+        That it can be restored is checked once for the same objects with the same names: it takes longer than listing them.
         """
+        own_objects = state.per_rank_objects(per_rank)
+        tensors, plain = state.flatten(objects)
+        own_tensors, own_plain = state.flatten(own_objects)
+        tensors.update({own_name(self._ranks.rank, name): tensor for name, tensor in own_tensors.items()})
         found = (tuple((key, id(value)) for key, value in {**objects, **own_objects}.items()), tuple(tensors))
         if found != self._checked_objects:
             state.check(objects, own_objects)
             self._checked_objects = found
+        return tensors, plain, own_plain
 
     def _make_plan(
         self, tensors: dict[str, Tensor] | CheckpointError, objects: Mapping[str, Any], *, training: bool
     ) -> SavePlan:
         """Agree with the other ranks on who writes what, and make room for it."""
-        plan = make_plan(
-            tensors,
-            self._ranks,
-            self._plan,
-            of_first=lambda: module_state.buffers(objects),
-            lowest_writes=not self._refuse_drift,
-        )
+        plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: module_state.buffers(objects))
         if plan is not self._plan or not training:
             if self._node_copies is not None:  # before the buffer is allocated, while what is left can be seen
                 staging_bytes = None if training else self._staging.missing_bytes(plan.data_end)
@@ -363,21 +346,14 @@ class Checkpointer:
         if pending is None:
             return None
         try:
-            saved = pending.result(timeout_s)
-        except CheckpointError as error:
-            if pending.on_nodes_only and not isinstance(error, (LostPeersError, SupersededError)):
-                return None  # it has been reported, and is no checkpoint of the directory
-            raise
+            return pending.result(timeout_s)
         finally:
             if pending.done():
                 self._count(pending)
-        return None if pending.on_nodes_only else saved
 
     def _count(self, pending: PendingSave) -> None:
         """Count a save that has ended, once, as a success or as one more failure."""
         self._pending = None
-        if pending.on_nodes_only:
-            return
         if pending.error is None:
             self._failures_in_a_row = 0
             self.last_committed_step = pending.step
@@ -390,14 +366,9 @@ class Checkpointer:
         return not self._writer.is_alive()
 
     @property
-    def in_flight(self) -> int | None:
-        """The step whose save is neither committed nor failed yet. Ranks may differ for a moment."""
-        return self._pending.step if self._pending is not None and not self._pending.done() else None
-
-    @property
     def last_step(self) -> int | None:
         """The newest step that was saved, is being saved, or was restored."""
-        if self._pending is not None and self._pending.error is None and not self._pending.on_nodes_only:
+        if self._pending is not None and self._pending.error is None:
             return self._pending.step
         return self.last_committed_step
 
@@ -408,7 +379,7 @@ class Checkpointer:
     def hurry(self) -> None:
         """Leave everything that a commit does not need to the next incarnation, since the job is to stop.
 
-        That is reading back and cleaning up.
+        That is copies and cleaning up.
         """
         self._hurried.set()
 
@@ -446,7 +417,7 @@ class Checkpointer:
 
     @doing(SAVE)
     def _wait_idle(self) -> None:
-        """Wait until nothing is being written, read back or cleaned up; how the save in flight ends has been reported."""
+        """Wait until nothing is being written, copied or cleaned up; how the save in flight ends has been reported."""
         with suppress(CheckpointError):
             self.wait()
         self._wait_for_writer()
@@ -462,7 +433,7 @@ class Checkpointer:
         """Finish the save in flight, and end the thread.
 
         Args:
-            grace_s: None: take as long as it takes, reading back and cleaning up included. Otherwise a save that is not
+            grace_s: None: take as long as it takes, cleaning up included. Otherwise a save that is not
                 committed after this many seconds is discarded, and what follows the commit is left to the next
                 incarnation.
 
@@ -477,6 +448,8 @@ class Checkpointer:
 
         if grace_s is not None:
             self.hurry()
+            if self._pending is None:
+                self._discard.set()  # of a copy on the nodes
         try:
             if self._pending is not None and grace_s is not None and not self._pending.wait(grace_s):
                 self._discard.set()
@@ -491,15 +464,11 @@ class Checkpointer:
             if self._wait_for_writer(left()):
                 self._staging.release()
                 self._writing.end()
-        _unclosed.discard(self)
 
     # The writing thread.
 
     def _carry_out(self, job: SaveJob, pending: PendingSave) -> None:
         """Write and commit; then do what only the next save waits for."""
-        if pending.on_nodes_only:
-            pending.decide(self._copy_to_nodes(job, pending))
-            return
         ending = self._write(job, Destination(self._writing, self._identity), pending)
         with _surviving():
             self._report(job, ending)  # before anybody who waits for the commit may end the process
@@ -511,18 +480,21 @@ class Checkpointer:
             if copied and not self._writing.maximum(int(self._hurried.is_set())):
                 self._copy_to_nodes(job, pending)
             if isinstance(ending, SaveResult):
-                self._finish(job, ending)
+                self._finish(ending)
 
     def _write(self, job: SaveJob, destination: Destination, pending: PendingSave) -> SaveResult | CheckpointError:
         try:
-            path, self._last_size = job.write(destination, self._last_size)
+            path, size = job.write(destination)
             seconds = time.monotonic() - pending.begun
-            return SaveResult(path, job.step, seconds, pending.stall_s + job.waited_s, self._last_size)
+            return SaveResult(path, job.step, seconds, pending.stall_s + job.waited_s, size)
         except CheckpointError as error:
             return error
         except BaseException as error:  # a bug of ours must not look like a save that never ends
             traceback.print_exc()
             return CheckpointError(f"{type(error).__name__}: {error}")
+
+    def _carry_out_on_nodes(self, job: SaveJob, pending: PendingSave) -> None:
+        pending.decide(self._copy_to_nodes(job, pending))
 
     def _copy_to_nodes(self, job: SaveJob, pending: PendingSave) -> SaveResult | CheckpointError:
         """Make a copy on the nodes. The first of several errors in a row is reported: training goes on without."""
@@ -547,9 +519,9 @@ class Checkpointer:
             log.warning("the save of step %d failed, older checkpoints are as they were: %s", job.step, ending.message)
         self._on_ending(ending)
 
-    def _finish(self, job: SaveJob, saved: SaveResult) -> None:
-        """Read back what was committed; if it is sound, copy it to the mirror and remove what is no longer kept."""
-        ranks, path, in_a_hurry = self._writing, saved.path, self._hurried.is_set
+    def _finish(self, saved: SaveResult) -> None:
+        """Copy what was committed to the mirror, and remove what is no longer kept."""
+        ranks, in_a_hurry = self._writing, self._hurried.is_set
         unchecked_step = self.unchecked_step  # read first, since it is set last: so the two steps fit
         soundness = Soundness(self.sound_step, unchecked_step)
 
@@ -560,16 +532,12 @@ class Checkpointer:
                 retention.prune(self.directory, self._keep, order, spare=[saved.step], soundness=soundness)
 
         try:
-            damage = job.read_back(path, in_a_hurry)
-            if damage and ranks.rank == 0:
-                log.warning("%s is not what was written and was set aside: %s", path.name, "; ".join(damage))
-            if damage == []:
-                if self._uploader is not None and not ranks.maximum(int(in_a_hurry())):
-                    self._uploader.offer(ranks, path, soundness)
-                ranks.on_rank_0(prune)
+            if self._uploader is not None and not ranks.maximum(int(in_a_hurry())):
+                self._uploader.offer(ranks, saved.path, soundness)
+            ranks.on_rank_0(prune)
         except CheckpointError as error:
             if ranks.rank == 0 and not in_a_hurry():
-                log.warning("older checkpoints than %s are kept: %s", path.name, error.message)
+                log.warning("older checkpoints than %s are kept: %s", saved.path.name, error.message)
 
     # Restoring.
 
@@ -613,7 +581,6 @@ class Checkpointer:
         if restored is not None and path is None and not restored.origin:  # a copy on the nodes is lost with them
             self.last_committed_step = restored.step
         if restored is None or not as_start:
-            self._last_size = restored.size if restored is not None else self._last_size
             self._reserve(objects, per_rank)
         if restored is not None and at_most is None and self._ranks.rank == 0:
             log.info(restored.sentence)
@@ -632,17 +599,12 @@ class Checkpointer:
         """Reserve host memory and check the disk space for the first save, before the first step."""
 
         def expect() -> dict[str, Tensor]:
-            own_objects = state.per_rank_objects(per_rank)
-            tensors, _ = state.flatten(objects)
-            own_tensors, _ = state.flatten(own_objects)
-            tensors.update({own_name(self._ranks.rank, name): tensor for name, tensor in own_tensors.items()})
-            self._check_restorable(objects, own_objects, tensors)
+            tensors, _, _ = self._flatten(objects, per_rank)
             return {**tensors, **state.expected_optimizer_state(objects)}
 
         # If all state exists already, as after a restore, this is the first save's plan.
         plan = self._make_plan(self._ranks.all_do(expect), objects, training=False)
-        size = max(self._last_size, plan.total_bytes)
-        self._ranks.on_rank_0(partial(commit.check_space, self.directory, size))
+        self._ranks.on_rank_0(partial(commit.check_space, self.directory, plan.total_bytes))
 
 
 @contextmanager
@@ -683,20 +645,15 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-# Those that have saved and were not closed, or have lost a save: the end of the process needs them, even where a script has
-# dropped its own.
-_unclosed: set[Checkpointer] = set()
-_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()  # those that exist and were not closed
+_open: set[Checkpointer] = set()  # those that were not closed, even where a script has dropped its own
 
 
-def _close(reference: weakref.ref[Checkpointer], owner: int) -> None:
+def _close(checkpointer: Checkpointer, owner: int) -> None:
     """Close the checkpointer at the end of a script that did not wait for its last save."""
     if os.getpid() != owner:
         return  # a forked child inherits this; thread and group are its parent's
-    checkpointer = reference()
-    if checkpointer is not None:
-        try:
-            checkpointer.close()
-        except CheckpointError as error:
-            checkpointer.lost = error
-            show_error(error)
+    try:
+        checkpointer.close()
+    except CheckpointError as error:
+        checkpointer.lost = error
+        show_error(error)

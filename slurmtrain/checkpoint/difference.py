@@ -27,7 +27,6 @@ from slurmtrain.checkpoint.safetensors_files import tensors_of
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import dtype_name
 
-TOGETHER_BYTES = 2**29  # of each checkpoint: tensors that are in memory at a time
 SAFETENSORS, TORCH_FILES = ".safetensors", (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -46,11 +45,11 @@ class _Part(NamedTuple):
     """A part of a checkpoint that is compared by itself: a file of another program, or all of ours.
 
     Attributes:
-        read: returns some of its tensors, by name.
+        read: yields some of its tensors, with their names.
     """
 
     tensors: Mapping[str, TensorFacts]
-    read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    read: Callable[[Sequence[str]], Iterator[tuple[str, Tensor]]]
     plain: Mapping[str, Any] = {}
 
 
@@ -139,7 +138,7 @@ def _of_file(path: Path) -> _Part:
         stored = tensors_of(path)
         return _Part(
             {name: facts(each) for name, each in stored.items()},
-            lambda names: {name: stored[name].read() for name in names},
+            lambda names: ((name, stored[name].read()) for name in names),
         )
     try:
         with warnings.catch_warnings():
@@ -151,7 +150,7 @@ def _of_file(path: Path) -> _Part:
     tensors = {name: value for name, value in plain.items() if isinstance(value, torch.Tensor)}
     return _Part(
         {name: facts(each) for name, each in tensors.items()},
-        lambda names: {name: tensors[name].detach() for name in names},
+        lambda names: ((name, tensors[name].detach()) for name in names),
         {name: value for name, value in plain.items() if name not in tensors},
     )
 
@@ -189,25 +188,10 @@ def _compare_tensors(a: _Part, b: _Part) -> list[TensorDifference]:
             why[name] = "another shape or type"
         else:
             alike.append(name)
-    for some in _in_turn(alike, a.tensors):
-        left, right = a.read(some), b.read(some)
-        why |= {name: "values" for name in some if not torch.equal(_bits(left[name]), _bits(right[name]))}
+    for (name, left), (_, right) in zip(a.read(alike), b.read(alike), strict=True):
+        if not torch.equal(_bits(left), _bits(right)):
+            why[name] = "values"
     return [TensorDifference(name, why[name]) for name in names if name in why]
-
-
-def _in_turn(names: Sequence[str], facts: Mapping[str, TensorFacts]) -> Iterator[list[str]]:
-    """Yield the names of the tensors that are read together: to read each by itself would digest its blocks again."""
-    some: list[str] = []
-    size = 0
-    for name in names:
-        nbytes = math.prod(facts[name].shape) * facts[name].itemsize
-        if some and size + nbytes > TOGETHER_BYTES:
-            yield some
-            some, size = [], 0
-        some.append(name)
-        size += nbytes
-    if some:
-        yield some
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -165,6 +165,11 @@ def check_entries(key: str, module: nn.Module, found: Mapping[str, Any]) -> None
     held, extra = _held(root), extra_owners(root)
     places = {place_of(tensor) for tensor in held.values()}
     for name, entry in found.items():
+        if name in held and _is_expanded(held[name]):
+            raise CheckpointError(
+                f"{key}.{name} is expanded, so that several of its elements are one, and cannot be filled",
+                hint="make it with .contiguous() or .clone() after .expand()",
+            )
         is_live = isinstance(entry, Tensor) and (place_of(entry) in places or (entry.numel() == 0 and name in held))
         if name not in extra and not is_live:
             raise CheckpointError(
@@ -173,6 +178,12 @@ def check_entries(key: str, module: nn.Module, found: Mapping[str, Any]) -> None
                 hint="leave out hooks that convert, copy or add entries, and give more by get_extra_state() and "
                 "set_extra_state(); fully_shard (FSDP2) in place of FullyShardedDataParallel (FSDP1)",
             )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def loads_by_itself(module: nn.Module) -> bool:

@@ -36,7 +36,7 @@ from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.save.job import Destination
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import check_fence, previous_claim
-from slurmtrain.system.files import read_json
+from slurmtrain.system.records import read_json
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,10 @@ from slurmtrain.checkpoint.errors import NodeFolderError
 from slurmtrain.checkpoint.format.directory import COMPLETE, TEMPORARY_NAME, checkpoint_name, committed, remove
 from slurmtrain.checkpoint.format.manifest import write_manifest
 from slurmtrain.checkpoint.host_memory import available_memory
-from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.files import write_json
 from slurmtrain.system.modes import make_own_folder
 from slurmtrain.system.process import ProcessMark
+from slurmtrain.system.records import read_json
 
 MARK = "copy.json"  # which incarnation made or last restored the copy, and which checkpoint was the newest then
 OWNER = "owner.json"

@@ -12,8 +12,7 @@ import os
 import re
 import socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -167,8 +166,7 @@ class RankGroup:
             own, longest = self._agree_on_length(_encode(answers[0]))
             rows = torch.zeros(self.size, longest, dtype=torch.uint8, device="cpu")
             if longest:
-                with _lost_peers():
-                    dist.all_gather(list(rows), own, group=self.group)
+                self._together(dist.all_gather, list(rows), own)
             answers = [_decode(row) for row in rows]
         return _results(answers)
 
@@ -184,15 +182,13 @@ class RankGroup:
             if self.rank == 0:
                 rows = torch.zeros(self.size, longest, dtype=torch.uint8, device="cpu")
             if longest:
-                with _lost_peers():
-                    dist.gather(own, list(rows) if self.rank == 0 else None, group=self.group, group_dst=0)
+                self._together(dist.gather, own, list(rows) if self.rank == 0 else None, group_dst=0)
         return self.on_rank_0(lambda: then(_results([answer, *map(_decode, rows[1:])])))
 
     def _agree_on_length(self, message: bytes) -> tuple[Tensor, int]:
         """Return this rank's message, padded to the length of the longest of all ranks, and that length."""
         length = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
-        with _lost_peers():
-            dist.all_reduce(length, op=dist.ReduceOp.MAX, group=self.group)
+        self._together(dist.all_reduce, length, op=dist.ReduceOp.MAX)
         longest = int(length.item())
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         if message:
@@ -213,16 +209,28 @@ class RankGroup:
     def share(self, data: Tensor, source: int) -> None:
         """Fill `data` (on the CPU) on all ranks with what rank `source` has in it."""
         if self.group is not None:
-            with _lost_peers():
-                dist.broadcast(data, group=self.group, group_src=source)
+            self._together(dist.broadcast, data, group_src=source)
+
+    def _together(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """Call a collective of torch.distributed, and tell that this thread waits.
+
+        Raises:
+            LostPeersError: a rank is gone, or the group was ended: gloo's errors as one sentence.
+        """
+        try:
+            with waiting():
+                collective(*arguments, group=self.group, **options)
+        except (RuntimeError, ValueError) as error:
+            text = re.sub(r"^\[[^]]*\] ?", "", str(error).strip())  # gloo begins with a path of its build
+            first = (text or type(error).__name__).splitlines()[0]
+            raise LostPeersError(f"the ranks lost each other while they saved or restored: {first}") from None
 
     def maximum(self, number: int) -> int:
         """Return the largest of all ranks' numbers, by the cheapest collective: four bytes."""
         if self.group is None:
             return number
         box = torch.tensor([number], dtype=torch.int32, device="cpu")
-        with _lost_peers():
-            dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.group)
+        self._together(dist.all_reduce, box, op=dist.ReduceOp.MAX)
         return int(box.item())
 
     def sums(self, numbers: Sequence[int]) -> list[int]:
@@ -230,8 +238,7 @@ class RankGroup:
         if self.group is None or not numbers:
             return list(numbers)
         box = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        with _lost_peers():
-            dist.all_reduce(box, group=self.group)
+        self._together(dist.all_reduce, box)
         found: list[int] = box.tolist()
         return found
 
@@ -258,18 +265,6 @@ def _results(answers: Sequence[Answer]) -> list[Any]:
             message = f"{message} (and {others})"
         raise FAILURES[kind](message, hint=hint)
     return [result for result, _ in answers]
-
-
-@contextmanager
-def _lost_peers() -> Iterator[None]:
-    """Raise gloo's errors, when a rank is gone or the group was ended, as one sentence; and tell that this thread waits."""
-    try:
-        with waiting():
-            yield
-    except (RuntimeError, ValueError) as error:
-        text = re.sub(r"^\[[^]]*\] ?", "", str(error).strip())  # gloo begins with a path of its build
-        first = (text or type(error).__name__).splitlines()[0]
-        raise LostPeersError(f"the ranks lost each other while they saved or restored: {first}") from None
 
 
 # The directory of checkpoints. All ranks call these functions together. See `commit` for what an incarnation is, and what

@@ -43,7 +43,6 @@ from slurmtrain.system.trust import user_in_words
 HEADER = ("checkpoint", "size", "age", "layout", "metrics", "state")
 # Fields of the section `checkpoint` of a config, by the field of Keep.
 KEEP = {"last": "keep_last", "every": "keep_every", "best": "keep_best", "metric": "best_metric", "mode": "best_mode"}
-SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth")}
 
 
 def main(options: argparse.Namespace) -> int:
@@ -228,10 +227,6 @@ def _compare_with_digests(path: Path) -> tuple[int, int, list[str]]:
             return 0, 0, [error.message.removeprefix(f"{path}: ")]
         with _progress_bar(path.name, manifest.size) as progress:
             damage = blocks.find_damage(path, manifest.files, progress=progress)
-        if not damage:
-            from slurmtrain.checkpoint.format.headers import find_unsound  # numpy, which others do not need
-
-            damage = find_unsound(path, manifest)
     return manifest.size, len(manifest.files), damage
 
 
@@ -368,11 +363,13 @@ def _check_newest(target: Target, found: list[Path]) -> None:
 
 def _export(target: Target, options: argparse.Namespace) -> int:
     """Write the weights of one checkpoint to a file or folder, and print how many tensors it has."""
-    path, out, only = target.of_step(options.step)[-1], Path(options.out), options.only
-    kind = _format_of(out, options.format)
-    if kind in ("hf", "peft") and only != "model":
+    path, out, kind = target.of_step(options.step)[-1], Path(options.out), options.format
+    if kind is not None and out.suffix == ".safetensors":
+        raise UsageError(f"--format {kind} writes a folder, and {out} is the name of a file")
+    if kind is not None and options.only != "model":
         raise UsageError(
-            f"--only {only}: a Hugging Face folder always contains the whole model", hint="--format safetensors"
+            f"--only {options.only}: a Hugging Face folder always contains the whole model",
+            hint="export to a file: FILE.safetensors",
         )
     if kind == "peft" and options.dtype is not None:
         raise UsageError("--dtype is not for --format peft, which writes adapters unchanged")
@@ -380,32 +377,16 @@ def _export(target: Target, options: argparse.Namespace) -> int:
         if kind == "hf":
             from slurmtrain.weights.hf_export import export_hf
 
-            done = export_hf(path, out, dtype=options.dtype, force=options.force, progress=progress)
+            done = export_hf(path, out, dtype=options.dtype, progress=progress)
         elif kind == "peft":
-            from slurmtrain.weights.hf_export import export_peft
+            from slurmtrain.weights.lora_export import export_peft
 
-            done = export_peft(path, out, force=options.force, progress=progress)
+            done = export_peft(path, out)
         else:
             from slurmtrain.weights.export import export
 
-            done = export(path, out, only=only, dtype=options.dtype, force=options.force, progress=progress)
-    print(f"{out}: {done.tensors} tensors of {only} from {path.name}, {format_size(done.size)}")
+            done = export(path, out, only=options.only, dtype=options.dtype, progress=progress)
+    print(f"{out}: {done.tensors} tensors of {options.only} from {path.name}, {format_size(done.size)}")
     for note in done.notes:
         print(f"note: {note}")
     return 0
-
-
-def _format_of(out: Path, asked: str | None) -> str:
-    """Return the format to write: what is asked for, or else what the suffix of `out` says.
-
-    Raises:
-        UsageError: the two disagree.
-    """
-    by_suffix = next((kind for kind, suffixes in SUFFIXES.items() if out.suffix in suffixes), None)
-    if asked in SUFFIXES and by_suffix != asked:
-        raise UsageError(
-            f"{out} is not a valid name for --format {asked}", hint=f"end it in {' or '.join(SUFFIXES[asked])}"
-        )
-    if asked in ("hf", "peft") and by_suffix is not None:
-        raise UsageError(f"--format {asked} writes a folder, and {out} is the name of a file")
-    return asked or by_suffix or "safetensors"  # whose own check says what is wrong with the name

@@ -25,7 +25,7 @@ PROGRESS = ("step", "loss", "valid loss", "tokens/s", "ETA")
 # Columns that a narrow terminal leaves out, in this order.
 LEAST_WANTED = (
     *("queue h", "checkpoint", "evaluation", "startup", "idle end", "between", "unknown", "lost"),
-    *("GPUs idle", "redone", "hung", "attempts", "valid loss", "tokens/s", "name", "run", "loss"),
+    *("redone", "hung", "attempts", "valid loss", "tokens/s", "name", "run", "loss"),
 )
 
 

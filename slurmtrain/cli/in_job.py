@@ -168,7 +168,7 @@ def progress(options: argparse.Namespace) -> int:
         UsageError: this process is not part of a run.
     """
     from slurmtrain.runs import attempts
-    from slurmtrain.runs.events import Event
+    from slurmtrain.runs.reasons import Event
     from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
     from slurmtrain.slurm.environment import rank_or_zero
     from slurmtrain.system.records import append_line

@@ -131,8 +131,5 @@ def usage_object(row: Row) -> dict[str, Any]:
     """Return one row of `usage`: `usage --json` prints {"by", "since", "rows", "total", "left_out"}.
 
     who, runs     id of the run, or name of the user; number of runs. Beside them all of `goodput_object`
-    gpus          what NVML has shown of the GPUs: sampled_s and idle_s (GPUs x seconds; idle: next to no kernels ran),
-                  and utilization (mean percent), null if nothing was sampled
     """
-    gpus = fields_of(row.gpus, "sampled_s idle_s utilization")
-    return {**fields_of(row, "who runs"), **goodput_object(row.goodput), "gpus": gpus}
+    return {**fields_of(row, "who runs"), **goodput_object(row.goodput)}

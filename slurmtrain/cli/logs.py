@@ -8,8 +8,7 @@ import sys
 import time
 
 from slurmtrain.report.rank_logs import Tail, attempt_number, log_file
-from slurmtrain.report.status.look import is_over, state
-from slurmtrain.report.status.state import WAITING, RunStatus
+from slurmtrain.report.status.state import WAITING, RunStatus, is_over, state
 from slurmtrain.report.status.waiting import EndWatch
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import read_attempt

@@ -16,10 +16,11 @@ from slurmtrain.config.compose import BASIC_SWEEPER, Composer
 from slurmtrain.config.folders import search_folders
 from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import EXIT_REQUEUE, RunFailedError, UsageError
+from slurmtrain.errors import EXIT_REQUEUE, UsageError
 from slurmtrain.launch.checks import check
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.report.page.units import plural
+from slurmtrain.report.status.waiting import RunFailedError
 from slurmtrain.sweep.plan import Choices, Grid, SweepPlan, choices_of, naming_point, preview, short_key, validated
 from slurmtrain.system.paths import current_folder
 
@@ -88,19 +89,23 @@ def _submit(composer: Composer, grid: Grid, first: Config, arguments: argparse.N
     from slurmtrain.control.submitting import client_of
     from slurmtrain.launch.submit import slurm_conf_of
     from slurmtrain.slurm.client import SlurmClient
-    from slurmtrain.sweep.folder import create_sweep, find_same
+    from slurmtrain.sweep.folder import command_of, create_sweep, find_by_command, find_same
     from slurmtrain.sweep.jobs import submit_arrays
 
     parallelism, again = arguments.array_parallelism, arguments.again
     after, local = _awaited_runs(first, arguments.after), first.cluster.backend == Backend.LOCAL
-    plan = _planned(composer, grid, arguments)
-    sweep = None if again else find_same(plan)
+    # The same command finds its sweep without composing all points.
+    command = command_of(arguments.overrides, composer, first)
+    sweep = None if again else find_by_command(first, command)
+    if sweep is None:
+        plan = _planned(composer, grid, arguments)
+        sweep = None if again else find_same(plan)
     there = sweep is not None
     if sweep is not None:
         client = None if local else SlurmClient(slurm_conf_of(first))
     else:
         client = None if local else client_of(first, plan.asking.values())
-        how: dict[str, Any] = {"parallelism": parallelism, "after": after, "again": again}
+        how: dict[str, Any] = {"parallelism": parallelism, "after": after, "again": again, "command": command}
         sweep = create_sweep(plan, grid.varied, arguments.overrides, current_folder(), **how)
     if client is None:
         return run_on_this_machine(sweep, parallelism or sweep.pack, as_json=arguments.json)

@@ -23,17 +23,16 @@ from slurmtrain.errors import EXIT_CONFIG, UsageError
 from slurmtrain.launch.checks import check
 from slurmtrain.launch.evaluations import prepare, submit_due, submit_evaluation
 from slurmtrain.launch.submit import preparing
-from slurmtrain.report.facts import PreflightRecord, Rates, read_preflight
+from slurmtrain.report.findings import PreflightRecord, Rates, read_preflight
 from slurmtrain.report.page.units import plural
-from slurmtrain.report.status.look import state
+from slurmtrain.report.status.state import state
 from slurmtrain.report.status.waiting import as_they_end
 from slurmtrain.runs import attempts
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.platforms.local import run_local
-from slurmtrain.system.files import read_json
 from slurmtrain.system.paths import current_folder
-from slurmtrain.system.records import printable
+from slurmtrain.system.records import printable, read_json
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from slurmtrain.errors import UsageError
 from slurmtrain.launch.checks import check
 from slurmtrain.launch.script import dry_manifest, dry_run, explained
 from slurmtrain.launch.submit import preparing
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.paths import current_folder
 

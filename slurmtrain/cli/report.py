@@ -15,7 +15,7 @@ from slurmtrain.cli.units import format_size
 from slurmtrain.errors import UsageError
 from slurmtrain.report.collect import write_whole
 from slurmtrain.report.page.render import Page, render
-from slurmtrain.report.status.look import state
+from slurmtrain.report.status.state import state
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system.paths import runs_root

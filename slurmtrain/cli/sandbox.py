@@ -13,13 +13,12 @@ from slurmtrain.cli.json_output import print_json
 from slurmtrain.errors import ClusterError
 from slurmtrain.report.page.units import plural
 from slurmtrain.sandbox import SandboxSpec, default_directory, find, up
-from slurmtrain.sandbox.files import ACCOUNT, HIGH, LOW
 from slurmtrain.sandbox.spec import CLUSTER_NAME
 from slurmtrain.slurm.command_environment import programs_beside
 from slurmtrain.slurm.node_ledger import ALL, NodeEvent, NodeRecord, append_to_ledger, ledger_file
 
 PROG = f"{PROGRAM} sandbox"
-OF_SPEC = ("nodes", "cpus", "gpus", "preempt_mode", "accounting")  # options that are fields of `SandboxSpec`
+OF_SPEC = ("nodes", "cpus", "gpus", "preempt_mode")  # options that are fields of `SandboxSpec`
 
 
 def main(options: argparse.Namespace) -> int:
@@ -61,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
 def _up(options: argparse.Namespace, directory: Path) -> None:
     spec = SandboxSpec(**{name: getattr(options, name) for name in OF_SPEC})
     began = time.monotonic()
-    sandbox = up(spec, directory, Path(options.slurm_prefix) if options.slurm_prefix else None)
+    sandbox = up(spec, directory)
     took_s = time.monotonic() - began
     with contextlib.suppress(OSError):  # nodes of earlier sandboxes had the same names: what they have done is forgiven
         ledger = ledger_file(CLUSTER_NAME)
@@ -69,9 +68,4 @@ def _up(options: argparse.Namespace, directory: Path) -> None:
             append_to_ledger(ledger, [NodeRecord(time.time(), ALL, NodeEvent.FORGIVEN)])
     node = plural(spec.cpus, "CPU") + (f" and {plural(spec.gpus, 'GPU')}" if spec.gpus else "")
     print(f"after {took_s:.1f} s, {plural(spec.nodes, 'node')} with {node} can be used, in {sandbox.directory}")
-    if spec.accounting:
-        print(
-            f"account {ACCOUNT}; QOS: {LOW} (the default one, preempted by {spec.preempt_mode}), {HIGH} (preempts), normal"
-        )
-    else:
-        print(f"partitions: low (preempted by {spec.preempt_mode}), high (preempts)")
+    print(f"partitions: low (preempted by {spec.preempt_mode}), high (preempts)")

@@ -21,17 +21,16 @@ from slurmtrain.cli.json_output import evaluation_object, goodput_object, print_
 from slurmtrain.errors import UnreadableRecordError, UsageError
 from slurmtrain.report.page.units import plural
 from slurmtrain.report.progress import lowest
-from slurmtrain.report.status.look import states
-from slurmtrain.report.status.state import ATTEMPT_HEADER, RunState
+from slurmtrain.report.status.state import ATTEMPT_HEADER, RunState, states
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
 from slurmtrain.system.texts import roughly
 
 if TYPE_CHECKING:
     from slurmtrain.report.facts import RunFacts
+    from slurmtrain.runs.sweep_dir import Sweep
 
 log = logging.getLogger(__name__)
 
@@ -90,18 +89,20 @@ class Row(NamedTuple):
     """What a row of the table is about: a run, or the runs of a sweep, newest first."""
 
     runs: list[RunDir]
-    sweep: Sweep | None
+    of_sweep: bool
 
     def cells(self, found: Mapping[RunDir, RunState]) -> list[str]:
         first = self.runs[0]
-        if self.sweep is None:
+        if not self.of_sweep:
             now = found[first]
             progress, attempts = columns.progress_cells(now), str(len(now.attempts))
             return [first.id, first.path.parent.name, now.status, *progress, attempts, columns.remark(now)]
         best = lowest(enumerate(found[run].progress for run in self.runs))
         words = f"{plural(len(self.runs), 'point')}: {columns.summary(columns.counts(found[run] for run in self.runs))}"
-        words += f"; lowest {best.metric} {best.value:.4f} in {self.runs[best.point].id}" if best is not None else ""
-        return [self.sweep.id, "", "sweep", *[""] * len(PROGRESS), "", words]
+        if best is not None:
+            metric, value, point = best
+            words += f"; lowest {metric} {value:.4f} in {self.runs[point].id}"
+        return [first.path.parent.name, "", "sweep", *[""] * len(PROGRESS), "", words]
 
 
 def _rows_of(runs: Iterable[RunDir]) -> list[Row]:
@@ -109,8 +110,8 @@ def _rows_of(runs: Iterable[RunDir]) -> list[Row]:
     is_sweep, rows = functools.cache(lookup.is_sweep), dict[Path, Row]()
     for run in reversed(list(runs)):
         folder = run.path.parent
-        sweep = Sweep(folder) if is_sweep(folder) else None
-        rows.setdefault(run.path if sweep is None else folder, Row([], sweep)).runs.append(run)
+        of_sweep = is_sweep(folder)
+        rows.setdefault(folder if of_sweep else run.path, Row([], of_sweep)).runs.append(run)
     return [*rows.values()]
 
 
@@ -167,39 +168,29 @@ def _show_one(run_dir: RunDir, *, as_json: bool) -> None:
             "goodput": goodput_object(facts.goodput) if facts.goodput is not None else None,
         }
         print_json(run_object(run_dir, now) | about)
-        return _say_troubles(facts)
-    print("\n".join(_lines(facts)))
-    for header, rows in (
-        (ATTEMPT_HEADER, [now.attempt_cells(each, facts.now) for each in now.attempts]),
-        (EVALUATIONS_HEADER, [_evaluation_row(each, found[each]) for each in evaluations]),
-    ):
-        if rows:
-            print()
-            print_table(header, rows)
-    columns.print_doubts([now])
-    _say_troubles(facts)
-
-
-def _say_troubles(facts: RunFacts) -> None:
+    else:
+        print("\n".join(_lines(facts)))
+        tried = [now.attempt_cells(each, facts.now) for each in now.attempts]
+        evaluated = [_evaluation_row(each, found[each]) for each in evaluations]
+        for header, rows in ((ATTEMPT_HEADER, tried), (EVALUATIONS_HEADER, evaluated)):
+            if rows:
+                print()
+                print_table(header, rows)
+        columns.print_doubts([now])
     for trouble in dict.fromkeys(facts.troubles):
         log.warning("left out: %s", one_line(trouble))
 
 
 def _lines(facts: RunFacts) -> list[str]:
     """Return what there is to say of one run, without its attempts. What cannot be read is left out."""
-    from slurmtrain.cli.usage import gpus_in_a_line, in_a_line
-    from slurmtrain.report.facts import trouble, trouble_of_checkpoints, trouble_of_ranks
+    from slurmtrain.cli.usage import in_a_line
 
     run_dir, now, info = facts.run_dir, facts.state, facts.info
     typed = [re.sub(r"^\+job\.args\.", "+", word) for word in info["overrides"] if not OF_PROGRAM.match(word)]
     known = {
         "progress": _progress(now, facts.now),
         "goodput": in_a_line(facts.goodput) if facts.goodput is not None else "",
-        "GPUs": gpus_in_a_line(facts.gpus) if facts.gpus is not None else "",
-        "numbers": trouble(facts.events),
-        "slow ranks": trouble_of_ranks(facts.slow_ranks),
-        "checkpoints": trouble_of_checkpoints(facts.events),
-        "preflight": facts.findings,
+        **facts.findings,
         "left out": "; ".join(each.sentence(facts.now) for each in facts.left_out) if now.alive else "",
         "stacks": "".join(map(str, [*facts.hang_pages.values()][-1:])),
         "sweep": _place_in_sweep(run_dir, info) if lookup.is_sweep(run_dir.path.parent) else "",

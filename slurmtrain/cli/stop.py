@@ -15,13 +15,12 @@ from slurmtrain.cli.json_output import emit
 from slurmtrain.control import stop
 from slurmtrain.control.stop import claimed_alone, client, has_no_job, jobs_in_queue
 from slurmtrain.errors import ClusterError, UnreadableRecordError, UsageError
-from slurmtrain.report.status.look import state
-from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus, state
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.attempts import all_attempts, reopen
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
-from slurmtrain.runs.reasons import RunAction
+from slurmtrain.runs.reasons import Event
+from slurmtrain.runs.requests import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system.paths import current_folder, runs_root

@@ -74,7 +74,7 @@ def _headline(sweep: Sweep, points: Sequence[Point], now: Mapping[str, RunState]
         words.append(f"about {roughly(eta_s)} left")
     best = lowest((point.number, now[point.run_id].progress) for point in points)
     if best is not None:
-        words.append(f"lowest {best.metric} {best.value:.4f} (point {best.point})")
+        words.append("lowest {} {:.4f} (point {})".format(*best))
     if sweep.cancelled_file.exists():
         words.append(f"cancelled, sweep retry {sweep.id} goes on")
     return "; ".join(words)

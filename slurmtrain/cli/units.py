@@ -5,37 +5,28 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Callable
 
 _AGO = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}  # seconds
 _TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
-def whole(least: int = 0) -> Callable[[str], int]:
-    """Return the type of an option that takes a whole number."""
-
-    def read(text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or int(text) < least:
-            bound = f" of at least {least}" if least else ""
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number{bound}")
-        return int(text)
-
-    return read
+def whole(text: str, least: int = 0) -> int:
+    """Return a whole number."""
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        bound = f" of at least {least}" if least else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number{bound}")
+    return int(text)
 
 
-def number(least: float = 0.0) -> Callable[[str], float]:
-    """Return the type of an option that takes a finite number."""
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least:g}")
-        return value
-
-    return read
+def number(text: str, least: float = 0.0) -> float:
+    """Return a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not least <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least:g}")
+    return value
 
 
 def rank_or_all(text: str) -> int | None:

@@ -19,11 +19,11 @@ from slurmtrain.system.texts import roughly
 
 if TYPE_CHECKING:
     from slurmtrain.report.usage import Usage
-    from slurmtrain.runs.gpu_use import GpuUse
 
 log = logging.getLogger(__name__)
 
 UNPRODUCTIVE = [cause for cause in Cause if cause is not Cause.PRODUCTIVE and cause not in HOLDS_NO_GPUS]
+NAMES = {cause: cause.replace("_", " ") for cause in Cause}
 REASONS_SHOWN = 3  # in a line
 LEAST_SHOWN = 0.005  # share of the held time below which a cause is not worth a word
 
@@ -60,9 +60,8 @@ def table_of(found: Usage, by: Grouping) -> tuple[list[str], list[tuple[str, ...
         "runs": ["" if by is Grouping.RUN else str(row.runs) for row in rows],
         "GPU h" if gpus else "hours": [hours(3600 * each.gpu_hours if gpus else each.held_s) for each in spent],
         "goodput": [_percent(each.share) or "?" for each in spent],
-        **{_name(cause): [_percent(each.shares.get(cause)) for each in spent] for cause in UNPRODUCTIVE},
+        **{NAMES[cause]: [_percent(each.shares.get(cause)) for each in spent] for cause in UNPRODUCTIVE},
         "queue h": [hours(each.seconds.get(Cause.QUEUE, 0.0)) for each in spent],
-        "GPUs idle": [_percent(row.gpus.idle_share) for row in rows],
         "lost GPU h" if gpus else "lost h": [hours(lost) if (lost := _lost_s(each)) else "" for each in spent],
     }
     columns = {name: cells for name, cells in columns.items() if any(cells)}
@@ -79,24 +78,19 @@ def in_a_line(found: Goodput) -> str:
             held += f" on {found.gpu_count:.3g} GPU{'' if found.gpu_count == 1 else 's'}"
             held += f" ({hours(3600 * found.gpu_hours)} GPU h)"
         others = [
-            f"{_name(each)} {percent(shares[each])}" for each in UNPRODUCTIVE if shares.get(each, 0) >= LEAST_SHOWN
+            f"{NAMES[each]} {percent(shares[each])}" for each in UNPRODUCTIVE if shares.get(each, 0) >= LEAST_SHOWN
         ]
         if others == ["unknown 100 %"]:
             parts.append(f"not known of {held}: the program reports no steps")
         else:
-            parts.append(": ".join([f"{_percent(found.share) or '?'} of {held}", *filter(None, [", ".join(others)])]))
+            known = "?" if found.share is None else percent(found.share)
+            parts.append(": ".join(filter(None, [f"{known} of {held}", ", ".join(others)])))
     waited = {cause: found.seconds.get(cause, 0.0) for cause in (Cause.QUEUE, Cause.STOPPED)}
     parts.append(", ".join(f"{cause} {roughly(seconds)}" for cause, seconds in waited.items() if seconds >= 0.5))
     if lost := _lost_s(found):
         unit = "GPU h" if found.lost_gpu_seconds else "h"
         parts.append(f"lost {hours(lost)} {unit}: {_why_lost(found, at_most=REASONS_SHOWN)}")
     return "; ".join(filter(None, parts))
-
-
-def gpus_in_a_line(found: GpuUse) -> str:
-    """Return a sentence such as "busy 87 % of the time, idle 3 %"; "" without samples."""
-    busy = percent((found.utilization or 0.0) / 100)
-    return f"busy {busy} of the time, idle {_percent(found.idle_share)}" if found.sampled_s > 0 else ""
 
 
 def _lost_s(found: Goodput) -> float:
@@ -108,10 +102,6 @@ def _why_lost(found: Goodput, at_most: int | None = None) -> str:
     """Return the GPU hours lost by cause, the greatest first; without GPUs, the hours."""
     amounts = sorted((found.lost_gpu_seconds or found.lost_s).items(), key=lambda pair: -pair[1])
     return ", ".join(f"{one_line(why)} {hours(seconds)}" for why, seconds in amounts[:at_most] if seconds > 0)
-
-
-def _name(cause: Cause) -> str:
-    return cause.replace("_", " ")
 
 
 def _percent(share: float | None) -> str:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from slurmtrain.choices import Target
 from slurmtrain.cli.units import moment, number, rank_or_all, token_count, whole
 
 HIDDEN = argparse.SUPPRESS
+COUNT = partial(whole, least=1)
 
 
 class Argument(NamedTuple):
@@ -130,7 +132,7 @@ VERBS: dict[str, Verb] = {
             option("--follow", "show rank 0 until the run has ended; exit code 0, or 75: stopped, 78: config, 1: else"),
             option("--after RUN[,RUN]", "start when these runs have finished"),
             option("--from RUN", "take the config and code of this run; key=value changes its config", dest="origin"),
-            option("--array-parallelism N", "with -m: train at most N points at a time", whole(1)),
+            option("--array-parallelism N", "with -m: train at most N points at a time", COUNT),
             option("--again", "with -m: submit another sweep of the same points"),
             JSON,
         ),
@@ -167,7 +169,7 @@ VERBS: dict[str, Verb] = {
         "Show all runs, newest first, or one attempt by attempt.",
         (
             option("[RUN|SWEEP]", RUN_OR_SWEEP, dest="run"),
-            option("--limit N", "show the newest N; default: as many as fit on the terminal", whole(1)),
+            option("--limit N", "show the newest N; default: as many as fit on the terminal", COUNT),
             option("--name NAME", "only runs and sweeps of this name; it may hold a *"),
             option("--state STATE", "only runs in this state, and sweeps with one", choices=STATES),
             SINCE,
@@ -191,7 +193,7 @@ VERBS: dict[str, Verb] = {
             RUN,
             option("-f, --follow", "follow it through all attempts until the run has ended"),
             option("--rank N|all", "all prints each line with its rank", rank_or_all, default=0),
-            option("--attempt N", "default: the latest", whole(1)),
+            option("--attempt N", "default: the latest", COUNT),
         ),
         "runs",
     ),
@@ -221,10 +223,15 @@ VERBS: dict[str, Verb] = {
         (
             OPTIONAL_RUN,
             option("--ways WAY,...", f"of {', '.join(WAYS)}; default: all for the site, else early_signal"),
-            option("--leaving SECONDS", "let a training take this long to stop, as yours might", number(), default=0.0),
-            option("--steps N", "number of steps to train", whole(2), default=16),
-            option("--stop-at N", "interrupt it after this step; default: half of --steps", whole(1)),
-            option("--within MIN", "end everything after this time, queue included", number(0.1), default=30.0),
+            option("--leaving SECONDS", "let a training take this long to stop, as yours might", number, default=0.0),
+            option("--steps N", "number of steps to train", partial(whole, least=2), default=16),
+            option("--stop-at N", "interrupt it after this step; default: half of --steps", COUNT),
+            option(
+                "--within MIN",
+                "end everything after this time, queue included",
+                partial(number, least=0.1),
+                default=30.0,
+            ),
             JSON,
         ),
         "drill",
@@ -248,7 +255,7 @@ VERBS: dict[str, Verb] = {
                 (
                     option("RUN_A", _RUN, dest="a"),
                     option("RUN_B", _RUN, dest="b"),
-                    option("--tolerance R", "relative difference that counts as equal", number(), default=0.0),
+                    option("--tolerance R", "relative difference that counts as equal", number, default=0.0),
                     JSON,
                 ),
             ),
@@ -256,7 +263,7 @@ VERBS: dict[str, Verb] = {
                 "Remove runs that have ended. With their checkpoints. A run always stays if it is alive, waits, cannot "
                 "be asked about or is being read, or if another run begins from its checkpoints.",
                 (
-                    option("--older-than DAYS", "only runs that have not changed for this long", number()),
+                    option("--older-than DAYS", "only runs that have not changed for this long", number),
                     option("--state finished|stopped|pruned|failed|lost", "only these", nargs="+"),
                     DRY_RUN,
                 ),
@@ -271,7 +278,7 @@ VERBS: dict[str, Verb] = {
             option("--metric NAME", "for a sweep: compare the points by the best value of this metric"),
             MODE,
             option("--serve", "show the page on this machine, refreshed, until Ctrl-C"),
-            option("--port PORT", "port for --serve (default: any free port)", whole()),
+            option("--port PORT", "port for --serve (default: any free port)", whole),
             JSON,
         ),
         "runs",
@@ -286,7 +293,7 @@ VERBS: dict[str, Verb] = {
                 arguments=(
                     SWEEP,
                     option("-o, --output FILE", "write FILE.csv, .md or .json instead of printing"),
-                    option("--format csv|markdown|json", "default: by FILE's suffix, or a table"),
+                    option("--format csv|json", "default: by FILE's suffix, or a table"),
                     option("--json", "the same as --format json", action="store_const", dest="format", const="json"),
                     option("--metric NAME", "compare its best values (default: checkpoint.best_metric, else loss)"),
                     MODE,
@@ -308,8 +315,7 @@ VERBS: dict[str, Verb] = {
         actions={
             "list": Verb("Print a table of the checkpoints; checks sizes only (default)."),
             "verify": Verb(
-                "Compare every file with its digest, and the files with each other. Exit code 1 when anything is "
-                "damaged.",
+                "Compare every file with its digest. Exit code 1 when anything is damaged.",
                 (option("[STEP]", "verify only this checkpoint", int),),
             ),
             "prune": Verb(
@@ -317,7 +323,7 @@ VERBS: dict[str, Verb] = {
                 "the newest from before numbers broke, and what somebody reads. Without --keep-last: by the run's own "
                 "checkpoint.keep_* (no run: the last 2). What killed saves have left goes after an hour.",
                 (
-                    option("--keep-last N", "keep the newest N, at least 2", whole(2)),
+                    option("--keep-last N", "keep the newest N, at least 2", partial(whole, least=2)),
                     option("--damaged", "instead, or with --keep-last, remove those that a restore has set aside"),
                     DRY_RUN,
                 ),
@@ -325,15 +331,11 @@ VERBS: dict[str, Verb] = {
             "export": Verb(
                 "Export the weights for other programs: a Hugging Face folder, or a file.",
                 (
-                    option("OUT", "a folder for --format hf and peft; FILE.safetensors, FILE.pt or FILE.pth"),
-                    option(
-                        "--format hf|peft|safetensors|torch",
-                        "hf merges adapters, peft has them alone; default: by suffix",
-                    ),
+                    option("OUT", "FILE.safetensors, or a folder for --format hf and peft"),
+                    option("--format hf|peft", "a folder of the model, or of its adapters alone; default: a file"),
                     STEP,
                     option("--only NAME", "the object that was saved as NAME", default="model"),
                     option("--dtype float32|float16|bfloat16|float64", "convert floating-point tensors"),
-                    option("--force", "replace OUT if it exists"),
                 ),
             ),
         },
@@ -383,8 +385,8 @@ VERBS: dict[str, Verb] = {
     "progress": Verb(
         "Report the progress of your own program, from inside its run.",
         (
-            option("STEP", "the step that it has reached, a whole number that grows", whole()),
-            option("--of STEPS", "the last step; status then shows the time left", whole()),
+            option("STEP", "the step that it has reached, a whole number that grows", whole),
+            option("--of STEPS", "the last step; status then shows the time left", whole),
         ),
         "own-scripts",
         function="in_job.progress",
@@ -434,12 +436,10 @@ VERBS: dict[str, Verb] = {
                 "Start one; returns when all nodes are idle.",
                 arguments=(
                     SANDBOX,
-                    option("--nodes N", "number of nodes", whole(), default=4),
-                    option("--cpus N", "CPUs per node, not necessarily there", whole(), default=4),
-                    option("--gpus N", "GPUs per node, for SLURM's eyes only", whole(), default=0),
+                    option("--nodes N", "number of nodes", whole, default=4),
+                    option("--cpus N", "CPUs per node, not necessarily there", whole, default=4),
+                    option("--gpus N", "GPUs per node, for SLURM's eyes only", whole, default=0),
                     option("--preempt-mode requeue|cancel|suspend", "for jobs in partition low", default="requeue"),
-                    option("--slurm-prefix DIR", "take SLURM from DIR/bin and DIR/sbin (default: from PATH)"),
-                    option("--accounting", "with slurmdbd: an account, limits, and QOS that preempt each other"),
                 ),
             ),
             "down": Verb("End it: its jobs, its daemons, its directory.", arguments=(SANDBOX,)),

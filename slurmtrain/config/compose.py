@@ -52,7 +52,6 @@ from slurmtrain.config.overrides import (
 )
 from slurmtrain.config.schema import Config, defaults
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError, first_line, nearest, shown
-from slurmtrain.system.records import config_loader
 from slurmtrain.system.redaction import SECRET_NAME, hide
 
 T = TypeVar("T")
@@ -78,6 +77,39 @@ OmegaConf.register_new_resolver(
 )
 OmegaConf.register_new_resolver("seq_len_of", lambda model: min(model.get("max_seq_len") or 256, 8192), replace=True)
 OF_CHOICES = ("choice", "shuffle", "tag")  # functions whose arguments are values of the field
+
+
+# A number such as 1e-3, which YAML 1.1 takes for text.
+_FLOAT = re.compile(
+    r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?|\.(inf|Inf|INF))"
+    r"|\.(nan|NaN|NAN)"
+)
+
+
+@functools.cache
+def config_loader() -> Any:
+    """Return the loader of YAML for configs: 1e-3 is a number, dates are text, and a key that stands there twice is an error.
+
+    libyaml's parser, where PyYAML was built with it, takes a tenth of the time.
+    """
+    import yaml
+
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        """A loader with these rules."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
+            twice = next((key for key in keys if keys.count(key) > 1), None)
+            if twice is not None:
+                raise yaml.YAMLError(f"the key {twice!r} is there twice, {str(node.start_mark).strip()}")
+            return super().construct_mapping(node, deep=deep)
+
+    Loader.yaml_implicit_resolvers = {
+        letter: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":timestamp", ":float"))]
+        for letter, rules in Loader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"(?:{_FLOAT.pattern})$"), list("-+0123456789."))
+    return Loader
 
 
 def compose(overrides: Sequence[str], *, config_name: str = "config", config_dir: str | None = None) -> Config:

@@ -335,8 +335,6 @@ class TrainConfig(Struct):
     seed: Natural = 1234
     shuffle: bool = True  # use a different order of samples in each epoch; false: the order of the data
     repeat: bool = True  # start another epoch when all samples have been seen; false: refuse a run that would need to
-    # for samples of different lengths: number of steps whose samples are sorted together
-    length_sorted_steps: Positive = 32
     data_workers: Natural = 0  # data loader processes per rank that read ahead
     data_ahead: Natural = 2  # steps that data_workers read ahead
     log_every: Annotated[Positive, Share(0.02, most=10)] = OPEN  # steps between log lines
@@ -349,12 +347,6 @@ class TrainConfig(Struct):
     max_skipped: Natural = 5  # after this many skipped steps in a row, go back to the last valid checkpoint; 0: never
     # end the run after this many rollbacks in a row without further progress; 0: never go back
     max_rollbacks: Natural = 2
-    # What to do about a loss spike, which is a loss more than `spike_threshold` robust standard deviations above the
-    # median of the last `spike_window` steps: "tell": report it; "rollback" (as for on_nonfinite); "ignore"
-    on_spike: choices.OnSpike = choices.OnSpike.TELL
-    spike_window: Annotated[int, Range(10, hint="a median of fewer losses says little")] = 100  # steps
-    # in standard deviations, estimated from the median absolute deviation
-    spike_threshold: Annotated[float, Range(1, hint="train.on_spike=ignore looks for no spikes")] = 10.0
     # "auto": a GPU if cluster.gpus_per_node is set or one is visible; "cpu"; "cuda"
     device: choices.Device = choices.Device.AUTO
     # Use only kernels that give the same bits each time, so that a resumed run on GPUs equals an uninterrupted one to the
@@ -387,10 +379,6 @@ class CheckpointConfig(Struct):
     # whether a lower ("min") or higher ("max") best_metric is better
     best_mode: choices.BestMode = choices.BestMode.MIN
     max_failures: Natural = 3  # end the attempt after this many failed saves in a row; 0: continue without checkpoints
-    # what a save does if tensors differ between ranks that should hold the same (as on GPUs of different models):
-    # "refuse": fail and name them; "warn": report this once and save the copy of the lowest rank, which then writes all
-    # of it
-    on_replica_drift: choices.ReplicaDrift = choices.ReplicaDrift.REFUSE
     # URL of a folder in an object store; checkpoints are copied to <mirror>/<job.name>/<run id>
     mirror: str | None = None
     # Node-local folder, in /dev/shm or on a local disk: every save is also copied there, so that a restart on the same
@@ -413,7 +401,7 @@ class EvalConfig(Struct):
     # "inline": training waits for the evaluation; "job": a separate SLURM job evaluates each due checkpoint
     mode: choices.EvalMode = choices.EvalMode.INLINE
     # Additional evaluation sets by name, each a data config with a _target_: a data set, or a source, of which `valid`
-    # is used, or else `train`. The sets of the data source itself are "valid" and those in its `evals`.
+    # is used, or else `train`. The set of the data source itself is "valid".
     sets: dict[Annotated[str, EVALUATION_SET], Any] = {}
     # Metrics in addition to the loss: true or false for those in slurmtrain.training.evaluation, or a config with a
     # _target_ for your own.
@@ -538,8 +526,8 @@ class ObserveConfig(Struct):
     phases: bool = True
     # Steps between comparisons of how long each phase takes on each rank, to find slow ranks; 0: never
     straggler_every: Natural = 20
-    # Steps to profile once, such as "100-102": traces and a snapshot of the GPU memory in RUN/profiles. null: only
-    # those that somebody requests with `touch RUN/profile`
+    # Steps to profile once, such as "100-102": traces of them in RUN/profiles. null: only those that somebody
+    # requests with `touch RUN/profile`
     profile_steps: Annotated[str, profiled_steps] | None = None
     profile_ranks: list[int] = field(default_factory=lambda: [0])  # ranks that write a profile; []: all
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from slurmtrain.config.overrides import all_keys
 from slurmtrain.errors import ConfigError
-from slurmtrain.system.redaction import SHORTEST, bytes_of, hide, redact_output
+from slurmtrain.system.redaction import SHORTEST, bytes_of, hide, redact, redact_bytes
 
 ENV, FILE = "env", "file:"
 
@@ -57,7 +58,44 @@ def take(secrets: Mapping[str, str]) -> None:
     values = given(secrets)
     os.environ.update(values)
     hide(values)
-    redact_output()
+    if values:
+        redact_output()
+
+
+def redact_output() -> None:
+    """Redact what Python prints from now on, tracebacks and bytes too.
+
+    Not seen: other processes, what C libraries write, and what is written to a file descriptor.
+    """
+    for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Redacting):
+            setattr(sys, name, cast(TextIO, _Redacting(stream)))
+
+
+class _Redacting:
+    """A stream of text or of bytes in front of another one."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, data: Any) -> int:
+        if isinstance(data, str):
+            self._stream.write(redact(data))
+            return len(data)
+        self._stream.write(redact_bytes(bytes(data)))
+        return memoryview(data).nbytes
+
+    def writelines(self, lines: Iterable[Any]) -> None:
+        for line in lines:
+            self.write(line)
+
+    @property
+    def buffer(self) -> _Redacting:
+        return _Redacting(self._stream.buffer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def refuse_written_out(values: Mapping[str, str], config: Mapping[str, Any], overrides: Sequence[str]) -> None:

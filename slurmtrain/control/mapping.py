@@ -38,10 +38,11 @@ from slurmtrain.control.runs import (
     submitting,
 )
 from slurmtrain.control.submitting import client_of
-from slurmtrain.errors import ClusterError, RunFailedError, UnreadableRecordError, UsageError
+from slurmtrain.errors import ClusterError, UnreadableRecordError, UsageError
+from slurmtrain.launch.claims import holder_here
 from slurmtrain.launch.named_paths import check_named_paths
 from slurmtrain.report.status.state import RunState, RunStatus
-from slurmtrain.report.status.waiting import as_they_end
+from slurmtrain.report.status.waiting import RunFailedError, as_they_end
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
@@ -49,7 +50,6 @@ from slurmtrain.runtime.jobs.map_task import RESULT, arguments_file, function_fi
 from slurmtrain.sweep.folder import create_sweep
 from slurmtrain.sweep.jobs import cancel, require_own, states_of, submit_arrays, trusted_client
 from slurmtrain.sweep.plan import SweepPlan
-from slurmtrain.system.file_claims import holder_here
 from slurmtrain.system.files import replace_file
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.records import open_regular

@@ -25,14 +25,7 @@ from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
 from slurmtrain.control import stop
 from slurmtrain.control.submitting import submit_run
-from slurmtrain.errors import (
-    ClusterError,
-    RunFailedError,
-    RunStoppedError,
-    SlurmtrainError,
-    UnreadableRecordError,
-    UsageError,
-)
+from slurmtrain.errors import ClusterError, SlurmtrainError, UnreadableRecordError, UsageError
 from slurmtrain.launch.checks import check
 from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.launch.named_paths import with_absolute_paths
@@ -40,9 +33,8 @@ from slurmtrain.launch.submit import preparing
 from slurmtrain.report.checkpoints import StoredCheckpoint, complete_checkpoints
 from slurmtrain.report.collect import metrics_of
 from slurmtrain.report.rank_logs import Tail, attempt_number, last_lines, log_file
-from slurmtrain.report.status.look import state
-from slurmtrain.report.status.state import RunState, RunStatus
-from slurmtrain.report.status.waiting import as_they_end
+from slurmtrain.report.status.state import RunState, RunStatus, state
+from slurmtrain.report.status.waiting import RunFailedError, RunStoppedError, as_they_end
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
@@ -96,7 +88,7 @@ class Status:
 
     @classmethod
     def of(cls, now: RunState) -> Status:
-        """Return what `report.status.look` knows of a run."""
+        """Return what `report.status.state` knows of a run."""
         return cls(**now.facts(), alive=now.alive, attempts=tuple(now.attempts), doubt=now.slurm_error)
 
     def __str__(self) -> str:

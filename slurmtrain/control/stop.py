@@ -15,18 +15,15 @@ from pathlib import Path
 from slurmtrain.choices import Backend, RequeueMode
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import ClusterError, UsageError
-from slurmtrain.report.status.look import state
-from slurmtrain.report.status.state import WAITING, RunState, RunStatus
+from slurmtrain.launch.claims import claimed, is_claimed
+from slurmtrain.report.status.state import WAITING, RunState, RunStatus, state
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import read_attempt
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import RunAction
-from slurmtrain.runs.requests import ask_to_cancel, ended_after, signal_ranks, write_request
+from slurmtrain.runs.reasons import Event
+from slurmtrain.runs.requests import RunAction, ask_to_cancel, ended_after, signal_ranks, write_request
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import kubectl
-from slurmtrain.system.file_claims import claimed, claims, is_claimed
-from slurmtrain.system.files import read_json
 from slurmtrain.system.process import ProcessMark
 
 log = logging.getLogger(__name__)
@@ -277,10 +274,6 @@ def claimed_alone(run_dir: RunDir) -> Iterator[None]:
             raise ClusterError(f"{who} is already running {run_dir.id}", hint=f"status {run_dir.id}")
         log.info("%s is resuming it; waiting for that", who)
 
-    # A claim that was copied with the run: its owner is at work on the original.
-    original, made = run_dir.info().get("copied_from"), claims(run_dir.path)
-    if original and made and read_json(Path(original) / made[-1].name) == read_json(made[-1]):
-        made[-1].with_suffix(".over").touch()
     with claimed(claim_folder(run_dir), busy):
         yield
 

@@ -9,11 +9,14 @@ trainer.fit(model, loader, ckpt_path=resume_from())
 from __future__ import annotations
 
 import atexit
+import base64
+import io
 import logging
+import os
+import shutil
 import signal
 import time
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,17 +27,17 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
-from torch.utils.data import DataLoader, IterableDataset
 
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.state import RandomState
+from slurmtrain.data.exact_loader import DataLoader
 from slurmtrain.errors import EXIT_REQUEUE, ConfigError
-from slurmtrain.integrations.commit import gather_states, save_together
 from slurmtrain.integrations.reporting import ProgressReport
 from slurmtrain.parallel.ddp import warm_up_ddp_buckets
 from slurmtrain.runtime.api import init, session, should_stop
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.slurm.environment import Environment
+from slurmtrain.system.files import fsync_directory
 from slurmtrain.system.signals import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
@@ -116,8 +119,8 @@ class SlurmtrainCallback(Callback):  # type: ignore[misc]
     """Stops all ranks after the same step when the job has to leave, saves, and ends with exit code 75: start me again.
 
     It saves through `Trainer.save_checkpoint`, in whatever form the strategy has; pass `resume_from()` to `fit`. It also
-    reports the steps, and lets a resumed run go on with the next batch: Lightning by itself begins the epoch's batches
-    again, and has no random state in its checkpoints. Use one for one call of `fit`.
+    reports the steps, and saves the random state, which Lightning does not. Batches to train on come from a
+    `slurmtrain.DataLoader`, or another loader that saves its place. Use one for one call of `fit`.
 
     Args:
         save_every: also save after every so many steps (`Trainer.global_step`); 0: only when the job has to leave, and
@@ -133,9 +136,11 @@ class SlurmtrainCallback(Callback):  # type: ignore[misc]
         self._report: ProgressReport | None = None
         self._logged = 0.0  # when, by the monotonic clock
         self._values: dict[str, float] = {}  # that were logged
-        self._position = _Position()
-        self._of_all_ranks: list[dict[str, Any]] | None = None  # positions, while Trainer writes a checkpoint for us
-        self._resumed = False  # `_position` is that of a checkpoint
+        self._batches = 0  # of this epoch that are done
+        self._random: dict[str, Any] | None = None  # this rank's random state in the checkpoint
+        self._of_all_ranks: list[dict[str, Any]] | None = (
+            None  # random states, while Trainer writes a checkpoint for us
+        )
         self._saved: int | None = None
         self._first_step = 0
         self._waited = False  # for a validation
@@ -155,12 +160,10 @@ class SlurmtrainCallback(Callback):  # type: ignore[misc]
         _leave_groups_at_exit()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        of_all_ranks = state_dict.get("ranks", [])
-        if of_all_ranks:
-            rank = self._distributed.environment.rank
-            same = len(of_all_ranks) == self._distributed.environment.world_size
-            self._position.load_state_dict(of_all_ranks[rank] if same else {"batches": of_all_ranks[0]["batches"]})
-            self._resumed = True
+        of_all_ranks, environment = state_dict.get("ranks", []), self._distributed.environment
+        self._batches = state_dict.get("batches", 0)
+        if len(of_all_ranks) == environment.world_size:
+            self._random = of_all_ranks[environment.rank]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
@@ -175,20 +178,16 @@ class SlurmtrainCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._take_signals_back()
         warm_up_ddp_buckets(trainer.strategy.model)
-        self._position.go_there(trainer, resumed=self._resumed)
+        self._go_there(trainer)
         self._first_step = trainer.global_step
         self._report = ProgressReport(trainer.global_step, _total_steps(trainer))
-        if self._resumed and self._distributed.environment.rank == 0:
+        if trainer.global_step and self._distributed.environment.rank == 0:
             log.info(
-                "resuming at step %d: epoch %d, batch %d",
-                *(trainer.global_step, trainer.current_epoch, self._position.batches),
+                "resuming at step %d: epoch %d, batch %d", trainer.global_step, trainer.current_epoch, self._batches
             )
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._position.note_order(trainer)
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._position.batch_done(0 if trainer.is_last_batch else batch_idx + 1)
+        self._batches = 0 if trainer.is_last_batch else batch_idx + 1
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return  # gradients that no step has used yet would be lost
         # From a checkpoint between a batch and its validation, or at the end of an epoch, Lightning goes on with a wrong
@@ -225,7 +224,24 @@ class SlurmtrainCallback(Callback):  # type: ignore[misc]
             self._save(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._of_all_ranks is None else {"ranks": self._of_all_ranks}
+        return {} if self._of_all_ranks is None else {"ranks": self._of_all_ranks, "batches": self._batches}
+
+    def _go_there(self, trainer: Any) -> None:
+        """Let the loaders go on after the batches of this epoch that are done, with the random state of then.
+
+        Lightning itself counts batches and epochs, but restores no random state, and no loader's place at an epoch's end.
+        """
+        for loader in trainer.fit_loop._combined_loader.flattened:
+            if isinstance(loader, DataLoader):
+                loader.load_state_dict({**loader.state_dict(), "epoch": trainer.current_epoch, "batch": self._batches})
+            elif not hasattr(loader, "load_state_dict"):
+                raise ConfigError(
+                    f"SlurmtrainCallback cannot go on within an epoch of a {type(loader).__name__}, which has no state_dict",
+                    hint="slurmtrain.DataLoader(...) has the arguments of torch's; on several ranks, "
+                    "sampler=DistributedSampler(dataset, trainer.world_size, trainer.global_rank)",
+                )
+        if self._random is not None:
+            RandomState().load_state_dict(self._random)
 
     def _log(self, trainer: Any) -> None:
         """Report the step, and what the module has logged; Lightning keeps a validation's values until the next one."""
@@ -242,11 +258,10 @@ class SlurmtrainCallback(Callback):  # type: ignore[misc]
         step = trainer.global_step
         if step == self._saved:
             return
-        self._position.note()
         final = self._folder / f"step_{step:09d}.ckpt"
-        self._of_all_ranks = gather_states(self._distributed, self._position.state_dict())
+        self._of_all_ranks = _gathered(self._distributed, RandomState().state_dict())
         try:
-            save_together(self._distributed, final, trainer.save_checkpoint, pattern=OWN, keep=self._keep)
+            _save_together(self._distributed, final, trainer.save_checkpoint, keep=self._keep)
         finally:
             self._of_all_ranks = None
         if self._report is not None:
@@ -280,141 +295,6 @@ def _total_steps(trainer: Any) -> int | None:
     return None
 
 
-class _Position:
-    """Where this rank is in its epoch: batches done, and the random state now and when the epoch's order was drawn."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-        self._now: dict[str, Any] | None = None
-        self._order: dict[str, Any] | None = None
-        self._begun = False  # the epoch that begins next has drawn its order
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"batches": self.batches, "now": self._now, "order": self._order}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.batches, self._now, self._order = state["batches"], state.get("now"), state.get("order")
-
-    def note(self) -> None:
-        """Note the random state as it is."""
-        self._now = RandomState().state_dict()
-
-    def batch_done(self, batches: int) -> None:
-        """Note that so many batches of the epoch are done; 0: it is at its end."""
-        self.batches, self._begun = batches, False
-
-    def note_order(self, trainer: Any) -> None:
-        """Note the random state from which the order of the epoch's batches is drawn next, unless it was drawn already."""
-        if self._begun:
-            return
-        generators = [generator.get_state() for generator in _generators(trainer)]
-        self._order = {"random": RandomState().state_dict(), "generators": generators}
-
-    def go_there(self, trainer: Any, *, resumed: bool) -> None:
-        """Begin the epoch's batches; of a resumed run after those that were done, in the same order.
-
-        A loader that saves its own position is left to Lightning.
-        """
-        fetcher, loaders = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader.flattened
-        keeps_position = any(hasattr(loader, "load_state_dict") for loader in loaders)
-        if resumed:  # Lightning would say that it begins the epoch's batches again, which it does not here
-            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
-        if resumed and self.batches and self._order is not None:
-            RandomState().load_state_dict(self._order["random"])
-            for generator, state in zip(_generators(trainer), self._order["generators"], strict=False):
-                generator.set_state(state)
-        elif resumed and self._now is not None:
-            RandomState().load_state_dict(self._now)
-        if not keeps_position and (resumed or fetcher.length is not None):  # otherwise a batch was fetched already
-            if not (resumed and self.batches):
-                self.note_order(trainer)
-            for loader in loaders:
-                _set_epoch(loader, trainer.current_epoch)
-            _begin_batches(fetcher, loaders, self.batches if resumed else 0)
-            self._begun = True
-        if resumed and self.batches and self._now is not None:
-            RandomState().load_state_dict(self._now)
-
-
-class _Later:
-    """A sampler whose first round begins after `skip` entries. Only one round of it is under way at a time."""
-
-    def __init__(self, sampler: Any, skip: int):
-        self._sampler, self._skip = sampler, skip
-        self._entries: Iterator[Any] = iter(())
-
-    def __iter__(self) -> Iterator[Any]:
-        self._entries = iter(self._sampler)
-        return self
-
-    def __next__(self) -> Any:
-        self.skip()
-        return next(self._entries)
-
-    def skip(self) -> None:
-        """Skip the entries now, if that was not done: it draws the order, if it is random."""
-        left, self._skip = self._skip, 0
-        for _ in range(left):
-            next(self._entries, None)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-
-def _begin_batches(fetcher: Any, loaders: list[Any], skip: int) -> None:
-    """Begin the batches of an epoch anew, after the first `skip`.
-
-    Of one map-style loader they are not even read; of others they are read, and thrown away.
-    """
-    loader = loaders[0]
-    if (
-        skip
-        and len(loaders) == 1
-        and isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-    ):
-        name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-        # Past DataLoader.__setattr__, which refuses it because an iterator that exists would not see it.
-        later = _Later(getattr(loader, name), skip)
-        object.__setattr__(loader, name, later)
-        # With persistent workers, one iterator serves all epochs, with the sampler that it began with.
-        if loader._iterator is not None:
-            loader._iterator._index_sampler = later
-        iter(fetcher)
-        later.skip()
-        return
-    iter(fetcher)
-    for _ in range(skip):
-        next(fetcher)
-    fetcher.fetched -= skip  # Trainer adds them
-
-
-def _set_epoch(loader: Any, epoch: int) -> None:
-    for sampler in _samplers(loader):
-        if callable(getattr(sampler, "set_epoch", None)):
-            sampler.set_epoch(epoch)
-
-
-def _generators(trainer: Any) -> list[torch.Generator]:
-    """Return the generators that the loaders were given, each once."""
-    found: list[torch.Generator] = []
-    for loader in trainer.fit_loop._combined_loader.flattened:
-        for owner in (loader, *_samplers(loader)):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
-                found.append(generator)
-    return found
-
-
-def _samplers(loader: Any) -> list[Any]:
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    found = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    return [sampler for sampler in found if sampler is not None]
-
-
 def _leave_groups_at_exit() -> None:
     """End torch's process group while the interpreter still works, as Lightning would if it had made it."""
 
@@ -445,3 +325,82 @@ def resume_from(folder: Path | str | None = None) -> str | None:
     if distributed.environment.rank == 0:
         newest = max(map(str, (own_folder() if folder is None else Path(folder)).glob(OWN)), default="")
     return distributed.broadcast_text(newest) or None
+
+
+# A checkpoint gets its final name when it is complete and on the disk, in one rename.
+
+TEMPORARY = ".tmp-"  # in the names of what is being written
+
+
+def _save_together(distributed: DistributedContext, final: Path, write: Callable[[Path], object], *, keep: int) -> None:
+    """Save a file or folder under a hidden name, and give it the name `final` when all of it is on the disk.
+
+    All ranks call it together. One of that name that is there already is from an earlier attempt, and complete: it stays.
+
+    Args:
+        write: writes this rank's part to a path.
+        keep: how many checkpoints stay, the last ones by name.
+    """
+    attempt = session.context.number if session.context is not None else 0
+    temporary, first = final.with_name(f".{final.name}{TEMPORARY}{attempt}"), distributed.environment.rank == 0
+    if first:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _remove(temporary)
+    distributed.leave_together()  # the folder is there, and empty
+    write(temporary)
+    distributed.leave_together()  # all have written
+    if distributed.environment.local_rank == 0:  # the memory of a node may hold back what was written there
+        for path in _files(temporary):
+            with suppress(FileNotFoundError):  # of another node, and not to be seen here yet
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+    distributed.leave_together()  # all is on the disk
+    if first:
+        if final.exists():
+            _remove(temporary)
+        else:
+            temporary.rename(final)
+            fsync_directory(final.parent)
+        for path in final.parent.glob(f".{OWN}{TEMPORARY}*"):
+            number = path.name.rpartition("-")[2]
+            if not number.isdigit() or int(number) <= attempt:  # a later attempt may be writing already
+                _remove(path)
+        for path in sorted(final.parent.glob(OWN))[:-keep]:
+            _remove(path)
+    distributed.leave_together()  # nobody leaves before the commit
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, which may be gone already. A folder loses its name first."""
+    if path.is_dir() and not path.is_symlink():
+        gone = path if TEMPORARY in path.name else path.with_name(f".{path.name}{TEMPORARY}removed")
+        if gone != path:
+            path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _files(path: Path) -> list[Path]:
+    """Return a file, or the files and folders of a folder, from the bottom up."""
+    if not path.is_dir():
+        return [path]
+    return [
+        Path(root, name) for root, folders, names in os.walk(path, topdown=False) for name in [*names, *folders]
+    ] + [path]
+
+
+def _gathered(distributed: DistributedContext, own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the state of every rank, in the order of ranks. All ranks call it together.
+
+    Args:
+        own: this rank's: tensors, numbers, texts, and lists, tuples and dicts of them. What comes from other ranks is read
+            without running code.
+    """
+    written = io.BytesIO()
+    torch.save(own, written)
+    everyones = RankGroup(distributed.control_group).gather(lambda: base64.b64encode(written.getvalue()).decode())
+    return [torch.load(io.BytesIO(base64.b64decode(state)), weights_only=True) for state in everyones]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.runs import attempts
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.api import session
 from slurmtrain.system.patience import BestEffort

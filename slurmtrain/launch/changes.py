@@ -40,11 +40,11 @@ from slurmtrain.planner.fit import check_fits
 from slurmtrain.planner.schedule import learning_rate
 from slurmtrain.report.compare import MISSING, config_differences
 from slurmtrain.runs import lookup
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.software import CodeRecord, read_code_record, record_of
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.system import files
+from slurmtrain.system import files, records
 from slurmtrain.system.modes import folder_mode
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def finish_change(run_dir: RunDir) -> None:
     Called only by the process that has claimed the run. It may be cut short itself.
     """
     staged = run_dir.path / STAGED
-    decision = files.read_json(staged / DECISION)
+    decision = records.read_json(staged / DECISION)
     if decision is not None:
         for path in (run_dir.config_file, run_dir.script, record_of(run_dir.code), run_dir.code):
             fresh = staged / path.name
@@ -294,7 +294,7 @@ Values = tuple[Any, Any]  # a field's value before and after
 # Of our own decoder and of adapters, fields that change what is computed from now on, not what the weights stand for.
 DROPOUT = ("model.dropout", "lora.dropout")
 # Of prepared data, fields that change nothing about the samples of training.
-OF_ANY_DATA = ("valid_split", "valid_each")
+OF_ANY_DATA = ("valid_split",)
 # Fields, and groups of them, that a checkpoint's numbers are numbers of -> why they cannot change.
 _ORDER = "its place among the samples is a number in the order that `data`, train.seed and train.shuffle give"
 _WEIGHTS = "its weights and the state of its optimiser are those of the model as it was"
@@ -307,7 +307,6 @@ MEANING = {
     "data": _ORDER,
     "train.seed": _ORDER,
     "train.shuffle": _ORDER,
-    "train.length_sorted_steps": _ORDER,
     "train.global_batch_size": _STEPS,
     "checkpoint.restore_from": _OWN,
     "checkpoint.restore_only": _OWN,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import yaml
 
 from slurmtrain.errors import ConfigError
-from slurmtrain.planner.gpus import gpu_of
+from slurmtrain.planner.hardware import gpu_of
 from slurmtrain.report.page.units import listed
 from slurmtrain.slurm.facts import ClusterFacts, Limit, NodeGroup, Partition, association_of, qos_of, wall_limit
 from slurmtrain.system.texts import roughly
@@ -22,7 +22,7 @@ WIDTH = 112
 COMMENT_COLUMN = 26
 DAY_MIN = 1440
 LEAD_S = 300
-# Models of GPU that are sold with several amounts of memory, in GB. `planner.gpus` has the smallest.
+# Models of GPU that are sold with several amounts of memory, in GB. `planner.hardware` has the smallest.
 SEVERAL_MEMORIES = {"A100": (40, 80), "V100": (16, 32), "GH200": (96, 144), "H20": (96, 141)}
 # Cards whose error correction takes a sixteenth of their memory.
 ECC_IN_MEMORY = {"L40S", "L40", "L4", "A40", "A10G", "A10", "T4"}

@@ -12,15 +12,14 @@ from slurmtrain.choices import Backend
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, UsageError
 from slurmtrain.launch.submit import slurm_conf_of
-from slurmtrain.report.status.look import states
-from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus, states
 from slurmtrain.runs import lookup
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import was_preempted
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.parse_values import STARTS_PREEMPTED_JOBS_ONCE_MORE
+from slurmtrain.slurm.parse_values import STARTS_PREEMPTED_JOBS_ONCE_MORE, does
 from slurmtrain.system.paths import runs_root
 
 log = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ def free_dependents(run_dir: RunDir, attempt: Attempt, client: SlurmClient) -> N
     job_id = attempt.job_id
     if job_id is None or not (attempt.restart_count or was_preempted(run_dir, attempt)):
         return
-    if not STARTS_PREEMPTED_JOBS_ONCE_MORE.applies_to(client.version()):
+    if not does(client.version(), STARTS_PREEMPTED_JOBS_ONCE_MORE):
         return
     try:
         freed = client.pass_on_dependents(job_id, None)

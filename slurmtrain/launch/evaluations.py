@@ -27,18 +27,18 @@ from slurmtrain.config.rules import validate
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import SlurmtrainError, UsageError
 from slurmtrain.launch.changes import parse_override
+from slurmtrain.launch.claims import claimed
 from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.launch.job import in_queue, submit
 from slurmtrain.launch.script import render_script
 from slurmtrain.launch.submit import job_paths, run_info
-from slurmtrain.report.status.look import states
+from slurmtrain.report.status.state import states
 from slurmtrain.runs import requests
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir, made_at
 from slurmtrain.runs.software import CodeRecord
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
-from slurmtrain.system.file_claims import claimed
 from slurmtrain.system.modes import folder_mode
 
 

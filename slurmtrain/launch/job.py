@@ -24,10 +24,9 @@ from slurmtrain.launch.script import directive, render_script, without_past
 from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.submit_once import export_option, submit_exactly_once
 from slurmtrain.runs import ownership
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.jobs import TOKEN_PREFIX, is_anothers, named_in, names_of, submitter
 from slurmtrain.runs.lookup import is_sweep
-from slurmtrain.runs.reasons import Reason, Verdict
+from slurmtrain.runs.reasons import Event, Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir, made_at
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient

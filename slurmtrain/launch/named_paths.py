@@ -25,7 +25,7 @@ from slurmtrain.launch.code_source import CodeSource
 from slurmtrain.system.paths import URL, absolute
 
 if TYPE_CHECKING:
-    from slurmtrain.system.sight import Seen
+    from slurmtrain.config.sight import Seen
 
 
 IMAGE_FILES = (".sif", ".sqsh", ".img", ".simg")
@@ -143,7 +143,7 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False, begun: 
         ConfigError: something is missing, and the message names the first.
     """
     # What only makes paths absolute, as a dry run does, needs none of these.
-    from slurmtrain.system.sight import OF_EACH_NODE, Sight, look
+    from slurmtrain.config.sight import OF_EACH_NODE, Sight, look
 
     config = with_absolute_paths(config, cwd)
     check_program(config, cwd)
@@ -249,7 +249,7 @@ def check_program(config: Config, cwd: Path) -> None:
     Raises:
         ConfigError: something is missing that this machine would see.
     """
-    from slurmtrain.system.sight import Sight, look
+    from slurmtrain.config.sight import Sight, look
 
     if config.job.kind != JobKind.COMMAND:
         return

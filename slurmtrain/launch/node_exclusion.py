@@ -20,7 +20,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError, EnvironmentMismatchError
 from slurmtrain.launch.script import EXCLUDED_MAX, directive
 from slurmtrain.runs import node_blame
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm import node_ledger
 from slurmtrain.slurm.client import SlurmClient

@@ -26,13 +26,12 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ClusterError
 from slurmtrain.launch.script import directive, set_aside
 from slurmtrain.runs.jobs import TOKEN_PREFIX
-from slurmtrain.slurm.answers import NOT_THERE, UNSURE
-from slurmtrain.slurm.client import CONFIG_MISSING, INSTALL_HINT, SlurmClient
+from slurmtrain.slurm.client import CONFIG_MISSING, INSTALL_HINT, NOT_THERE, UNSURE, SlurmClient
 from slurmtrain.slurm.command_environment import submission_environment
 
 log = logging.getLogger(__name__)
 
-# Messages of sbatch, in the words of slurm_errno.c and sbatch.c (22.05 to 26.05), besides those of `slurm.answers`.
+# Messages of sbatch, in the words of slurm_errno.c and sbatch.c (22.05 to 26.05), besides those of `slurm.client`.
 # `sbatch --test-only` ends with these where sbatch would queue the job: slurmctld's job_allocate() takes them for "not now".
 NOT_NOW = (
     "requested nodes are busy",

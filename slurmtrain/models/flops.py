@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import nn
 
 from slurmtrain.planner.flops import FROZEN, TRAINED, ModelFlops, attention_flops
-
-log = logging.getLogger(__name__)
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # fields of models that use some matrices only
 
@@ -20,32 +17,24 @@ def flops_of(model: nn.Module) -> ModelFlops | None:
     Ours say them by `training_flops()`; a model of one's own by `flops_per_token(seq_len)`: operations of one token's forward
     and backward pass with dense attention, which is a constant and a multiple of `seq_len`.
     """
-    ours = getattr(model, "training_flops", None)
-    if callable(ours):
-        found = ours()
-        return found if isinstance(found, ModelFlops) else None
-    per_token = getattr(model, "flops_per_token", None)
-    if not callable(per_token):
+    known: Any = model
+    if hasattr(known, "training_flops"):
+        found: ModelFlops | None = known.training_flops()
+        return found
+    if not hasattr(known, "flops_per_token"):
         return None
-    try:
-        one, two = int(per_token(1)), int(per_token(2))
-    except Exception as error:  # of code that may be meant for something else, and that training does not need
-        log.warning("%s.flops_per_token(seq_len) fails: %s", type(model).__name__, error)
-        return None
-    return ModelFlops(2 * one - two, two - one) if two >= one > 0 else None
+    one, two = known.flops_per_token(1), known.flops_per_token(2)
+    return ModelFlops(2 * one - two, two - one)
 
 
 def transformers_flops(model: nn.Module) -> ModelFlops | None:
     """Return the operations of training a causal language model of transformers; None if only some matrices are used."""
     config: Any = getattr(model, "config", None)
     config = getattr(config, "text_config", config)
-    layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
-    width = getattr(config, "hidden_size", None)
-    if not all(isinstance(size, int) and size > 0 for size in (layers, heads, width)):
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    layers, heads, width = (getattr(config, name, None) for name in sizes)
+    if not (layers and heads and width) or any(getattr(config, name, None) for name in EXPERTS):
         return None
-    if any(getattr(config, name, None) for name in EXPERTS):
-        return None
-    assert isinstance(layers, int) and isinstance(heads, int) and isinstance(width, int)
     output = getattr(model, "get_output_embeddings", lambda: None)()
     predicting = getattr(output, "weight", None)
     looked_up = {

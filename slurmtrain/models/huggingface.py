@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,13 +83,18 @@ def _drawn(transformers: Any, config: Mapping[str, Any], *, on_meta: bool = Fals
 
 
 def _described(transformers: Any, path: str) -> nn.Module:
-    """Return the model of the config.json in `path`, with buffers, but with parameters on the meta device."""
+    """Return the model of the config.json in `path`, with parameters on the meta device.
+
+    Its buffers are not: those that are in no file (rotary frequencies) are computed once only, when a module is built.
+    """
+    from accelerate import init_empty_weights
+
     if not Path(path, "config.json").is_file():
         what = " has no config.json" if Path(path).is_dir() else ": there is no such folder"
         raise ConfigError(f"model.path={path}{what}", hint="name a folder written by save_pretrained")
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        with _without_drawing(), _parameters_on_meta():
+        with _without_drawing(), init_empty_weights(include_buffers=False):
             model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             model.tie_weights()  # which not drawing leaves out, too
     except (TypeError, ValueError, OSError) as error:
@@ -152,25 +157,3 @@ def _without_drawing() -> AbstractContextManager[None]:
         module = importlib.import_module("transformers.modeling_utils")
     context: AbstractContextManager[None] = module.no_init_weights()
     return context
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Move each parameter to the meta device as soon as a module has it.
-
-    Under torch.device("meta") buffers would be there, too, and those that are in no file (rotary frequencies) are computed
-    once only, when the module is built.
-    """
-    register: Callable[..., None] = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
-
-    module_class: Any = nn.Module
-    module_class.register_parameter = on_meta
-    try:
-        yield
-    finally:
-        module_class.register_parameter = register

@@ -63,8 +63,7 @@ class Logger(Protocol):
     """The methods of a logger. A class of your own that is derived from this one needs `log` only.
 
     It is built from its config in `observe.loggers` for each attempt, in a thread of rank 0, and sees numbers only. Whatever a
-    method raises is said once; after a pause the logger is closed, built and opened again, and goes on after what it has. A
-    record that fails three times in a row is left out.
+    method raises is said once; after a pause the logger is closed, built and opened again, and goes on after what it has.
     """
 
     def open(self, run: LoggedRun) -> Held | None:

@@ -21,16 +21,16 @@ from slurmtrain.errors import ConfigError, why_not_built
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
-from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.files import write_json
 from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.records import read_json
 from slurmtrain.system.redaction import redact, redacted
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0  # between looks at metrics.jsonl
 NOTE_EVERY_S = 5.0  # between notes of what the logger has
-PAUSES_S = (5.0, 15.0, 60.0)  # after the first, second, and each further error in a row
-TRIES = 3  # of a record
+PAUSE_S = 30.0  # after an error
 CLOSE_S = {Ending.FINISHED: 30.0, Ending.STOPPED: 5.0, Ending.FAILED: 5.0}  # the grace time of a stop is short
 # Seconds that must be left for another try at the end: the signal of a stop may have killed what serves the logger.
 AGAIN_S = 2.0
@@ -101,8 +101,6 @@ class LoggerThread:
         self._ending, self._close_by = Ending.STOPPED, float("inf")  # the latter in seconds of time.monotonic
         self._offset, self._rewound = 0, False
         self._held, self._noted = Held(), 0.0
-        self._failures = 0  # in a row
-        self._refused, self._tries = Held(), 0  # what it would have with the record that it last refused, and how often
         self._error: str | None = None
         self._said: str | None = None
         self._thread = threading.Thread(target=self._follow, name=f"logger-{name}", daemon=True)
@@ -145,7 +143,7 @@ class LoggerThread:
                 self._failed(error)
             if was_over or time.monotonic() > self._close_by - AGAIN_S:
                 return
-            self._over.wait(PAUSES_S[min(self._failures, len(PAUSES_S)) - 1])
+            self._over.wait(PAUSE_S)
 
     def _work(self) -> None:
         """Open a logger, give it what it does not have until the end, and close it."""
@@ -177,25 +175,16 @@ class LoggerThread:
         for record in found:
             if record["step"] <= (self._held.evaluated if is_evaluation(record) else self._held.step):
                 continue
-            try:
-                hand = logger.evaluated if is_evaluation(record) else logger.log
-                hand(record["step"], numbers_of(record))
-            except Exception:
-                refused = held_after(record, held)
-                self._refused, self._tries = refused, 1 + (self._tries if refused == self._refused else 0)
-                if self._tries >= TRIES:
-                    log.warning("the logger %s lacks step %d, which failed %d times", self.name, record["step"], TRIES)
-                    self._held = refused
-                raise
+            hand = logger.evaluated if is_evaluation(record) else logger.log
+            hand(record["step"], numbers_of(record))
             held = held_after(record, held)
         if held != self._held:
             logger.flush()
-            self._held, self._failures, self._error = held, 0, None
+            self._held, self._error = held, None
             if time.monotonic() - self._noted > NOTE_EVERY_S:
                 self._note()
 
     def _failed(self, error: BaseException) -> None:
-        self._failures += 1
         said = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         if isinstance(error, ConfigError) and error.hint:
             said += f" ({error.hint})"

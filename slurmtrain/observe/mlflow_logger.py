@@ -20,8 +20,6 @@ from typing import Any
 from slurmtrain.config.schema import MlflowConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
-from slurmtrain.system.files import temporary_beside
-from slurmtrain.system.modes import file_mode
 
 log = logging.getLogger(__name__)
 
@@ -44,25 +42,11 @@ def own_database(directory: Path) -> str:
     return f"sqlite:///{directory / 'mlflow.db'}"
 
 
-def _make_database(directory: Path) -> None:
-    """Make a run's own database under another name first: a kill would leave half of its tables, which MLflow refuses."""
-    if (directory / "mlflow.db").exists():
-        return
-    from mlflow import MlflowClient
-
-    unfinished = temporary_beside(directory / "mlflow.db")
-    MlflowClient(f"sqlite:///{unfinished}").search_experiments()
-    unfinished.chmod(file_mode(directory))
-    unfinished.replace(directory / "mlflow.db")
-
-
 def shown(uri: str) -> str:
     """Return how a person sees what is kept at a URI: its address without a password, or the command that shows a database."""
     scheme, separator, rest = uri.partition("://")
     if scheme.startswith(("sqlite", "file")):
-        # The pip extra is MLflow's client, without the server that `mlflow ui` is.
-        install = "" if importlib.util.find_spec("flask") else "pip install mlflow && "
-        return f"{install}mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"  # of `pip install mlflow`: the extra is the client
     return f"{scheme}://{rest.rpartition('@')[2]}" if separator else uri
 
 
@@ -86,7 +70,6 @@ def find_or_create(config: MlflowConfig, run: LoggedRun) -> tuple[Any, str, str]
     logging.getLogger("alembic").setLevel(logging.WARNING)
     uri, name, artifacts = tracking_uri(config, run.directory), config.experiment or run.name, None
     if uri == own_database(run.directory):
-        _make_database(run.directory)
         artifacts = str(run.directory / "mlartifacts")
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name(name)
@@ -97,8 +80,6 @@ def find_or_create(config: MlflowConfig, run: LoggedRun) -> tuple[Any, str, str]
             experiment = client.get_experiment_by_name(name)
     found = client.search_runs([experiment.experiment_id], f"tags.`{TAG}` = '{run.id}'", max_results=1)
     if found:
-        if not found[0].data.params:
-            _log_params(client, found[0].info.run_id, run.config)  # which a kill has kept the first attempt from
         return client, experiment.experiment_id, found[0].info.run_id
     tags = {TAG: run.id, "mlflow.user": run.user, "slurmtrain.directory": str(run.directory), **config.tags}
     if run.sweep:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import temporary_beside, write_text
 from slurmtrain.system.modes import file_mode, folder_mode
@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 
 STEPS = 3  # of a profile that somebody asks for
 TABLE_ROWS = 50
-MEMORY_EVENTS = 200_000  # allocations and frees that are remembered, with their stacks, in the host's memory
 LOOK_EVERY_S = 2.0  # seconds between looks of a loop that has no other thread for it
 
 T = TypeVar("T")
@@ -214,7 +213,7 @@ def _new_folder(run_dir: RunDir, first: int) -> Path:
             number += 1
 
 
-# The profile of some steps on one rank: a trace of torch.profiler, its table, and a snapshot of the GPU's memory.
+# The profile of some steps on one rank: a trace of torch.profiler, and its table.
 
 
 class StepProfiler:
@@ -233,7 +232,6 @@ class StepProfiler:
         self._steps, self._warmup = steps, warmup
         self._profile: Any = None
         self._wanted = True
-        self._remembers = False  # allocations are recorded
 
     def start(self) -> None:
         """Begin, before the first of the steps."""
@@ -249,9 +247,6 @@ class StepProfiler:
                 record_shapes=True,
             )
             self._profile.start()
-            if self._on_gpu:
-                self._remembers = True
-                _record_memory(max_entries=MEMORY_EVENTS)
 
     def step(self) -> None:
         """Note that a step has ended. After the last one the files are written."""
@@ -266,12 +261,9 @@ class StepProfiler:
         if profile is not None:
             with self._guarded():
                 profile.stop()
-                self._forget()  # where it ended before it recorded a step, nothing was written
 
     def _write(self, profile: Any) -> None:
         """Write the files; called by torch when the steps are done, or when it is stopped before."""
-        import torch
-
         if not self._wanted:
             return
         self._wanted = False
@@ -281,20 +273,11 @@ class StepProfiler:
             profile.export_chrome_trace(str(packed))
             packed.chmod(file_mode(self._folder))
             packed.replace(trace)
-            if self._remembers:
-                torch.cuda.memory._dump_snapshot(str(self._folder / f"rank-{self._rank}.memory.pickle"))
         finally:
-            self._forget()
             packed.unlink(missing_ok=True)
         by = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
         table = profile.key_averages().table(sort_by=by, row_limit=TABLE_ROWS, max_name_column_width=60)
         write_text(self._folder / f"rank-{self._rank}.txt", table, durable=False)
-
-    def _forget(self) -> None:
-        """Stop recording allocations, and free what is recorded."""
-        if self._remembers:
-            self._remembers = False
-            _record_memory(enabled=None)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -305,12 +288,4 @@ class StepProfiler:
             log.warning("no profile of rank %d: %s: %s", self._rank, type(error).__name__, error)
             profile, self._profile, self._wanted = self._profile, None, False
             with contextlib.suppress(Exception):
-                self._forget()
-            with contextlib.suppress(Exception):
                 profile.stop()
-
-
-def _record_memory(**options: Any) -> None:
-    import torch
-
-    torch.cuda.memory._record_memory_history(**options)

@@ -1,8 +1,8 @@
 """A text file for the node exporter of Prometheus: the newest numbers of a run, labelled by run, job and user.
 
 The node exporter reads *.prom in the folder that its --collector.textfile.directory names, here that of rank 0's node. The
-file is replaced in one step, and removed at the end. A kill leaves it behind: a run of the same user on that node removes it
-when it is a day old.
+file is replaced in one step, and removed at the end. A kill leaves it behind: the next run on that node removes it when it is a
+day old.
 
 Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 """
@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import re
-import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,10 +48,8 @@ class TextFileLogger(Logger):
         }
         self._values = {"attempt": run.attempt, "steps": run.config["train"]["steps"]}
         for path in self._folder.glob(f"{PREFIX}*.prom"):
-            with contextlib.suppress(OSError):  # it goes away just now
-                found = os.lstat(path)
-                old = time.time() - found.st_mtime > STALE_S
-                if old and found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
+            with contextlib.suppress(OSError):  # it goes away just now, or is somebody else's
+                if time.time() - path.lstat().st_mtime > STALE_S:
                     path.unlink()
         return Held()  # the file is gone: the newest numbers of metrics.jsonl are shown anew
 

@@ -23,8 +23,7 @@ from slurmtrain.config.parallel_dims import (
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.planner.fit import memory_of
-from slurmtrain.planner.gpus import gpu_of
-from slurmtrain.planner.hardware import Hardware, hardware_of
+from slurmtrain.planner.hardware import Hardware, gpu_of, hardware_of
 from slurmtrain.planner.memory import ADAM_STATES, GIB, StageMemory
 from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.step_time import StepTime, at_nodes, sequence_length, step_time

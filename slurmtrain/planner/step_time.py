@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from slurmtrain.choices import ActivationCheckpointing, CpMethod
-from slurmtrain.config.parallel_dims import AXES, ParallelDims, sequence_lengths
+from slurmtrain.config.parallel_dims import ParallelDims, sequence_lengths
 from slurmtrain.config.schema import Config
 from slurmtrain.planner.flops import FROZEN, TRAINED, decoder_flops, matrix_elements, multiplied_elements
 from slurmtrain.planner.hardware import Hardware
@@ -22,7 +22,6 @@ from slurmtrain.planner.shape import DecoderShape
 from slurmtrain.planner.traffic import Traffic, Work, bubble_passes, traffic_of
 
 COMPUTATION, BUBBLE, IMBALANCE = "computation", "bubble", "imbalance"
-COMMUNICATION_NAMES = AXES  # communication is named by its axis
 AT_ONCE = ("tp", "cp", "pp")  # axes whose communication is needed before the computation can go on
 PER_ELEMENT, PASSES = 2, 3  # operations of an element of a matrix for a token; forward, and twice as much backward
 # Share of the communication beside the computation that it takes longer by, since both use the same memory and processors.
@@ -67,11 +66,6 @@ class StepTime:
     @property
     def rank_seconds_per_token(self) -> float:
         return self.ranks * self.expected_s / self.tokens
-
-    @property
-    def communication_s(self) -> float:
-        """The seconds of communication that show."""
-        return sum(seconds for name, seconds in self.seconds.items() if name in COMMUNICATION_NAMES)
 
     @property
     def mfu(self) -> float | None:

@@ -12,8 +12,9 @@ import io
 import math
 import os
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from slurmtrain.choices import BestMode
 from slurmtrain.errors import UnreadableRecordError, UsageError, nearest
 from slurmtrain.observe.metrics import is_detail, read_evaluations, read_metrics
 from slurmtrain.report.status.state import RunState
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 from slurmtrain.system.files import write_where_named
@@ -219,7 +221,7 @@ def value_of(text: str) -> Cell:
 
 # The table as text.
 
-SUFFIXES = {".csv": "csv", ".md": "markdown", ".markdown": "markdown", ".json": "json"}
+SUFFIXES = {".csv": "csv", ".json": "json"}
 
 
 def format_of(path: Path) -> str:
@@ -239,17 +241,12 @@ def format_of(path: Path) -> str:
 def table_bytes(table: Table, kind: str) -> bytes:
     """Return the content of a file of that format.
 
-    CSV is as RFC 4180 has it, with a header; Markdown is as GitHub has it, one line per row; JSON is one object per row, in
-    which an unknown value is null, and not a number is "NaN".
+    CSV is as RFC 4180 has it, with a header; JSON is one object per row, in which an unknown value is null, and not a number
+    is "NaN".
     """
     out = io.StringIO()
     if kind == "csv":
         csv.writer(out).writerows([table.columns, *([plain(cell) for cell in row] for row in table.rows)])
-    elif kind == "markdown":
-        head, rows = [*table.columns], [[short(cell) for cell in row] for row in table.rows]
-        for line in (head, ["---"] * len(head), *rows):
-            cells = [re.sub(r"([\\|*<`\[\]])", r"\\\1", " ".join(cell.split())) for cell in line]
-            out.write(f"| {' | '.join(cells)} |\n")
     else:
         out.write(json_text([dict(zip(table.columns, row, strict=True)) for row in table.rows]))
     return out.getvalue().encode("utf-8", errors="backslashreplace")  # a path may hold bytes that are no Unicode
@@ -284,3 +281,61 @@ def plain(cell: Cell) -> str:
     if isinstance(cell, bool):
         return "true" if cell else "false"
     return repr(cell) if isinstance(cell, float) else str(cell)
+
+
+# How long the steps and the saves of a run take. What is not a finite number counts as missing.
+
+RECORDS = 50  # newest records that count
+SHORTEST_S, LONGEST_S = 1e-7, 1e7  # of a step; a time beyond is none
+PARTS = ("data", "forward_backward", "communication", "optimizer", "other")
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The median seconds of a step, over the newest records of a run.
+
+    Attributes:
+        step_s: seconds of a step, without pauses for evaluations and saves.
+        parts: seconds by the part of the step that they are spent on, as far as the run has measured them.
+        tokens_per_s: tokens of all ranks per second; None: not logged.
+        mfu: as logged; None: it is not.
+    """
+
+    step_s: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+
+    def share(self, part: str) -> float:
+        """Return the share of a step that a part takes; 0 where it was not measured."""
+        return min(1.0, self.parts.get(part, 0.0) / self.step_s)
+
+
+def step_times(logged: Sequence[Mapping[str, Any]]) -> StepTimes | None:
+    """Return the medians over the newest half of these records of metrics.jsonl, at most `RECORDS`; None: there are none.
+
+    The older half is left out, since the first steps take longer: memory is allocated, kernels are chosen or compiled.
+    """
+    steps = [each for each in logged if SHORTEST_S <= (records.finite(each.get("step_time_s")) or 0.0) <= LONGEST_S]
+    if not steps:
+        return None
+    newest = steps[-min(RECORDS, max(1, len(steps) // 2)) :]
+    measured = {name: _median(newest, f"time_{name}_s") for name in PARTS}
+    if measured["data"] is None:
+        measured["data"] = _median(newest, "data_wait_s")
+    parts = {name: seconds for name, seconds in measured.items() if seconds is not None}
+    whole = sum(parts.values()) if "forward_backward" in parts else 0.0
+    step_s = whole if SHORTEST_S <= whole <= LONGEST_S else float(newest[-1]["step_time_s"])
+    return StepTimes(step_s, parts, _median(newest, "tokens_per_s"), _median(newest, "mfu"))
+
+
+def save_times(events: Iterable[Mapping[str, Any]]) -> tuple[float, float, float] | None:
+    """Return the median bytes of a save, seconds until it is complete, and seconds for which it holds training up."""
+    saves = [each for each in events if each.get("event") == Event.CHECKPOINT]
+    size, write_s, stall_s = (_median(saves, name) for name in ("size", "seconds", "stall_s"))
+    return (size, write_s, stall_s) if size and write_s is not None and stall_s is not None else None
+
+
+def _median(found: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    values = [value for each in found if (value := records.finite(each.get(name))) is not None and value >= 0]
+    return statistics.median(values) if values else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -100,7 +101,8 @@ class Goodput:
     @property
     def shares(self) -> dict[Cause, float]:
         """The shares of the held time by cause: of the GPU time if GPUs were held, so that a large run counts for more."""
-        amounts = self._held()
+        held = {cause: value for cause, value in self.seconds.items() if cause not in HOLDS_NO_GPUS}
+        amounts = self.gpu_seconds or held
         total = math.fsum(amounts.values())
         return {cause: value / total for cause, value in amounts.items()} if total > 0 else {}
 
@@ -110,14 +112,10 @@ class Goodput:
 
         Time of which nobody knows what it went into is left out of both. None if nothing is known but the start-up.
         """
-        amounts = self._held()
-        productive, unknown = amounts.get(Cause.PRODUCTIVE, 0.0), amounts.get(Cause.UNKNOWN, 0.0)
-        known = math.fsum(amounts.values()) - unknown
+        shares = self.shares
+        productive, unknown = shares.get(Cause.PRODUCTIVE, 0.0), shares.get(Cause.UNKNOWN, 0.0)
+        known = math.fsum(shares.values()) - unknown
         return productive / known if known > 0 and (productive or not unknown) else None
-
-    def _held(self) -> Mapping[Cause, float]:
-        """Return the time in which nodes were held, by cause."""
-        return self.gpu_seconds or {cause: value for cause, value in self.seconds.items() if cause not in HOLDS_NO_GPUS}
 
     def since(self, moment: float) -> Goodput:
         """Return the part from `moment`, in unix seconds, on.
@@ -130,25 +128,17 @@ class Goodput:
 
 def sums_of(segments: Iterable[Segment]) -> dict[str, Any]:
     """Return those fields of a `Goodput` that are sums over its segments."""
-    by_cause: dict[tuple[Cause, str], list[float]] = {}
+    sums: dict[str, defaultdict[str, float]] = {
+        name: defaultdict(float) for name in ("seconds", "gpu_seconds", "lost_s", "lost_gpu_seconds")
+    }
     for _, start, end, cause, gpus, because in segments:
-        both = by_cause.setdefault((cause, because), [0.0, 0.0])
-        both[0] += end - start
-        both[1] += (end - start) * gpus
-    sums: dict[str, dict[str, float]] = {"seconds": {}, "gpu_seconds": {}, "lost_s": {}, "lost_gpu_seconds": {}}
-
-    def add(name: str, key: str, amount: float) -> None:
-        sums[name][key] = sums[name].get(key, 0.0) + amount
-
-    for (cause, because), (seconds, gpu_seconds) in by_cause.items():
-        add("seconds", cause, seconds)
-        if gpu_seconds:
-            add("gpu_seconds", cause, gpu_seconds)
-        if because:
-            add("lost_s", because, seconds)
-            if gpu_seconds:
-                add("lost_gpu_seconds", because, gpu_seconds)
-    return sums
+        for name, key in (("seconds", cause), ("lost_s", because)):
+            if key:
+                sums[name][key] += end - start
+        for name, key in (("gpu_seconds", cause), ("lost_gpu_seconds", because)):
+            if key and gpus and end > start:
+                sums[name][key] += (end - start) * gpus
+    return {name: dict(total) for name, total in sums.items()}
 
 
 def over_all(found: Iterable[Goodput]) -> Goodput:

@@ -23,11 +23,9 @@ from slurmtrain.choices import Backend, JobKind
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.goodput import Cause, Goodput, Segment, sums_of
 from slurmtrain.runs import attempts
-from slurmtrain.runs.attempt_dir import is_gpu_file
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.ownership import check_parts
-from slurmtrain.runs.reasons import Reason, Verdict
+from slurmtrain.runs.reasons import Event, Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
 
@@ -389,7 +387,6 @@ class AttemptTimes(NamedTuple):
         job: the start of a job that it belongs to.
         last_sign: when it last wrote something; asked for only where `ended` does not say it.
         gpus: GPUs that it held.
-        sampled: its folder holds records of how busy they were.
     """
 
     begun: float
@@ -397,7 +394,6 @@ class AttemptTimes(NamedTuple):
     job: tuple[str | None, int]
     last_sign: float | None = None
     gpus: float = 0.0
-    sampled: bool = False
 
 
 @dataclass(frozen=True)
@@ -456,10 +452,10 @@ def _read_times(run_dir: RunDir, number: int, *, is_last: bool) -> AttemptTimes 
     names = folder.names()
     record = attempts.read_attempt_in(folder, number, names)
     job, begun = (record.job_id, record.restart_count), record.started
-    claim = attempts.read_claim(folder)
-    begun = begun if claim.time is None else claim.time
-    if record.job_id is None and claim.job_id is not None and records.is_job_id(claim.job_id):
-        job = claim.job_id, claim.restart_count
+    job_id, restart_count, claimed = attempts.read_claim(folder)
+    begun = begun if claimed is None else claimed
+    if record.job_id is None and job_id is not None and records.is_job_id(job_id):
+        job = job_id, restart_count
     if begun <= 0:  # neither its supervisor nor rank 0 has left a word
         return None
     sign = record.last_sign
@@ -467,8 +463,7 @@ def _read_times(run_dir: RunDir, number: int, *, is_last: bool) -> AttemptTimes 
         sign = _last_sign(run_dir, number, with_log=is_last)
     if record.ended is None and is_last:
         record = _with_present_steps(run_dir, record)
-    sampled = any(map(is_gpu_file, names or ()))
-    return AttemptTimes(begun, record, job, sign, max(0.0, record.gpus or 0.0), sampled)
+    return AttemptTimes(begun, record, job, sign, max(0.0, record.gpus or 0.0))
 
 
 def _with_present_steps(run_dir: RunDir, record: Attempt) -> Attempt:

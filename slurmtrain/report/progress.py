@@ -118,23 +118,14 @@ def eta_of_all(waiting: Iterable[Progress], running: Collection[Progress]) -> fl
     return max(*etas, left * sum(speeds) / len(speeds) / len(running))
 
 
-@dataclass(frozen=True)
-class Lowest:
-    """The best of a set of runs so far: `metric` in words, its value, and the number of the point."""
-
-    metric: str
-    value: float
-    point: int
-
-
-def lowest(points: Iterable[tuple[int, Progress]]) -> Lowest | None:
-    """Return the point with the lowest validation loss that was logged last, or if none was, with the lowest training loss."""
+def lowest(points: Iterable[tuple[int, Progress]]) -> tuple[str, float, int] | None:
+    """Return the lowest validation loss that was logged last, or if none was, training loss: its name, value and point."""
     found = list(points)
     for metric in ("valid_loss", "loss"):
         values = [(value, number) for number, each in found if (value := getattr(each, metric)) is not None]
         finite = [pair for pair in values if math.isfinite(pair[0])]
         if finite:
-            return Lowest(metric.replace("_", " "), *min(finite))
+            return (metric.replace("_", " "), *min(finite))
     return None
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.report.status.look import states
-from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus, states
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.ownership import is_own
 from slurmtrain.runs.run_dir import RunDir

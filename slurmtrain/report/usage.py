@@ -5,7 +5,6 @@ From the run directories, and what NVML has shown of the GPUs that stood idle al
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -15,14 +14,12 @@ from slurmtrain.choices import Grouping
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.goodput import Goodput, over_all
 from slurmtrain.report.gpu_hours import History, of_history, read_history
-from slurmtrain.report.status.look import states
-from slurmtrain.report.status.state import RunStatus
-from slurmtrain.runs.gpu_use import GpuUse, read_gpu_use, total_of
+from slurmtrain.report.status.state import RunStatus, states
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.trust import name_of
 
-Part = tuple[RunDir, Goodput, list[GpuUse]]  # what adds up to a row
+Part = tuple[RunDir, Goodput]  # what adds up to a row
 
 
 @dataclass(frozen=True)
@@ -33,13 +30,11 @@ class Row:
         who: id of the run, or name of the user.
         runs: number of runs.
         goodput: the sum over them.
-        gpus: what was sampled of their GPUs.
     """
 
     who: str
     runs: int
     goodput: Goodput
-    gpus: GpuUse
 
 
 @dataclass(frozen=True)
@@ -72,13 +67,10 @@ def usage_of(
         if since is not None and spent.end <= since:
             continue
         spent = spent if since is None else spent.since(since)
-        numbers = {each.attempt for each in spent.segments}
-        sampled = [each.record.number for each in history.tries if each.gpus and each.sampled]
-        gpus = [use for number in sampled if number in numbers for use in read_gpu_use(run_dir.attempt(number))]
         whole = run_dir.evaluated_run or run_dir
         who = whole.id if by is Grouping.RUN else _owner(run_dir)
         # Segments are not kept: of thousands of runs they would fill the memory.
-        parts.setdefault(who, []).append((whole, replace(spent, segments=()), gpus))
+        parts.setdefault(who, []).append((whole, replace(spent, segments=())))
     rows = [_row(who, found) for who, found in parts.items()]
     if by is Grouping.RUN:
         rows.sort(key=lambda row: row.who)  # an id begins with its time
@@ -88,8 +80,7 @@ def usage_of(
 
 
 def _row(who: str, parts: Sequence[Part]) -> Row:
-    runs, spent, gpus = {part[0] for part in parts}, (part[1] for part in parts), (part[2] for part in parts)
-    return Row(who, len(runs), over_all(spent), total_of(itertools.chain.from_iterable(gpus)))
+    return Row(who, len({run for run, _ in parts}), over_all(spent for _, spent in parts))
 
 
 def _read_all(run_dirs: Sequence[RunDir], unreadable: list[str]) -> Iterator[tuple[RunDir, History, bool | None]]:

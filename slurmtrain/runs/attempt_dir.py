@@ -27,11 +27,6 @@ def rank_log_name(rank: int | str) -> str:
     return f"rank-{rank}.log"
 
 
-def is_gpu_file(name: str) -> bool:
-    """Return whether this is the name of a record of how busy a node's GPUs were."""
-    return name.startswith("gpus-") and name.endswith(".json")
-
-
 @dataclass(frozen=True)
 class AttemptDir:
     """The paths in the folder of one attempt, attempts/NNNN. Holds no state of its own."""
@@ -108,15 +103,6 @@ class AttemptDir:
     def stacks_files(self) -> list[Path]:
         """Return those files."""
         return list(self.path.glob("stacks-*.log"))
-
-    # Files of the first rank of every node.
-    def gpu_file(self, node_rank: int) -> Path:
-        """Return the record of how busy a node's GPUs were, see `gpu_use`."""
-        return self.path / f"gpus-{node_rank}.json"
-
-    def gpu_files(self) -> list[Path]:
-        """Return those records, in no particular order; none if the folder cannot be listed."""
-        return [self.path / name for name in self.names() or () if is_gpu_file(name)]
 
     # Files of every rank.
     def rank_log(self, rank: int) -> Path:

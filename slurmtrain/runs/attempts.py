@@ -11,25 +11,30 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import STOP_NAME, AttemptDir
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import QUICK_FAILURE_S, Reason, Verdict, joined
+from slurmtrain.runs.reasons import QUICK_FAILURE_S, Event, Reason, Verdict, joined
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.system import process, records
-from slurmtrain.system.files import read_json
-from slurmtrain.system.process import ProcessMark
-from slurmtrain.system.records import Count, Number, Time, typed, typed_or_none
+from slurmtrain.system import records
+from slurmtrain.system.records import Count, Number, read_json, typed, typed_or_none
 
 if TYPE_CHECKING:
     from slurmtrain.runs.decide import AttemptOutcome
+    from slurmtrain.slurm.job_facts import JobFacts
+    from slurmtrain.system.process import ProcessMark
 
 log = logging.getLogger(__name__)
+
+STOP_FIELDS = (
+    "cause",
+    "cause_time",
+    "seconds_left",
+    "facts",
+)  # of an attempt that are in stop.json: why it was to stop
 
 
 @dataclass
@@ -133,11 +138,15 @@ class Attempt:
     @property
     def rank_0(self) -> ProcessMark | None:
         """The process of its rank 0; None if it had none yet."""
+        from slurmtrain.system.process import ProcessMark  # of most runs nobody asks this
+
         return None if self.pid is None else ProcessMark(self.host, self.pid, self.born, self.pid_namespace)
 
     @property
     def rank_0_lives(self) -> bool | None:
         """Whether its rank 0 is alive; None when that is on another host and cannot be seen from here."""
+        from slurmtrain.system import process
+
         mark = self.rank_0
         if mark is None:
             return False
@@ -151,6 +160,8 @@ class Attempt:
     @property
     def facts_when_told(self) -> JobFacts | None:
         """Facts that SLURM gave of its job when it was told to stop; None if it gave none."""
+        from slurmtrain.slurm.job_facts import JobFacts
+
         return typed_or_none(JobFacts, self.facts)
 
     @property
@@ -168,20 +179,6 @@ class Attempt:
     def has_trained(self) -> bool:
         """Whether it got past its start, so that its config and its environment were sound."""
         return self.stepping is not None or self.said is not None or self.progressed
-
-
-@dataclass(frozen=True)
-class Stop:
-    """The contents of stop.json: why the ranks were told to stop.
-
-    Attributes:
-        facts: what SLURM said of the job then, a `JobFacts`; None if it said nothing.
-    """
-
-    cause: str
-    time: Time
-    seconds_left: Number | None = None
-    facts: dict[str, Any] | None = None
 
 
 def read_attempt(run_dir: RunDir, number: int) -> Attempt:
@@ -206,9 +203,10 @@ def read_attempt_in(folder: AttemptDir, number: int, names: Collection[str] | No
     attempt = typed(Attempt, {**values, "number": number}, folder.record_file)
     stop = read_json(folder.stop_file) if names is None or STOP_NAME in names else None
     if stop:
-        found = typed(Stop, stop, folder.stop_file)
-        attempt.cause, attempt.cause_time = found.cause, found.time
-        attempt.seconds_left, attempt.facts = found.seconds_left, found.facts
+        told = {name: stop[name] for name in STOP_FIELDS if name in stop}
+        found = typed(Attempt, {**told, "number": number}, folder.stop_file)
+        for name in STOP_FIELDS:
+            setattr(attempt, name, getattr(found, name))
     return attempt
 
 
@@ -268,25 +266,27 @@ def furthest_reported(run_dir: RunDir) -> int | None:
 
     A program that is started from scratch reports its first steps once more: they are no progress.
     """
-    log = records.read_tail(run_dir.metrics_file, records.TAIL_BYTES)
-    steps = [record["step"] for record in records.records_with("step", log)]
-    earlier = [attempt.reported_step for attempt in all_attempts(run_dir)]
-    return max((step for step in [*steps, *earlier] if isinstance(step, int)), default=None)
+    earlier = [each.reported_step for each in all_attempts(run_dir) if each.reported_step is not None]
+    return max([*_logged_steps(run_dir), *earlier], default=None)
 
 
 def last_logged_step(run_dir: RunDir) -> int | None:
     """Return the last step in metrics.jsonl: the progress of a crashed attempt, to within train.log_every."""
+    return next(_logged_steps(run_dir), None)
+
+
+def _logged_steps(run_dir: RunDir) -> Iterator[int]:
+    """Yield the steps in the last part of metrics.jsonl, the newest first."""
     log = records.read_tail(run_dir.metrics_file, records.TAIL_BYTES)
-    found = (record["step"] for record in records.records_with("step", log))
-    return next((step for step in found if records.is_count(step)), None)
+    yield from (each["step"] for each in records.records_with("step", log) if records.is_count(each["step"]))
 
 
 def record_stop(
     attempt_dir: AttemptDir, *, cause: str, cause_time: float, seconds_left: float | None, facts: JobFacts | None
 ) -> None:
     """Record why the ranks were told to stop, at once, in a thread of rank 0: the grace time may be too short for more."""
-    stop = Stop(cause, cause_time, seconds_left, asdict(facts) if facts else None)
-    attempt_dir.write_record(attempt_dir.stop_file, asdict(stop))
+    values = (cause, cause_time, seconds_left, asdict(facts) if facts else None)
+    attempt_dir.write_record(attempt_dir.stop_file, dict(zip(STOP_FIELDS, values, strict=True)))
 
 
 # What the supervisor writes into an attempt's folder before its ranks start.
@@ -300,25 +300,17 @@ def failed_set_up(attempt_dir: AttemptDir) -> str | None:
         return None
 
 
-class Claim(NamedTuple):
-    """The supervisor that has claimed an attempt: its job, that job's restart count, and when; None: none has."""
-
-    job_id: str | None = None
-    restart_count: int = 0
-    time: float | None = None
-
-
-def read_claim(attempt_dir: AttemptDir) -> Claim:
-    """Return who has claimed an attempt, as far as its folder says so."""
+def read_claim(attempt_dir: AttemptDir) -> tuple[str | None, int, float | None]:
+    """Return the job that has claimed an attempt, that job's restart count, and when; None: its folder does not say."""
     with contextlib.suppress(OSError, UnreadableRecordError, ValueError):
         job_id, restart_count, time, *_ = records.read_bytes(attempt_dir.claim_file).decode("ascii").split()
-        return Claim(job_id, int(restart_count), at if records.is_time(at := float(time)) else None)
-    return Claim()
+        return job_id, int(restart_count), at if records.is_time(at := float(time)) else None
+    return None, 0, None
 
 
 def claimed_at(run_dir: RunDir, number: int) -> float | None:
     """Return when an attempt was claimed by its supervisor, or opened by rank 0, in unix seconds; None if not known."""
-    return read_claim(run_dir.attempt(number)).time or read_attempt(run_dir, number).started or None
+    return read_claim(run_dir.attempt(number))[2] or read_attempt(run_dir, number).started or None
 
 
 # What the attempts before one say about it: how many of them used up a budget, and which nodes were at fault.

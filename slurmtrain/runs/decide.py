@@ -12,6 +12,7 @@ Facts about SLURM below were observed with 22.05 (tests/slurm shows them again):
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from slurmtrain.choices import RequeueMode
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
@@ -23,24 +24,35 @@ from slurmtrain.runs.evidence import (
     nodes_to_leave_out,
 )
 from slurmtrain.runs.reasons import (
-    ENDS_RUN,
     FAILURES,
     PRUNED_BY_SEARCH,
     QUICK_FAILURE_S,
-    STARTS_ANEW,
-    GoesOn,
     LastWord,
     Reason,
-    RunAction,
     Verdict,
     joined,
 )
+from slurmtrain.runs.requests import ENDS_RUN, STARTS_ANEW, RunAction
 from slurmtrain.slurm.job_facts import AFTER_SCANCEL, ENDED_BY_SLURM, JobFacts, JobState
 from slurmtrain.slurm.node_ledger import NodeRecord
 from slurmtrain.system.signals import StopCause
 
 IN_PLACE_LEAST_S = 60.0  # to start up and do something useful, before the warning of the time limit
 PAUSES_S = (0.0, 5.0, 20.0, 60.0)  # before a start after so many quick failures in a row, the first excepted
+
+
+class GoesOn(StrEnum):
+    """The words for what happens next to a run that goes on."""
+
+    REQUEUED = "it is requeued"
+    SUBMITTED = "it is submitted again"
+    CHAIN = "the next job of the chain continues"
+    STARTS = "it starts again"  # where there is no queue
+    SLURM = "SLURM starts it again"
+    STARTED = "it was started again"
+    IN_PLACE = "its ranks start again in the same job"  # and without which node, and after which pause
+
+
 _NOT_REQUEUED = "it is not requeued (requeue.mode=off)"
 _NEXT_STEPS = {
     RequeueMode.REQUEUE: (Verdict.REQUEUE, GoesOn.REQUEUED),

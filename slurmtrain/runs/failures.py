@@ -23,9 +23,9 @@ from slurmtrain.slurm.environment import own_job_id, own_node_name
 from slurmtrain.slurm.nodelist import expand_nodelist
 from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.system import records
-from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.files import write_json
 from slurmtrain.system.gpu import broken_gpus
-from slurmtrain.system.records import Count, Time, typed, typed_or_none
+from slurmtrain.system.records import Count, Time, read_json, typed, typed_or_none
 
 log = logging.getLogger(__name__)
 

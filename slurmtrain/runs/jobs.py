@@ -11,11 +11,11 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slurmtrain.errors import ClusterError, UnreadableRecordError
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import is_sweep
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.job_facts import GONE
-from slurmtrain.system.files import read_json
+from slurmtrain.system.records import read_json
 
 if TYPE_CHECKING:  # `status` of runs outside of SLURM needs none
     from slurmtrain.slurm.client import SlurmClient

@@ -8,19 +8,21 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from slurmtrain.errors import UnreadableRecordError, UsageError
 from slurmtrain.runs.create import run_id_at
 from slurmtrain.runs.ownership import check_parts, foreign_link, is_own
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system.paths import absolute, located, runs_root
 from slurmtrain.system.trust import user_in_words
 
+if TYPE_CHECKING:
+    from slurmtrain.runs.sweep_dir import Sweep
+
 log = logging.getLogger(__name__)
 
-Found = TypeVar("Found", RunDir, Sweep)
+Found = TypeVar("Found", RunDir, "Sweep")
 
 SKEW_S = 60.0  # between the clock of this machine and that of a file server
 _RUN_ID = re.compile(r"\d{8}-\d{6}-\d{3}")
@@ -42,23 +44,18 @@ def all_runs(root: Path) -> list[RunDir]:
 
     Hidden folders, which are being removed, links of somebody else, and what somebody else keeps unreadable are left out.
     """
-    found: list[tuple[str, RunDir]] = []
+    found: list[tuple[str, str, RunDir]] = []
     for folder in _folders(absolute(root)):
         if foreign_link(folder):
             continue
         place = Path(os.path.realpath(folder) if folder.is_symlink() else folder)
         for run in _folders(folder):
-            if (
-                not run.name.startswith(".")
-                and os.access(os.path.join(run, "run.json"), os.R_OK)
-                and not foreign_link(run)
-            ):
-                found.append((run.name, RunDir(located(Path(run)) if run.is_symlink() else place / run.name)))
-    return [run_dir for _, run_dir in sorted(found, key=lambda pair: (_begun(*pair), pair[0]))]
-
-
-def _begun(name: str, run_dir: RunDir) -> str:
-    return name if _RUN_ID.match(name) else run_id_at(submitted_at(run_dir)[0])
+            name = run.name
+            if not name.startswith(".") and os.access(os.path.join(run, "run.json"), os.R_OK) and not foreign_link(run):
+                run_dir = RunDir(located(Path(run)) if run.is_symlink() else place / name)
+                begun = name if _RUN_ID.match(name) else run_id_at(submitted_at(run_dir)[0])
+                found.append((begun, name, run_dir))
+    return [run_dir for *_, run_dir in sorted(found, key=lambda each: each[:2])]
 
 
 def submitted_at(run_dir: RunDir | Sweep) -> tuple[float, bool]:
@@ -71,7 +68,7 @@ def submitted_at(run_dir: RunDir | Sweep) -> tuple[float, bool]:
 
 
 def last_own(found: Sequence[Found], what: str, root: Path) -> Found:
-    """Return the run or sweep that `last` means: of this user's own, the one that was submitted last.
+    """Return the run or sweep that `last` means: of this user's own, the one that was submitted last; not its copies.
 
     Raises:
         UsageError: all belong to others.
@@ -79,19 +76,14 @@ def last_own(found: Sequence[Found], what: str, root: Path) -> Found:
     own = [each for each in found if is_own(each)]
     if not own:
         raise UsageError(f"none of the {what} under {root.resolve()} is yours", hint=f"the latest is {found[-1].id}")
-    return last_of(own)
-
-
-def last_of(runs: Sequence[Found]) -> Found:
-    """Return the run or sweep that was submitted last; of one and its copies, the original."""
-    changed = {run_dir: os.stat(run_dir.info_file).st_mtime for run_dir in runs}
-    last, latest = (0.0, False, ""), runs[-1]
-    for run_dir in sorted(runs, key=lambda run_dir: changed[run_dir], reverse=True):
-        if changed[run_dir] + SKEW_S < last[0]:  # nor were the others submitted later than their run.json was written
+    changed = {each: os.stat(each.info_file).st_mtime for each in own}
+    last, latest = (0.0, False, ""), own[-1]
+    for newest in sorted(own, key=changed.__getitem__, reverse=True):
+        if changed[newest] + SKEW_S < last[0]:  # nor were the others submitted later than their run.json was written
             break
-        created, is_original = submitted_at(run_dir)
-        if (found := (created, is_original, run_dir.id)) >= last:
-            last, latest = found, run_dir
+        created, is_original = submitted_at(newest)
+        if (its := (created, is_original, newest.id)) >= last:
+            last, latest = its, newest
     return latest
 
 
@@ -139,18 +131,9 @@ def find(reference: str, root: Path) -> RunDir:
         return matching[0]
     if not matching:
         if called := [run.id for run in runs if run.path.parent.name == reference]:
-            latest = ", ".join(called[-3:])
-            if is_sweep(root / reference):
-                raise UsageError(
-                    f"{reference} is a sweep, and not a run",
-                    hint=f"sweep status {reference} shows its points; the latest runs of it are: {latest}",
-                )
-            if len(called) == 1:
-                raise UsageError(f"{reference!r} is a run's name, and not its ID", hint=f"its ID is {latest}")
-            raise UsageError(
-                f"{reference!r} is the name of {len(called)} runs",
-                hint=f"name one by its ID; `status --name {reference}` lists them; the latest are: {latest}",
-            )
+            what = "sweep, and not a run" if is_sweep(root / reference) else "name of runs, and not an ID"
+            hint = f"the latest IDs are: {', '.join(called[-3:])}; `status --name {reference}` lists all"
+            raise UsageError(f"{reference!r} is a {what}", hint=hint)
         latest = ", ".join(run.id for run in runs[-3:])
         raise UsageError(f"no run's id begins with {reference!r}", hint=f"the latest are: {latest}")
     raise UsageError(
@@ -161,6 +144,8 @@ def find(reference: str, root: Path) -> RunDir:
 
 def all_sweeps(root: Path) -> list[Sweep]:
     """Return every sweep under `root`, oldest first."""
+    from slurmtrain.runs.sweep_dir import Sweep
+
     files = [file for file in root.glob("*/sweep.json") if os.access(file, os.R_OK)]
     dated = []
     for sweep in [Sweep(located(file.parent)) for file in files if not foreign_link(file.parent)]:
@@ -177,6 +162,8 @@ def find_sweep(reference: str, root: Path) -> Sweep:
     Raises:
         UsageError: none or several match.
     """
+    from slurmtrain.runs.sweep_dir import Sweep
+
     if is_sweep(reference):
         return Sweep(located(Path(reference)))
     sweeps = all_sweeps(root)

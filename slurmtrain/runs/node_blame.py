@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import FAILURES, Reason
+from slurmtrain.runs.reasons import FAILURES, Event, Reason
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.node_ledger import (
     Blamed,

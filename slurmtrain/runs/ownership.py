@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError, UsageError
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system import trust
 from slurmtrain.system.trust import user_in_words
+
+if TYPE_CHECKING:
+    from slurmtrain.runs.sweep_dir import Sweep
 
 
 def foreign_link(path: Path | os.DirEntry[str]) -> bool:

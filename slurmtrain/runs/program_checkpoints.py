@@ -51,11 +51,6 @@ def step_in(name: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def required_files(rule: str | None) -> tuple[str, ...]:
-    """Return the names and patterns in job.checkpoint_complete, which commas or blanks separate."""
-    return tuple(re.split(r"[,\s]+", rule.strip(", \t\n"))) if rule and rule.strip(", \t\n") else ()
-
-
 def find_checkpoints(folders: Sequence[Path], pattern: str | None, rule: str | None) -> list[ProgramCheckpoint]:
     """Return the checkpoints of a program, the newest last.
 
@@ -75,12 +70,11 @@ def find_checkpoints(folders: Sequence[Path], pattern: str | None, rule: str | N
                 with contextlib.suppress(OSError):
                     changed = max(changed, os.stat(path).st_mtime)
                 found[str(path)] = ProgramCheckpoint(path, step_in(path.name), changed, problem_of(path, rule))
-    return sorted(_without_marks(list(found.values())), key=lambda each: each.order)
-
-
-def _without_marks(found: Sequence[ProgramCheckpoint]) -> list[ProgramCheckpoint]:
-    """Return what was found without the empty files that only mark something, such as checkpoint-500.done."""
-    return [each for each in found if each.problem != EMPTY or each.path.suffix in _CHECKS or each.path.is_dir()]
+    # Empty files only mark something, such as checkpoint-500.done.
+    real = (
+        each for each in found.values() if each.problem != EMPTY or each.path.suffix in _CHECKS or each.path.is_dir()
+    )
+    return sorted(real, key=lambda each: each.order)
 
 
 def newest_complete(found: Sequence[ProgramCheckpoint]) -> ProgramCheckpoint | None:
@@ -96,10 +90,10 @@ def problem_of(path: Path, rule: str | None) -> str | None:
     try:
         if not path.is_dir():
             return cut(path)
-        required = required_files(rule)
+        required = (rule or "").strip(", \t\n")  # names and patterns, which commas or blanks separate
         if not required:
             return None if any(path.iterdir()) else EMPTY
-        for name in required:
+        for name in re.split(r"[,\s]+", required):
             files = sorted(glob.glob(os.path.join(glob.escape(str(path)), name)))
             if not files:
                 os.listdir(path)  # raises where the folder cannot be read, which glob takes for an empty one

@@ -11,18 +11,32 @@ import logging
 import os
 import time
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from slurmtrain.choices import Backend
 from slurmtrain.runs.attempts import Attempt, claimed_at
-from slurmtrain.runs.reasons import ENDS_RUN, RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import process
-from slurmtrain.system.files import read_json, write_json
-from slurmtrain.system.records import Count, Time, typed_or_none
+from slurmtrain.system.files import write_json
+from slurmtrain.system.records import Count, Time, read_json, typed_or_none
 from slurmtrain.system.trust import own_user
 
 log = logging.getLogger(__name__)
+
+
+class RunAction(StrEnum):
+    """An action that a person, or the search that a run belongs to, has requested of it."""
+
+    CANCEL = "cancel"
+    STOP = "stop"  # by a file of this name in the run's directory
+    PREEMPT = "preempt"
+    REQUEUE = "requeue"
+    PRUNE = "prune"  # by a search
+
+
+ENDS_RUN = (RunAction.CANCEL, RunAction.STOP, RunAction.PRUNE)
+STARTS_ANEW = (RunAction.PREEMPT, RunAction.REQUEUE)  # the run leaves its nodes, and goes on in a later start
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from typing import Any, TypedDict
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir, path_below
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.slurm.command_environment import trusted_slurm_conf
 from slurmtrain.system import records
-from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.files import write_json
 from slurmtrain.system.modes import folder_mode
-from slurmtrain.system.records import Count, JobId, Time, finite
+from slurmtrain.system.records import Count, JobId, Time, finite, read_json
 from slurmtrain.system.redaction import redacted
 
 RUN_DIR_VARIABLE = "SLURMTRAIN_RUN_DIR"
@@ -336,7 +336,8 @@ class RunDir:
         found = records.parse(b"[%s]" % b",".join(lines))
         if not isinstance(found, list) or len(found) != len(lines):
             found = [records.parse(line) for line in lines]
-        return [each for each in found if _is_event(each)]
+        known = [each for each in found if type(each) is dict and type(each.get("event")) is str]
+        return [each for each in known if records.is_time(each.get("time"))]
 
     def attempt_numbers(self) -> list[int]:
         """Return the numbers of the attempts, in order.
@@ -368,10 +369,6 @@ class RunDir:
                 return number
             except FileExistsError:
                 number += 1
-
-
-def _is_event(value: object) -> bool:
-    return type(value) is dict and type(value.get("event")) is str and records.is_time(value.get("time"))
 
 
 # Where a run or a sweep was made: a copy of its folder is another one, whose jobs are not those of the original.

@@ -18,9 +18,9 @@ from msgspec import Struct
 
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.system import records
-from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.files import write_json
 from slurmtrain.system.process_facts import gather_facts
-from slurmtrain.system.records import typed, typed_or_none
+from slurmtrain.system.records import read_json, typed, typed_or_none
 
 log = logging.getLogger(__name__)
 

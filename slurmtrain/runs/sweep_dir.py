@@ -9,8 +9,7 @@ from typing import Any, Required, TypedDict
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
 from slurmtrain.runs.attempt_dir import path_below
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.files import read_json
-from slurmtrain.system.records import METRICS_BYTES, Count, Time, parse, read_bytes, typed, typed_or_none
+from slurmtrain.system.records import METRICS_BYTES, Count, Time, parse, read_bytes, read_json, typed, typed_or_none
 
 
 class SweepInfo(TypedDict, total=False):

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError
 from slurmtrain.slurm.environment import Environment
-from slurmtrain.system.files import read_json
 from slurmtrain.system.patience import may_pass
+from slurmtrain.system.records import read_json
 from slurmtrain.system.signals import StopDuringStartError
 
 

@@ -35,8 +35,8 @@ from slurmtrain.config import secrets
 from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.schema import ClusterConfig, WatchdogConfig
 from slurmtrain.errors import EXIT_REQUEUE
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import record_failure
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext
@@ -132,7 +132,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
             watchdog.program_s seconds. Choose more than an evaluation of yours takes. Only in a program that was submitted.
 
     Raises:
-        EnvironmentMismatchError, PreflightError, RendezvousError: shown as one sentence; the process ends with the right exit
+        EnvironmentMismatchError, RendezvousError: shown as one sentence; the process ends with the right exit
             code.
         RuntimeError: it was called before in this process.
     """

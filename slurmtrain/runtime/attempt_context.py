@@ -25,8 +25,7 @@ from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError, Unreada
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import LastWord
+from slurmtrain.runs.reasons import Event, LastWord
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
 from slurmtrain.runs.software import record_environment
 from slurmtrain.slurm.client import SlurmClient

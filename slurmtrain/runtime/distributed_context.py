@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from slurmtrain.choices import Device
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.errors import EnvironmentMismatchError, PreflightError
+from slurmtrain.errors import EnvironmentMismatchError, SlurmtrainError
 from slurmtrain.runtime.rendezvous import CONNECT_S, meet
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment, no_gpu
 from slurmtrain.system.activity import waiting
@@ -230,7 +231,7 @@ def choose_device(device: str, environment: Environment, *, gpus_per_node: int =
         return torch.device("cuda", 0)
     if environment.local_rank >= visible:
         asked = f" of cluster.gpus_per_node={gpus_per_node}" if gpus_per_node > visible else ""
-        raise PreflightError(
+        raise EnvironmentMismatchError(
             f"{environment.local_world_size} ranks on {environment.node}, but only {visible} GPUs{asked} are visible there",
             hint=f"`nvidia-smi` on {environment.node} shows them; cluster.exclude={environment.node} leaves that node out"
             if asked
@@ -269,3 +270,25 @@ def _choose_interface(configured: str, found: str | None) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if name != "lo":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+MEMORY_HINT = (
+    "a smaller train.micro_batch_size leaves the global batch as it is; parallel.activation_checkpointing=full and "
+    "parallel=fsdp need less memory, too; `plan` shows what fits"
+)
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(environment: Environment, steps_done: Callable[[], int]) -> Iterator[None]:
+    """Turn torch's error of the block into one that says what to change. A run that never did a step is not tried again.
+
+    Args:
+        steps_done: returns the number of steps that the run has done, over all attempts.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        done, said = steps_done(), str(error).partition(" If reserved but")[0]
+        where = f"rank {environment.rank} on {environment.node} ran out of GPU memory in step {done + 1}"
+        explained = (SlurmtrainError if done else EnvironmentMismatchError)(f"{where}: {said}", hint=MEMORY_HINT)
+        raise explained from error

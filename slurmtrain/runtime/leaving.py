@@ -17,7 +17,7 @@ from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slurmtrain.checkpoint.errors import CheckpointMismatchError, LostPeersError, NonFiniteError, SupersededError
-from slurmtrain.errors import DivergedError, PreflightError, SlurmtrainError, exit_code_of
+from slurmtrain.errors import DivergedError, EnvironmentMismatchError, SlurmtrainError, exit_code_of
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.failures import Failure, record_failure
 from slurmtrain.runtime.addresses import RendezvousError
@@ -38,7 +38,7 @@ TIMED_OUT = ("Timed out waiting", "wait timeout after")
 
 def failure_of(error: BaseException, rank: int) -> Failure:
     """Return what a rank records of an error that ends it."""
-    told_all = isinstance(error, PreflightError) and error.told_all and rank != 0  # rank 0 records it for all
+    told_all = isinstance(error, EnvironmentMismatchError) and error.told_all and rank != 0  # rank 0 records it for all
     return Failure(
         exit_code_of(error),
         error.message if isinstance(error, SlurmtrainError) else _in_a_line(error),
@@ -46,7 +46,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         superseded=isinstance(error, SupersededError),
         on_any_node=isinstance(error, CheckpointMismatchError),
         diverged=isinstance(error, DivergedError | NonFiniteError),
-        bad_nodes=error.nodes if isinstance(error, PreflightError) else (),
+        bad_nodes=error.nodes if isinstance(error, EnvironmentMismatchError) else (),
     )
 
 

@@ -23,14 +23,12 @@ from slurmtrain.config.parallel_dims import on_given_nodes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
 from slurmtrain.observe.profiling import ProfileSwitch
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.gpu_use import start_gpu_sampler
-from slurmtrain.runs.reasons import LastWord
+from slurmtrain.runs.reasons import Event, LastWord
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext, Timeline
 from slurmtrain.runtime.leaving import fail, leave, show, undeterred
-from slurmtrain.runtime.stop_watcher import ANSWER_S, StopWatcher, stated_seconds_left
+from slurmtrain.runtime.stop_watcher import ANSWER_S, StopWatcher
 from slurmtrain.slurm.client import SlurmClient, run_command
 from slurmtrain.slurm.environment import Environment, check_world_size, rank_or_zero
 from slurmtrain.supervise.end_of_attempt import finish_attempt
@@ -130,7 +128,6 @@ class Rank:
             from slurmtrain.runtime.jobs.command import run_command as run_program
         else:
             from slurmtrain.runtime.jobs.prepare import run_prepare as run_program
-        start_gpu_sampler(self.context.attempt_dir, environment)
         return run_program(config, environment, self.context, self.stop_flag, self.stop_watcher)
 
     def _with_others(self, find_or_create: Callable[[], RunDir]) -> int:
@@ -149,7 +146,6 @@ class Rank:
 
         run_preflight(self.config, self.distributed, self.context)
         self.timeline.mark("preflight")
-        start_gpu_sampler(self.context.attempt_dir, self.environment)
         return self._work()
 
     def _begin(self) -> None:
@@ -166,7 +162,6 @@ class Rank:
             context.attempt_dir,
             SlurmClient(run=functools.partial(run_command, timeout_s=ANSWER_S)) if in_slurm else None,
             signal_lead_s=config.cluster.signal_lead_s,
-            left_s=stated_seconds_left(context.run_dir, context.number) if in_slurm else None,
             run_dir=run_dir,
             profile_switch=ProfileSwitch(context.run_dir) if config.job.kind == JobKind.TRAIN else None,
         )
@@ -234,13 +229,13 @@ class Rank:
     def _train(self, agreement: StopAgreement) -> bool:
         """Train, record rank 0's outcome, and return whether all steps are done."""
         from slurmtrain.hangs.beats import Position
-        from slurmtrain.runtime.gpu_memory import explain_out_of_memory
+        from slurmtrain.runtime.distributed_context import explain_out_of_memory
         from slurmtrain.runtime.jobs.train import build_trainer
 
         config, distributed, context, stop_watcher = self.config, self.distributed, self.context, self.stop_watcher
-        environment, device = distributed.environment, distributed.device
+        environment = distributed.environment
         switch = stop_watcher.profile_switch if stop_watcher is not None else None
-        with explain_out_of_memory(environment, device, lambda: 0):
+        with explain_out_of_memory(environment, lambda: 0):
             trainer = build_trainer(
                 config, distributed, context, agreement, self.timeline, stop_watcher, profile_switch=switch
             )
@@ -248,7 +243,7 @@ class Rank:
             state = trainer.state
             self.watchdog.follow(lambda: Position(agreement.rounds, state.step, state.step > state.first_step))
         try:
-            with explain_out_of_memory(environment, device, lambda: trainer.step):
+            with explain_out_of_memory(environment, lambda: trainer.step):
                 outcome = trainer.fit()
         except BaseException:
             # Otherwise the last logged step would be all that is known.

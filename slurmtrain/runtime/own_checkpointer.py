@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from slurmtrain.checkpoint import checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
@@ -24,8 +24,6 @@ class Checkpointer(checkpointer.Checkpointer):
         directory: shared by all ranks; default: the run's, or ./checkpoints for a script that was not submitted.
         keep: which complete checkpoints are kept, for instance slurmtrain.Keep(last=3, every=1000).
         max_failures: this many failed saves in a row end the run; 0: any number of failures is only reported.
-        on_replica_drift: when ranks hold different values of what should be the same on all of them: "refuse" fails the
-            save; "warn" says so once, and saves what the lowest rank holds.
         config: JSON values that a checkpoint is bound to: restoring with other values is refused.
         changed: dotted keys of `config`, such as "optim.lr", that were changed on purpose since: they may differ.
         mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed
@@ -47,7 +45,6 @@ class Checkpointer(checkpointer.Checkpointer):
         *,
         keep: Keep = Keep(),  # noqa: B008 (it is frozen)
         max_failures: int = 3,
-        on_replica_drift: Literal["refuse", "warn"] = "refuse",
         config: Mapping[str, Any] | None = None,
         changed: Collection[str] = (),
         mirror: str | None = None,
@@ -70,7 +67,6 @@ class Checkpointer(checkpointer.Checkpointer):
             changed=changed,
             keep=keep,
             max_failures=max_failures,
-            on_replica_drift=on_replica_drift,
             mirror=mirror,
             local=local or session.local_copies,
             on_ending=_note_saved,

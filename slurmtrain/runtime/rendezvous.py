@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.errors import EnvironmentMismatchError, PreflightError
+from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.runtime.addresses import (
     Pauses,
     RendezvousError,
@@ -134,7 +134,7 @@ def meet(
     if word.ending == WRONG and rank == 0:
         raise _wrong(word.sentence)
     if word.ending == WRONG:
-        raise PreflightError(_wrong(word.sentence).message, hint=RANKS_HINT, told_all=True)
+        raise EnvironmentMismatchError(_wrong(word.sentence).message, hint=RANKS_HINT, told_all=True)
     if word.world_size != environment.world_size:  # this rank is none of those for which rank 0 has waited
         raise _wrong(_other_size(rank, place, word.world_size))
     # A rank on rank 0's machine has reached it through the loopback, which no other machine can use.

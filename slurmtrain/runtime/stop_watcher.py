@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +15,8 @@ from slurmtrain.checkpoint.save.schedule import latest_stop
 from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import RunAction
+from slurmtrain.runs.reasons import Event
+from slurmtrain.runs.requests import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id
@@ -47,7 +46,6 @@ class StopWatcher:
         attempt_dir: where the stop is recorded.
         client: asks SLURM, and waits at most `ANSWER_S` for an answer; None: there is none to ask.
         signal_lead_s: seconds by which the early warning comes before the time limit; 0: there is none.
-        left_s: seconds until the time limit, as long as SLURM has not answered; None: not known.
         run_dir: the run whose switches are watched; None: no switches.
         profile_switch: looks for the file by which a person asks for a profile; None: nobody does.
     """
@@ -59,7 +57,6 @@ class StopWatcher:
         client: SlurmClient | None,
         *,
         signal_lead_s: float,
-        left_s: float | None = None,
         run_dir: RunDir | None = None,
         profile_switch: ProfileSwitch | None = None,
     ):
@@ -68,7 +65,7 @@ class StopWatcher:
         self.profile_switch = profile_switch
         self._save_asked = threading.Event()
         # When SLURM ends the job, and when to ask it next, by the monotonic clock.
-        self._end = math.inf if left_s is None else time.monotonic() + left_s
+        self._end = math.inf
         self._next_ask = math.inf if client is None else 0.0
         self._needs: tuple[float, float] | None = None
         self._told: set[str] = set()  # of errors
@@ -195,22 +192,3 @@ class StopWatcher:
 
         run_dir.take_switch(run_dir.save_switch, Event.SAVE_FILE_FOUND, self._save_asked.set)
         run_dir.take_switch(run_dir.stop_switch, Event.STOP_FILE_FOUND, stop)
-
-
-def stated_seconds_left(run_dir: RunDir, number: int) -> float | None:
-    """Return the seconds until the time limit by the job's environment and its first claim; None if they do not tell.
-
-    It is for containers in which SLURM cannot be asked. The clock of this node may differ from SLURM's, so the time that
-    has passed is counted from the claim of the first attempt in this start of the job.
-    """
-    try:
-        limit_s = float(os.environ["SLURM_JOB_END_TIME"]) - float(os.environ["SLURM_JOB_START_TIME"])  # since 23.02
-    except (KeyError, ValueError):
-        return None
-    claim = attempts.read_claim(run_dir.attempt(number))
-    if claim.job_id is None:
-        return None
-    while attempts.read_claim(run_dir.attempt(number - 1))[:2] == claim[:2]:
-        number -= 1
-    began = attempts.claimed_at(run_dir, number)
-    return None if began is None else limit_s - (time.time() - began)

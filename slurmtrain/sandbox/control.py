@@ -80,27 +80,24 @@ class Sandbox:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def up(spec: SandboxSpec, directory: Path, prefix: Path | None = None, *, ends_with: int | None = None) -> Sandbox:
+def up(spec: SandboxSpec, directory: Path, *, ends_with: int | None = None) -> Sandbox:
     """Start a sandbox and return once a job has run on all its nodes, and they are idle.
 
     Args:
-        prefix: prefix of the SLURM to run; None: the one on PATH.
         ends_with: pid of a process with which the sandbox ends, however that is killed; None: it lives until `down`.
 
     Raises:
         ClusterError: SLURM is not installed or cannot simulate several nodes, the place is taken, or a daemon failed
             (its log's last lines are shown).
     """
-    programs = find_programs(prefix.absolute() if prefix is not None else None, accounting=spec.accounting)
-    prefix = prefix.absolute() if prefix is not None else prefix_of(programs)
-    directory = directory.absolute()
+    programs, directory = find_programs(), directory.absolute()
     lock = claim_directory(directory)
     sandbox = Sandbox(directory, spec.node_names)
     ports = None
     try:
         _clear_remains(directory)
-        ports = claim_ports(spec.nodes + 1 + spec.accounting, seed=str(directory))
-        write_files(spec, directory, ports.first, programs, prefix)
+        ports = claim_ports(spec.nodes + 1, seed=str(directory))
+        write_files(spec, directory, ports.first, programs, prefix_of(programs))
         _launch_supervisor(directory, ends_with, inherit=(lock, ports.claim))
         _wait_until_idle(sandbox)
         _run_on_all_nodes(sandbox)
@@ -173,7 +170,7 @@ def _refuse_one_node_a_machine(sandbox: Sandbox) -> None:
     if len(sandbox.nodes) > 1 and any("Duplicated NodeHostName" in text for text in told):
         raise ClusterError(
             "this SLURM was built without --enable-multiple-slurmd, so it cannot play several nodes on one machine.",
-            hint="sandbox up --nodes 1, or take another SLURM: Debian's slurm-wlm, or --slurm-prefix",
+            hint="sandbox up --nodes 1, or put another SLURM first on PATH: Debian's slurm-wlm",
         )
 
 

@@ -24,7 +24,7 @@ PLAN, PROCESSES, START = (
     "processes.json",
     "start",
 )  # `Plan`, `Processes`, and the name of a daemon to start
-_BLOCK = MAX_NODES + 2  # slurmctld's, one for each node, slurmdbd's
+_BLOCK = MAX_NODES + 2  # slurmctld's, and one for each node
 _PORTS = range(17000, 29000 - _BLOCK, _BLOCK)  # all below the ephemeral range, which starts at 32768
 _LONGEST_SOCKET = "/spool/n00/n00_4294967295.4294967295.0"  # slurmstepd's, one for each step
 _SUN_PATH = 107  # longest path that fits into sockaddr_un beside the final zero
@@ -35,13 +35,11 @@ class Daemon:
     """A program to run in the foreground.
 
     Attributes:
-        prepare: commands that are run before it, one after the other. If one fails, the program is not started.
         ready: the file or local port whose appearance shows that it is ready; None: nothing does.
     """
 
     name: str
     argv: list[str]
-    prepare: list[list[str]] = field(default_factory=list)
     ready: str | int | None = None
 
     def is_ready(self) -> bool:

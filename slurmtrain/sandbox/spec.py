@@ -9,7 +9,7 @@ from pathlib import Path
 from slurmtrain.errors import UsageError
 
 CLUSTER_NAME = "sandbox"  # SLURM's name of every sandbox
-MAX_NODES = 64  # all on one machine; a block of ports, see directory.py, has one for each and two more
+MAX_NODES = 64  # all on one machine; a block of ports, see directory.py, has one for each and more
 PREEMPT_MODES = {"requeue": "REQUEUE", "cancel": "CANCEL", "suspend": "SUSPEND,GANG"}  # their spelling in slurm.conf
 GPU_DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "kmsg"))
 """Stand-ins for GPUs. SLURM wants character devices that exist (for plain files it never sets CUDA_VISIBLE_DEVICES); it
@@ -33,8 +33,6 @@ class SandboxSpec:
         kill_wait_s: KillWait: from SIGTERM to SIGKILL. SLURM's default, and that of most clusters, is 30.
         preempt_mode: what happens to a job of partition `low` when its grace time is over: "requeue", "cancel" or
             "suspend".
-        accounting: also run slurmdbd and MariaDB, with an account and the QOS `low` and `high`. Then QOS preempt each other,
-            not partitions: `grace_s` and `preempt_mode` are those of QOS `low`, the default one.
     """
 
     nodes: int = 4
@@ -43,7 +41,6 @@ class SandboxSpec:
     grace_s: int = 10
     kill_wait_s: int = 30
     preempt_mode: str = "requeue"
-    accounting: bool = False
 
     def __post_init__(self) -> None:
         limits = {"nodes": (1, MAX_NODES), "cpus": (1, 1024), "gpus": (0, len(GPU_DEVICES))}
@@ -74,15 +71,12 @@ class Site:
 
 
 def slurm_conf(spec: SandboxSpec, site: Site) -> str:
-    """Return the text of slurm.conf for a plain cluster: two partitions, and preemption by them or by QOS."""
+    """Return the text of slurm.conf for a plain cluster: two partitions, of which one preempts the other."""
     d = site.directory
     last = spec.nodes - 1
     nodes = "n0" if last == 0 else f"n[0-{last}]"
     ports = f"{site.first_port + 1}" if last == 0 else f"[{site.first_port + 1}-{site.first_port + 1 + last}]"
-    low = high = ""  # where QOS preempt each other, partitions are alike
-    if not spec.accounting:
-        low = f" PriorityTier=1 PreemptMode={spec.preempt_mode.upper()} GraceTime={spec.grace_s}"
-        high = " PriorityTier=10 PreemptMode=OFF"
+    low = f"PriorityTier=1 PreemptMode={spec.preempt_mode.upper()} GraceTime={spec.grace_s}"
     gres = f" Gres=gpu:{spec.gpus}" if spec.gpus else ""
     return f"""\
 ClusterName={CLUSTER_NAME}
@@ -111,7 +105,7 @@ TaskPlugin=task/none
 MpiDefault=none
 
 # Preemption as clusters do it.
-PreemptType={"preempt/qos" if spec.accounting else "preempt/partition_prio"}
+PreemptType=preempt/partition_prio
 PreemptMode={PREEMPT_MODES[spec.preempt_mode]}
 JobRequeue=1
 KillWait={spec.kill_wait_s}
@@ -131,8 +125,8 @@ DefMemPerCPU={MEMORY_MB // spec.cpus}
 {"GresTypes=gpu" if spec.gpus else ""}
 NodeName={nodes} NodeHostname={site.host} NodeAddr=127.0.0.1 Port={ports} Sockets=1 CoresPerSocket={spec.cpus} \
 ThreadsPerCore=1 RealMemory={MEMORY_MB}{gres} State=UNKNOWN
-PartitionName=low Nodes=ALL Default=YES{low} MaxTime=INFINITE
-PartitionName=high Nodes=ALL{high} MaxTime=INFINITE
+PartitionName=low Nodes=ALL Default=YES {low} MaxTime=INFINITE
+PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE
 """
 
 

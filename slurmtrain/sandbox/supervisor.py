@@ -148,17 +148,11 @@ class Supervisor:
 
 
 def _live_in_cell(daemon: Daemon, env: dict[str, str], directory: Path, announce: int) -> None:
-    """Run a cell: prepare and start the daemon, report its pid, then reap dead processes until none is left."""
+    """Run a cell: start the daemon, report its pid, then reap dead processes until none is left."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     become_subreaper()
     set_name(f"sandbox-{daemon.name}")
     with open(directory / "log" / f"{daemon.name}.out", "ab") as out:
-        for command in daemon.prepare:
-            done = subprocess.run(
-                command, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out, check=False
-            )
-            if done.returncode != 0:
-                os._exit(done.returncode & 0xFF or 1)
         child = subprocess.Popen(daemon.argv, env=env, cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     os.write(announce, str(child.pid).encode())
     os.close(announce)

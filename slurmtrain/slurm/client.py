@@ -17,8 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from slurmtrain.errors import ClusterError, NoAnswerError
-from slurmtrain.slurm.answers import is_no_answer
+from slurmtrain.errors import ClusterError
 from slurmtrain.slurm.command_environment import clean_environment
 from slurmtrain.slurm.job_facts import GONE, JobFacts, JobState, QueuedJob, changed_dependency, parse_show_job
 from slurmtrain.slurm.nodelist import AT_WORK
@@ -38,6 +37,41 @@ GLANCE_S = 2  # longest wait for an answer that nothing depends on
 CONFIG_MISSING = "configuration source"  # said where there is neither a slurm.conf nor a controller that hands one out
 INSTALL_HINT = "is this a login node? For a throwaway SLURM here: apt-get install slurm-wlm munge, then: sandbox up"
 
+# Words by which SLURM's commands say that the controller has not answered, as opposed to one that refuses: those of
+# slurm_errno.c (22.05 to 26.05).
+#
+# Transient errors after which the request was certainly not processed: the controller was never reached, or has refused
+# it unread.
+NOT_THERE = (
+    "unable to contact slurm controller (connect failure)",
+    "connection refused",
+    "slurm temporarily unable to accept job",
+    "unable to create job record, try again",
+    "rate limit exceeded",
+    "in standby",
+)
+# After these the request had been sent, or was being sent: it may have been processed.
+UNSURE = (
+    "unable to contact slurm controller",  # send, receive and shutdown failure; 22.05 says it without a reason, too
+    "message send failure",
+    "message receive failure",
+    "communication shutdown failure",
+    "communication connection failure",
+    "unspecified error",
+    "protocol authentication error",
+    "incompatible versions of client and server",
+    "insane message length",
+    "socket timed out",
+    "transport endpoint is not connected",
+    "zero bytes were transmitted",
+    "unexpected message received",
+    "unexpected missing socket",
+    "broken pipe",
+    "connection reset",
+    "connection timed out",
+    "resource temporarily unavailable",
+)
+
 
 def run_command(
     command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float = 60
@@ -46,6 +80,10 @@ def run_command(
     return subprocess.run(
         command, env=dict(environment), capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
     )
+
+
+class NoAnswerError(ClusterError):
+    """SLURM's controller did not answer: it may have done what was asked, or may not."""
 
 
 class SlurmClient:
@@ -367,3 +405,9 @@ class SlurmClient:
 def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
     lines = (answer.stderr or answer.stdout).strip().splitlines()
     return lines[-1] if lines else f"exit code {answer.returncode}"
+
+
+def is_no_answer(words: str) -> bool:
+    """Return whether a command's words say that the controller has not judged the request."""
+    low = words.lower()
+    return any(each in low for each in (*NOT_THERE, *UNSURE))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmtrain.errors import EnvironmentMismatchError, PreflightError
+from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.slurm.nodelist import expand_counts, expand_nodelist
 
 # "local" for the ranks that cluster=local starts, "pods" for those of a pod.
@@ -212,7 +212,7 @@ def check_world_size(environment: Environment, *, nodes: int, tasks_per_node: in
         )
 
 
-def no_gpu(environment: Environment, asked: str, why: str = "", driver: str | None = None) -> PreflightError:
+def no_gpu(environment: Environment, asked: str, why: str = "", driver: str | None = None) -> EnvironmentMismatchError:
     """Return the error of a rank that sees no GPU although the job has `asked` for some.
 
     Without this error, training would run very slowly on the CPU and end well. The node is at fault, unless a variable hides
@@ -226,7 +226,7 @@ def no_gpu(environment: Environment, asked: str, why: str = "", driver: str | No
     because = f", with CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else ""
     said = f"; the driver says: {driver}" if driver else ""
     at_fault = not why and environment.source == "slurm" and not (hidden is not None and _hides_all(hidden))
-    return PreflightError(
+    return EnvironmentMismatchError(
         f"{asked}, but rank {environment.rank} on {environment.node} sees no GPU{because}{why}{said}",
         hint=f"`nvidia-smi` on {environment.node} shows its GPUs, and cluster.exclude={environment.node} leaves that node out; "
         "cluster.gpus_per_node=0, or train.device=cpu for the built-in trainer, asks for none",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
 
 
 def parse_show_config(text: str) -> dict[str, str]:
@@ -38,33 +37,24 @@ def parse_time(text: str) -> float | None:
 Version = tuple[int, int]  # (24, 5) is 24.05
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A behaviour of SLURM since a release."""
-
-    since: Version
-
-    def applies_to(self, version: Version | None) -> bool:
-        """Return whether a cluster of this version has the behaviour.
-
-        An unknown version (None) counts as a current one.
-        """
-        return version is None or version >= self.since
+def does(version: Version | None, behaviour: Version) -> bool:
+    """Return whether a cluster of this version has a behaviour; an unknown version (None) counts as a current one."""
+    return version is None or version >= behaviour
 
 
 # slurmd initialises its cgroup plugin even where nothing uses cgroups, and fails where it may not write to cgroup v2.
 # 22.05.8 not; 23.11.11, 25.05.9.
-SLURMD_NEEDS_CGROUP = Difference((23, 11))
+SLURMD_NEEDS_CGROUP = (23, 11)
 
 # It takes CgroupPlugin=disabled in cgroup.conf. 23.11.11 refuses it; 24.11.7, 25.05.9 take it; 24.05 by its source.
-CGROUP_PLUGIN_DISABLED = Difference((24, 5))
+CGROUP_PLUGIN_DISABLED = (24, 5)
 
 # It marks a job when the grace time of a preemption begins, and takes the job's next end for that preemption. Neither
 # `scontrol requeue` nor an exit code takes the mark off, only a requeue that slurmctld makes of such an end. So a job that was
 # requeued in its grace time is started once more after its end (PreemptMode=REQUEUE), or ends as PREEMPTED (CANCEL), as does
 # one with Requeue=0, whatever its exit code.
 # 22.05.8, 23.11.11 not; 24.11.7, 25.05.9; 24.05 by its source (commit a689104d15).
-STARTS_PREEMPTED_JOBS_ONCE_MORE = Difference((24, 5))
+STARTS_PREEMPTED_JOBS_ONCE_MORE = (24, 5)
 
 
 def parse_version(text: str) -> Version | None:

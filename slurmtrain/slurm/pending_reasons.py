@@ -23,12 +23,8 @@ REASONS = (
     ("Priority", "jobs of higher priority come first", ""),
     ("Resources", "it is next in the queue and waits for free resources", ""),
     ("BeginTime", "its begin time has not been reached", "`requeue {run}` starts it now"),
-    ("Cleaning", "its last attempt is still being cleaned up", ""),
-    ("Prolog.*", "the cluster prepares its nodes", ""),
     ("JobArrayTaskLimit", "its sweep has reached its limit of parallel points", ""),
-    ("Licenses", "a licence that it needs is in use", ""),
     ("Reservation", "its reservation has not begun, or is full", ""),
-    ("BurstBuffer.*", "its burst buffer is not ready", ""),
     # Other jobs.
     ("Dependency", "a job that it waits for has not ended", ""),
     ("DependencyNeverSatisfied", "a run that it waits for has failed, so it will never start", "`cancel {run}`"),
@@ -60,15 +56,9 @@ REASONS = (
         "no node meets its requirements",
         "`cancel {run}`; submit with another cluster.constraint (`sinfo -o '%N %f %G'` shows what there is)",
     ),
-    ("PowerNotAvail|PowerReserved", "the cluster has no electric power for it at present", ""),
-    ("ReservationDeleted", "its reservation is gone", "`cancel {run}`; submit without cluster.reservation"),
-    ("ReqResv|RequiresReservation", "its partition requires a reservation", "`cancel {run}`; set cluster.reservation"),
-    ("DeadLine", "it cannot end before its deadline", "`cancel {run}`"),
     # Limits on who may run, and how much. Counted time is resources times minutes.
     ("InvalidAccount|AccountNotAllowed", "its account may not run there", "`cancel {run}`; set cluster.account"),
     ("InvalidQOS|QOSNotAllowed", "its QOS may not run there", "`cancel {run}`; set cluster.qos"),
-    ("QOSUsageThreshold", "you have used too much for its QOS", "wait, or submit with another cluster.qos"),
-    ("QOSMin.*", "it requests less than its QOS requires", "`cancel {run}`; ask for more or set cluster.qos"),
     (
         "(Assoc|QOS)Grp.*RunMinutes.*",
         "the running jobs of its {0} have reached its limit on remaining time",
@@ -81,14 +71,11 @@ REASONS = (
         "your jobs have reached the limit of its {0}",
         "it starts when some have ended",
     ),
-    ("Max.*PerAccount", "all jobs of its account together have reached the limit", "it starts when some have ended"),
     (
         "(Assoc|QOS)Max.*",
         "it requests more than its {0} allows for a single job",
         "`cancel {run}`; ask for less",
     ),
-    ("MaxMemPerLimit", "it requests more memory than a job may have", "`cancel {run}`; ask for less"),
-    ("(Association|QOS)(?:Job|Resource|Time)Limit", "its {0} is at a limit", "it starts when some jobs have ended"),
     # Faults.
     ("JobLaunchFailure|SystemFailure|BootFail", "it could not be started", "ask who runs the cluster"),
 )

@@ -193,7 +193,7 @@ def parse_gres(text: str) -> tuple[tuple[str, int], ...]:
     are given to several jobs, and one job still has no more than there are.
     """
     found: dict[str, int] = {}
-    for word in _outside_brackets(text):
+    for word in re.sub(r"\([^()]*\)", "", text).split(","):  # "(null)" is none
         name, *parts = word.strip().split(":")
         if name.lower() != "gpu":
             continue
@@ -211,11 +211,6 @@ def _amount(text: str) -> int | None:
     """Return a number of a GRES, "4" or "2K"."""
     match = re.fullmatch(r"([0-9]{1,12})([KMGTP]?)", text.strip().upper())
     return int(match[1]) * 1024 ** ("KMGTP".index(match[2]) + 1 if match[2] else 0) if match else None
-
-
-def _outside_brackets(text: str) -> list[str]:
-    """Split at commas, without what stands in brackets: (S:0-1,3), (IDX:0,2)."""
-    return re.sub(r"\([^()]*\)", "", text).split(",") if text and text != "(null)" else []
 
 
 def with_nodes(groups: Iterable[NodeGroup], text: str) -> tuple[NodeGroup, ...]:

@@ -37,7 +37,8 @@ from slurmtrain.runs.failures import (
     with_last_words,
 )
 from slurmtrain.runs.program_checkpoints import find_checkpoints, newest_complete
-from slurmtrain.runs.reasons import FAILURES, Reason, RunAction, Verdict
+from slurmtrain.runs.reasons import FAILURES, Reason, Verdict
+from slurmtrain.runs.requests import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import JOB_VARIABLE, own_job_id, own_node_name, own_restart_count, own_step_id

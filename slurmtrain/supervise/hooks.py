@@ -20,8 +20,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import FAILURES, Reason, Verdict
+from slurmtrain.runs.reasons import FAILURES, Event, Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.environment import own_job_id
 from slurmtrain.system.process import ProcessMark, become_subreaper, below, kill_trees

@@ -18,9 +18,9 @@ from slurmtrain.errors import ClusterError, EnvironmentMismatchError
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.decide import AttemptOutcome, decide_after_pause
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.evidence import Evidence, Policy
-from slurmtrain.runs.reasons import RunAction, Verdict
+from slurmtrain.runs.reasons import Event, Verdict
+from slurmtrain.runs.requests import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_job_id, own_node_name

@@ -22,9 +22,9 @@ from slurmtrain.launch.job import submit_existing_script, token
 from slurmtrain.launch.node_exclusion import leave_out
 from slurmtrain.runs import attempts, jobs, requests
 from slurmtrain.runs.attempts import Attempt, came_to_an_end, read_claim
-from slurmtrain.runs.decide import is_cancelled
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, GoesOn, Reason, RunAction, Verdict
+from slurmtrain.runs.decide import GoesOn, is_cancelled
+from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, Event, Reason, Verdict
+from slurmtrain.runs.requests import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import own_restart_count
@@ -232,5 +232,5 @@ def _is_ours(run_dir: RunDir, last: Attempt, job_id: str) -> bool:
     info = run_dir.info()
     if info.get("chain"):
         return last.number > int(info.get("chain_after") or 0)
-    job = last.job_id or read_claim(run_dir.attempt(last.number)).job_id
+    job = last.job_id or read_claim(run_dir.attempt(last.number))[0]
     return own_restart_count() > 0 and job in (job_id, None)

@@ -13,6 +13,8 @@ complete or not at all, also if others create the same.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import logging
 import os
@@ -21,8 +23,9 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.launch.code_source import find_source
 from slurmtrain.launch.named_paths import check_in_snapshot
@@ -32,24 +35,53 @@ from slurmtrain.runs import create, lookup
 from slurmtrain.runs.create import make_folder, new_run_id
 from slurmtrain.runs.run_dir import RunDir, made_at
 from slurmtrain.runs.sweep_dir import Point, Sweep
-from slurmtrain.sweep.plan import SweepPlan
+from slurmtrain.sweep.plan import SweepPlan, identity_of
 from slurmtrain.system.files import write_json
 from slurmtrain.system.modes import file_mode, folder_mode
 from slurmtrain.system.trust import is_mine
 
+if TYPE_CHECKING:
+    from slurmtrain.config.compose import Composer
+
 log = logging.getLogger(__name__)
 
+MOST_FILES = 1000  # in the folders of the configs
 # In sweep.json alone; the rest of it is in every run.json, too.
-OF_THE_SWEEP = ("token", "parallelism", "pack", "after", "made_at")
+OF_THE_SWEEP = ("token", "parallelism", "pack", "after", "command", "made_at")
 
 
 def find_same(sweep_plan: SweepPlan) -> Sweep | None:
     """Return the newest sweep with the same points, if there is one."""
-    job = sweep_plan.first.job
-    named = Path(job.runs_dir).glob(f"{job.name}.sweep-*")
+    first = sweep_plan.first
+    return _newest(first, lambda sweep: sweep.id == sweep_plan.id or sweep.id.startswith(f"{sweep_plan.id}."))
+
+
+def find_by_command(first: Config, command: str | None) -> Sweep | None:
+    """Return the newest sweep that was created by this command line."""
+    return _newest(first, lambda sweep: command is not None and sweep.info().get("command") == command)
+
+
+def _newest(first: Config, wanted: Callable[[Sweep], bool]) -> Sweep | None:
+    named = Path(first.job.runs_dir).glob(f"{first.job.name}.sweep-*")
     mine = (Sweep(path) for path in named if is_mine(path) and lookup.is_sweep(path))
-    same = [sweep for sweep in mine if sweep.id == sweep_plan.id or sweep.id.startswith(f"{sweep_plan.id}.")]
-    return max(same, key=lambda sweep: float(sweep.info()["created"]), default=None)
+    return max(filter(wanted, mine), key=lambda sweep: float(sweep.info()["created"]), default=None)
+
+
+def command_of(overrides: Sequence[str], composer: Composer, first: Config) -> str | None:
+    """Return the identity of a command line with choices, by which its sweep is found without composing all points.
+
+    It covers the words, the config files, and the first point, on which the environment and all else leaves its mark.
+
+    Returns:
+        None: there are so many config files that reading them takes longer.
+    """
+    files = [path for folder in composer.folders for path in itertools.islice(Path(folder).rglob("*.y*ml"), MOST_FILES)]
+    if len(files) >= MOST_FILES:
+        return None
+    digest = hashlib.sha256(json.dumps([identity_of(first), composer.config_name, *overrides]).encode())
+    for path in sorted(files):
+        digest.update(os.fsencode(path) + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def create_sweep(
@@ -61,6 +93,7 @@ def create_sweep(
     parallelism: int | None = None,
     after: Sequence[RunDir] = (),
     again: bool = False,
+    command: str | None = None,
 ) -> Sweep:
     """Create the sweep's folder, with a run directory for every point.
 
@@ -71,6 +104,7 @@ def create_sweep(
         parallelism: number of points that may run at the same time.
         after: runs that have to finish first.
         again: create it beside one with the same points.
+        command: what `find_by_command` finds it by.
 
     Raises:
         ConfigError: the folder cannot be made, or the snapshot is refused.
@@ -106,6 +140,7 @@ def create_sweep(
                     _make_run(temporary.run_dir(run_id), runs / name / run_id, point, sweep_plan, info)
         temporary.arrays.mkdir(mode=folder_mode(temporary.path))
         facts = {
+            "command": command,
             "parallelism": parallelism,
             "pack": pack,
             "after": [str(run_dir.path) for run_dir in after],

@@ -31,28 +31,27 @@ from slurmtrain.config.frozen import load_frozen
 from slurmtrain.errors import ClusterError, UnreadableRecordError, UsageError
 from slurmtrain.launch import evaluations, node_exclusion
 from slurmtrain.launch.changes import finish_change
+from slurmtrain.launch.claims import claimed
 from slurmtrain.launch.dependencies import waiting_for_runs, with_dependency
 from slurmtrain.launch.job import in_queue
 from slurmtrain.launch.script import render_script
 from slurmtrain.launch.submit import job_paths
 from slurmtrain.launch.submit_once import NotSubmittedError, SubmitLimitError, export_option, submit_exactly_once
-from slurmtrain.report.status.look import is_over, states
-from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus, is_over, states
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempts import failed_quickly
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.jobs import TOKEN_PREFIX
-from slurmtrain.runs.reasons import Reason
+from slurmtrain.runs.reasons import Event, Reason
 from slurmtrain.runs.run_dir import RunDir, copied_from
 from slurmtrain.runs.sweep_dir import Sweep, tasks_of
 from slurmtrain.slurm import command_environment
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep.plan import plan_arrays, tasks_at_once
 from slurmtrain.system import files
-from slurmtrain.system.file_claims import claimed
-from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.files import write_json
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.process import ProcessMark, end_with_parent
+from slurmtrain.system.records import read_json
 from slurmtrain.system.trust import is_mine, user_in_words
 
 log = logging.getLogger(__name__)

@@ -22,17 +22,16 @@ from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import Pruner
 from slurmtrain.config.compose import Composer
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ClusterError, RunFailedError, SlurmtrainError, UnreadableRecordError
+from slurmtrain.errors import ClusterError, SlurmtrainError, UnreadableRecordError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.report import collect
-from slurmtrain.report.status.look import is_over, state, states
-from slurmtrain.report.status.state import WAITING, RunState, RunStatus
-from slurmtrain.report.status.waiting import EndWatch
+from slurmtrain.report.status.state import WAITING, RunState, RunStatus, is_over, state, states
+from slurmtrain.report.status.waiting import EndWatch, RunFailedError
 from slurmtrain.runs import requests
 from slurmtrain.runs.create import new_run_id
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import RunAction
+from slurmtrain.runs.reasons import Event
+from slurmtrain.runs.requests import RunAction
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Point, Sweep
 from slurmtrain.slurm.client import SlurmClient

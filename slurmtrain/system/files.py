@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.system import records
 from slurmtrain.system.modes import file_mode
 from slurmtrain.system.redaction import redacted
 
@@ -32,19 +31,6 @@ def disk_usage(path: Path) -> int:
             except OSError:  # it goes away just now
                 continue
     return total
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None when it is missing or torn.
-
-    Raises:
-        UnreadableRecordError: it is not a regular file, too large, or cannot be read.
-    """
-    try:
-        value = records.parse(records.read_bytes(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def write_json(path: Path, value: dict[str, Any], *, durable: bool = True) -> None:

@@ -200,11 +200,6 @@ class Gpus:
             sliced=None if slices is None else bool(slices[0]),
         )
 
-    def utilization(self, index: int) -> float | None:
-        """Return the percent of the last second or less in which a kernel ran; None if it does not tell, as slices (MIG) do."""
-        rates = self._ask("nvmlDeviceGetUtilizationRates", index)
-        return None if rates is None else float(rates.gpu)
-
     def _ecc_errors(self, index: int) -> int | None:
         kind, counter = self._nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, self._nvml.NVML_VOLATILE_ECC
         errors = self._ask("nvmlDeviceGetTotalEccErrors", index, kind, counter)

@@ -128,7 +128,7 @@ def _packages() -> dict[str, str]:
         with contextlib.suppress(Exception):  # a damaged installation: its other packages still count
             # `each.version` would have the parser of e-mail read the whole file, with the package's README in it.
             described = _header(each.read_text("METADATA") or each.read_text("PKG-INFO") or "")
-            name = canonical(described["Name"])
+            name = re.sub(r"[-_.]+", "-", described["Name"]).lower()  # as indexes compare it (PEP 503)
             if name not in versions:  # the first one on the path is the one that is imported
                 versions[name] = described["Version"]
     return versions
@@ -137,11 +137,6 @@ def _packages() -> dict[str, str]:
 def _header(metadata: str) -> dict[str, str]:
     """Return name and version of a distribution by the head of its metadata."""
     return dict(reversed(_NAME_OR_VERSION.findall(metadata.partition("\n\n")[0])))
-
-
-def canonical(name: str) -> str:
-    """Return the name of a distribution as indexes compare it (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _gpu(root: Path, packages: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import json
 import os
 import random
@@ -77,19 +76,22 @@ def _unreadable(path: Path, error: OSError) -> UnreadableRecordError:
     return UnavailableRecordError(f"{path} cannot be read: {error.strerror}", error)
 
 
-def read_bytes(path: Path, *, at_most: int = RECORD_BYTES) -> bytes:
-    """Read a whole file.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError: there is none.
-        UnreadableRecordError: it is not a regular file, cannot be read, or has more bytes than `at_most`.
-    """
-    return _read(path, at_most, whole=True)
-
-
 def read_text(path: Path, *, at_most: int = RECORD_BYTES) -> str:
     """Read a file as text; bytes that are not UTF-8 become U+FFFD. Raises as `read_bytes`."""
     return read_bytes(path, at_most=at_most).decode(errors="replace")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file, or None when it is missing or torn.
+
+    Raises:
+        UnreadableRecordError: it is not a regular file, too large, or cannot be read.
+    """
+    try:
+        value = parse(read_bytes(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def read_tail(path: Path, size: int) -> bytes:
@@ -99,18 +101,22 @@ def read_tail(path: Path, size: int) -> bytes:
         UnreadableRecordError: it is not a regular file, or cannot be read.
     """
     try:
-        return _read(path, size, whole=False)
+        return read_bytes(path, at_most=size, whole=False)
     except (FileNotFoundError, NotADirectoryError):
         return b""
 
 
-def _read(path: Path, at_most: int, *, whole: bool) -> bytes:
-    """Read the last bytes of a file, at most so many, and if another one takes its name just then, those of the new one.
+def read_bytes(path: Path, *, at_most: int = RECORD_BYTES, whole: bool = True) -> bytes:
+    """Read a file; if another one takes its name just then, the new one.
 
     NFS calls what was opened before that stale (ESTALE): its server has removed it, although it is open here.
 
     Args:
-        whole: refuse a file that has more.
+        whole: refuse a file that has more than `at_most` bytes; False: read its last ones.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is none.
+        UnreadableRecordError: it is not a regular file, cannot be read, or has more bytes than it may.
     """
     for tries_left in reversed(range(STALE_TRIES)):
         descriptor = open_regular(path)
@@ -159,39 +165,6 @@ def parse(data: bytes) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError):
         return None
-
-
-# A number such as 1e-3, which YAML 1.1 takes for text.
-_FLOAT = re.compile(
-    r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?|\.(inf|Inf|INF))"
-    r"|\.(nan|NaN|NAN)"
-)
-
-
-@functools.cache
-def config_loader() -> Any:
-    """Return the loader of YAML for configs: 1e-3 is a number, dates are text, and a key that stands there twice is an error.
-
-    libyaml's parser, where PyYAML was built with it, takes a tenth of the time.
-    """
-    import yaml
-
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        """A loader with these rules."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
-            twice = next((key for key in keys if keys.count(key) > 1), None)
-            if twice is not None:
-                raise yaml.YAMLError(f"the key {twice!r} is there twice, {str(node.start_mark).strip()}")
-            return super().construct_mapping(node, deep=deep)
-
-    Loader.yaml_implicit_resolvers = {
-        letter: [(tag, pattern) for tag, pattern in rules if not tag.endswith((":timestamp", ":float"))]
-        for letter, rules in Loader.yaml_implicit_resolvers.items()
-    }
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"(?:{_FLOAT.pattern})$"), list("-+0123456789."))
-    return Loader
 
 
 def parse_yaml(data: bytes) -> Any:
@@ -293,7 +266,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def is_scalar(value: object) -> TypeGuard[float]:
     """Return whether a value is a number, NaN and the infinities included."""
-    return isinstance(value, float) or is_number(value)
+    return isinstance(value, float) or is_count(value)
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -355,7 +328,7 @@ def finite(value: object) -> float | None:
     """Return the value as a float when it is a finite number, else None."""
     if type(value) is float:
         return value if abs(value) < 1e300 else None
-    return float(value) if is_number(value) else None
+    return float(value) if is_count(value) else None
 
 
 def printable(text: str) -> str:

@@ -8,9 +8,8 @@ told from other text.
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterable, Mapping
-from typing import Any, TextIO, cast
+from collections.abc import Mapping
+from typing import Any
 
 # Names of variables and fields whose values are likely to be secret.
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL)", re.IGNORECASE)
@@ -34,6 +33,13 @@ def redact(text: str) -> str:
     return text
 
 
+def redact_bytes(data: bytes) -> bytes:
+    """Return bytes without secrets."""
+    for value, stand_in in _hidden.items():
+        data = data.replace(bytes_of(value), stand_in.encode())
+    return data
+
+
 def holds_secret(data: bytes) -> bool:
     """Return whether bytes that cannot be redacted contain a secret."""
     return any(bytes_of(value) in data for value in _hidden)
@@ -55,42 +61,3 @@ def redacted(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [redacted(item) for item in value]
     return value
-
-
-def redact_output() -> None:
-    """Redact what Python prints from now on, tracebacks and bytes too.
-
-    Not seen: other processes, what C libraries write, and what is written to a file descriptor.
-    """
-    for name in ("stdout", "stderr", "__stdout__", "__stderr__") if _hidden else ():
-        stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, _Redacting):
-            setattr(sys, name, cast(TextIO, _Redacting(stream)))
-
-
-class _Redacting:
-    """A stream of text or of bytes in front of another one."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def write(self, data: Any) -> int:
-        if isinstance(data, str):
-            self._stream.write(redact(data))
-            return len(data)
-        content = bytes(data)
-        for value, stand_in in _hidden.items():
-            content = content.replace(bytes_of(value), stand_in.encode())
-        self._stream.write(content)
-        return memoryview(data).nbytes
-
-    def writelines(self, lines: Iterable[Any]) -> None:
-        for line in lines:
-            self.write(line)
-
-    @property
-    def buffer(self) -> _Redacting:
-        return _Redacting(self._stream.buffer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -152,11 +152,9 @@ def not_measured(metric: str, names: Collection[str]) -> ConfigError:
 
 
 def _longest(dataset: DatasetSpec) -> int:
-    """Return the tokens of the longest sample; a data set is only asked for each sample's length if it has no `seq_len`."""
+    """Return the tokens of the longest sample; of a data set that does not say so, those of its first one."""
     if dataset.seq_len is not None:
         return int(dataset.seq_len)
-    if dataset.lengths is not None:
-        return int(dataset.lengths(np.arange(len(dataset), dtype=np.int64)).max())
     return int(fetch(dataset, np.zeros(1, dtype=np.int64))["inputs"].shape[1])
 
 
@@ -211,7 +209,13 @@ class MetricSums:
             )
             found += [metric.sums(whole, targets, batch) for metric in self._own.values()]
         vectors = [torch.as_tensor(sums, device=targets.device).double().reshape(-1) for sums in found]
-        self.sizes = [len(vector) for vector in vectors]
+        sizes = [len(vector) for vector in vectors]
+        if self.sizes[-1] and sizes != self.sizes:
+            raise ConfigError(
+                f"eval.metrics: sums() has given {self.sizes[3:]} numbers for a batch, and {sizes[3:]} for another",
+                hint="as many for every batch; they are added up over all batches and ranks",
+            )
+        self.sizes = sizes
         return torch.cat(vectors)
 
     def values(self, total: Tensor, num_bytes: int | None) -> dict[str, float]:

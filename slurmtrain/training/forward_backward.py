@@ -108,7 +108,7 @@ class _SequentialSchedule:
 
     def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
         check_for_model(batch)
-        own = _own(padded(batch, _even(self._distributed_model, tokens_per_row(batch))), self._distributed_model)
+        own = self._evenly(batch)
         sums = measure(self._logits(own), own["targets"], own)
         return sums if _is_own(self._distributed_model) else None
 
@@ -132,8 +132,12 @@ class _SequentialSchedule:
         engine.queue_callback(lambda: self._phases.enter(Phase.COMMUNICATION))
 
     def _loss_sum(self, batch: Batch) -> Tensor:
-        own = _own(batch, self._distributed_model)
+        own = self._evenly(batch)
         return loss_sum(self._distributed_model, self._logits(own), own["targets"])
+
+    def _evenly(self, batch: Batch) -> Batch:
+        """Return this rank's part of a batch, whose rows are padded so that ranks can share them."""
+        return _own(padded(batch, _even(self._distributed_model, tokens_per_row(batch))), self._distributed_model)
 
     def _logits(self, own: Batch) -> Tensor:
         logits: Tensor = self._model(own["inputs"], **_further_arguments(own, self._model))

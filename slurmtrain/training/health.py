@@ -1,4 +1,4 @@
-"""The judgement of a training by the numbers of its steps: what is skipped, what is a spike, and what is done about it.
+"""The judgement of a training by the numbers of its steps: what is skipped, and what is done about it.
 
 Pure: it looks at one step's numbers after the other, and everything that it remembers is saved in checkpoints, so that a
 run that was interrupted decides as if it had not been.
@@ -7,22 +7,15 @@ run that was interrupted decides as if it had not been.
 from __future__ import annotations
 
 import dataclasses
-import math
-import operator
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
 from typing import Any
 
-from slurmtrain.choices import OnNonfinite, OnSpike
+from slurmtrain.choices import OnNonfinite
 from slurmtrain.config.schema import TrainConfig
 from slurmtrain.training.step_numbers import StepNumbers
 
-NORMAL = 1.4826  # standard deviation of a normal distribution / its median absolute deviation
-# A loss that hardly varies (a constant, one that was learnt by heart) has no spikes of a thousandth of itself.
-LEAST_DEVIATION = 1e-3
 HINT = (
     "the same steps would do the same again, so nothing is tried again: a smaller optim.lr, more optim.warmup_steps or "
     "optim.grad_clip=1 may help, or other data; `resume RUN optim.lr=...` goes on from the newest checkpoint, if there is one"
@@ -37,18 +30,6 @@ class Action(Enum):
     STOP = auto()
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What was noticed about a step.
-
-    Attributes:
-        spike: standard deviations of its loss above the median of the steps before; None: its numbers are not finite.
-    """
-
-    action: Action
-    spike: float | None = None
-
-
 @dataclass
 class Health:
     """What is remembered of the steps so far.
@@ -57,13 +38,11 @@ class Health:
         skipped: number of steps of the run whose update was skipped.
         in_a_row: number of these that came directly one after another, up to the last step that was looked at.
         first: first step of these.
-        sound_step: the newest step whose parameters gave finite numbers and no spike in the step after it; None: not known.
+        sound_step: the newest step whose parameters gave finite numbers in the step after it; None: not known.
         checked_step: the last step that was looked at.
         rollbacks: number of times that training has gone back since it last got any further.
         furthest: the step from which it went back last.
         due: why it is to go back before the next step; None: it is not.
-        spiking: the last step that was looked at is part of a spike.
-        losses: those of the last steps, oldest first.
     """
 
     skipped: int = 0
@@ -74,36 +53,26 @@ class Health:
     rollbacks: int = 0
     furthest: int = 0
     due: str | None = None
-    spiking: bool = False
-    losses: list[float] = field(default_factory=list)
 
-    def look(self, numbers: StepNumbers, train: TrainConfig) -> Finding | None:
-        """Note the numbers of the next step; None: there is nothing to say about it."""
+    def look(self, numbers: StepNumbers, train: TrainConfig) -> Action | None:
+        """Note the numbers of the next step; None: they are finite."""
         self.checked_step = numbers.step
         if not numbers.finite:
             return self._look_at_nonfinite(numbers, train)
         self.in_a_row = 0
         if numbers.step > self.furthest:
             self.rollbacks = 0
-        spike = 0.0
-        if train.on_spike != OnSpike.IGNORE:
-            spike = deviation(numbers.loss, self.losses) if len(self.losses) >= train.spike_window else 0.0
-            self.losses = [*self.losses, numbers.loss][-train.spike_window :]
-        begins, self.spiking = spike > train.spike_threshold and not self.spiking, spike > train.spike_threshold
-        if not self.spiking:
-            self.sound_step = max(self.sound_step or 0, numbers.step - 1)  # not that of a step before a rollback
-        if not begins:
-            return None
-        return Finding(Action.ROLL_BACK if train.on_spike == OnSpike.ROLLBACK else Action.GO_ON, spike)
+        self.sound_step = max(self.sound_step or 0, numbers.step - 1)  # not that of a step before a rollback
+        return None
 
-    def _look_at_nonfinite(self, numbers: StepNumbers, train: TrainConfig) -> Finding:
+    def _look_at_nonfinite(self, numbers: StepNumbers, train: TrainConfig) -> Action:
         self.skipped += 1
         self.in_a_row += 1
         self.first = numbers.step - self.in_a_row + 1
         if train.on_nonfinite == OnNonfinite.STOP:
-            return Finding(Action.STOP)
+            return Action.STOP
         too_many = 0 < train.max_skipped <= self.in_a_row
-        return Finding(Action.ROLL_BACK if too_many or train.on_nonfinite == OnNonfinite.ROLLBACK else Action.GO_ON)
+        return Action.ROLL_BACK if too_many or train.on_nonfinite == OnNonfinite.ROLLBACK else Action.GO_ON
 
     def went_back(self, before: Health, *, from_step: int, to_step: int) -> None:
         """Go on from what was remembered at step `to_step`, which this is, after a trouble.
@@ -125,18 +94,5 @@ class Health:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Health:
-        """Return what `to_json` has saved; of another version, what is known here."""
-        known = {each.name for each in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
-
-
-def deviation(loss: float, losses: Sequence[float]) -> float:
-    """Return how far `loss` lies above the median of `losses`, in standard deviations (a robust z-score); 0 if it does not.
-
-    The standard deviation is estimated by the median absolute deviation, which earlier spikes hardly move.
-    """
-    if not losses or 4 * sum(map(partial(operator.le, loss), losses)) >= len(losses):  # most steps end here
-        return 0.0
-    median = statistics.median(losses)
-    scale = NORMAL * statistics.median(abs(each - median) for each in losses)
-    return (loss - median) / max(scale, LEAST_DEVIATION * abs(median), math.ulp(1.0))
+        """Return what `to_json` has saved."""
+        return cls(**values)

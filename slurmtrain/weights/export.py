@@ -1,4 +1,4 @@
-"""Export the tensors of one object of a checkpoint to files that other programs read: safetensors, or torch.save.
+"""Export the tensors of one object of a checkpoint to files of safetensors, which other programs read.
 
 The tensors are read as for a restore, digests included. A file has to be in memory, and a folder one of its files at a time.
 The output's name does not exist before all of it was verified and is on the disk.
@@ -7,11 +7,10 @@ The output's name does not exist before all of it was verified and is on the dis
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,17 +28,13 @@ from slurmtrain.checkpoint.host_memory import available_memory
 from slurmtrain.checkpoint.restore.reader import read_whole
 from slurmtrain.checkpoint.safetensors_files import INDEX, SINGLE
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, bytes_are_finite, bytes_of, dtype_name, dtype_of
+from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, dtype_name, dtype_of
 from slurmtrain.errors import UsageError, nearest
 from slurmtrain.system.files import fsync_directory, temporary_beside, write_synced
 
-SAFETENSORS, TORCH = (".safetensors",), (".pt", ".pth")
+SAFETENSORS = ".safetensors"
 CONFIG = "config.json"
-MADE_BY_EXPORTS = (CONFIG, "adapter_config.json")  # one of them is in each folder of an export
 SHARD_BYTES = 5_000_000_000  # as transformers: "5GB"
-NAMES_SHOWN = 8  # of tensors whose values are not finite
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,32 +78,24 @@ def export(
     *,
     only: str = "model",
     dtype: str | None = None,
-    force: bool = False,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Exported:
     """Write the tensors of the object `only` of the checkpoint `path` to `out`, without the object's name in front.
 
     Args:
-        out: ends in .safetensors, or in .pt or .pth: a dict of tensors, for torch.load(weights_only=True).
+        out: ends in .safetensors.
         dtype: dtype to convert floating-point tensors to.
-        force: replace `out` if it exists.
         progress: called with the number of bytes of every tensor read.
 
     Raises:
         UsageError: `out` or `only` are not valid.
         CheckpointError: the checkpoint is damaged, or `out` cannot be written; `out` does not exist then.
     """
-    if out.suffix not in (*SAFETENSORS, *TORCH):
-        raise UsageError(
-            f"{out} does not have the suffix of a known format",
-            hint=f"end it in one of: {', '.join((*SAFETENSORS, *TORCH))}",
-        )
-    with appearing(out, force=force) as temporary, opened(path, only, dtype) as checkpoint:
+    if out.suffix != SAFETENSORS:
+        raise UsageError(f"{out} is not the name of a file of weights", hint=f"end it in {SAFETENSORS}")
+    with appearing(out) as temporary, opened(path, only, dtype) as checkpoint:
         entries, read = checkpoint.entries, partial(checkpoint.tensors, progress=progress)
-        if out.suffix in SAFETENSORS:
-            write_safetensors(temporary, entries, {**checkpoint.about, "object": only}, read)
-        else:
-            _write_torch(temporary, entries, read)
+        write_safetensors(temporary, entries, {**checkpoint.about, "object": only}, read)
     return Exported(out, len(entries), out.stat().st_size)
 
 
@@ -120,18 +107,16 @@ def write_hf_folder(
     *,
     files: Mapping[str, bytes],
     about: Mapping[str, str],
-    shard_bytes: int = SHARD_BYTES,
-    force: bool = False,
 ) -> Exported:
     """Write a folder of weights as save_pretrained of transformers does, completely or not at all.
+
+    A file of tensors has at most SHARD_BYTES of them; a larger tensor has a file of its own.
 
     Args:
         entries: the tensors, by the names of transformers, in the order in which they fill the files.
         config: the contents of config.json.
         files: further files by name: those of the tokenizer, generation_config.json.
         about: entries of the header of each file of tensors.
-        shard_bytes: greatest size of such a file in bytes of tensors; a larger tensor has a file of its own.
-        force: replace `out` if it exists.
 
     Raises:
         UsageError: `out` exists, or the folder that it is to be in does not.
@@ -140,13 +125,13 @@ def write_hf_folder(
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
-        if shards[-1] and size + entry.nbytes > shard_bytes:
+        if shards[-1] and size + entry.nbytes > SHARD_BYTES:
             shards.append([])
             size = 0
         shards[-1].append(entry)
         size += entry.nbytes
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    with appearing(out, folder=True, force=force) as temporary:
+    with appearing(out, folder=True) as temporary:
         others = {**files, CONFIG: json_bytes(config)}
         if len(shards) == 1:
             names = [SINGLE]
@@ -190,22 +175,9 @@ class OpenCheckpoint:
             CheckpointError: the checkpoint is damaged, or a value is too large for its type.
         """
         wanted = {entry.source: entry for entry in entries}
-        found = read_whole(self.path, self.contents, self.manifest, wanted)
-        not_finite = []
-        for source, entry in wanted.items():
-            tensor = found.pop(source)
-            if not bytes_are_finite(bytes_of(tensor), entry.saved):
-                not_finite.append(entry.name)
+        for source, tensor in read_whole(self.path, self.contents, self.manifest, wanted):
             progress(tensor.nbytes)
-            yield entry, in_type(entry, tensor)
-        # Parameters that are trained never are, in a checkpoint; buffers, such as masks, may be meant to be so.
-        if not_finite:
-            shown, more = sorted(not_finite)[:NAMES_SHOWN], len(not_finite) - NAMES_SHOWN
-            log.warning(
-                "values that are not finite (NaN or infinite) are exported as they are, in %s%s",
-                ", ".join(shown),
-                f" and {more} more tensors" if more > 0 else "",
-            )
+            yield wanted[source], in_type(wanted[source], tensor)
 
 
 @contextmanager
@@ -251,17 +223,17 @@ def in_type(entry: Entry, values: Tensor) -> Tensor:
 
 
 @contextmanager
-def appearing(out: Path, *, folder: bool = False, force: bool) -> Iterator[Path]:
+def appearing(out: Path, *, folder: bool = False) -> Iterator[Path]:
     """Give a path to write a file to, or a new folder to write into, which becomes `out` at the end.
-
-    Args:
-        force: replace `out` if it exists.
 
     Raises:
         UsageError: `out` is not the name of something new.
         CheckpointError: it cannot be written. Nothing is left of what was.
     """
-    check_free(out, folder=folder, force=force)
+    if not out.parent.is_dir():
+        raise UsageError(f"there is no folder {out.parent} to make {out.name} in")
+    if os.path.lexists(out):
+        raise UsageError(f"{out} exists", hint="choose another name, or remove it first")
     temporary = temporary_beside(out, ".tmp")
     try:
         if folder:
@@ -269,13 +241,7 @@ def appearing(out: Path, *, folder: bool = False, force: bool) -> Iterator[Path]
         yield temporary
         if folder:
             fsync_directory(temporary)
-            aside = temporary.with_name(f"{temporary.name}.old")
-            if force and out.is_dir():
-                out.rename(aside)  # no folder is renamed over another that is not empty
-            temporary.rename(out)
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            temporary.replace(out)
+        temporary.rename(out)
         fsync_directory(out.parent)
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error.strerror or error}") from None
@@ -283,23 +249,7 @@ def appearing(out: Path, *, folder: bool = False, force: bool) -> Iterator[Path]
         if folder:
             shutil.rmtree(temporary, ignore_errors=True)
         else:
-            with suppress(OSError):
-                temporary.unlink()
-
-
-def check_free(out: Path, *, folder: bool, force: bool) -> None:
-    """Raise UsageError if no file or folder `out` can be made."""
-    if not out.parent.is_dir():
-        raise UsageError(f"there is no folder {out.parent} to make {out.name} in")
-    if os.path.lexists(out) and (not force or out.is_dir() != folder):
-        replaceable = ", or replace it with --force" if out.is_dir() == folder else ""
-        raise UsageError(f"{out} exists", hint=f"choose another name{replaceable}")
-    if folder and out.is_dir() and any(out.iterdir()) and not any((out / name).is_file() for name in MADE_BY_EXPORTS):
-        raise UsageError(
-            f"{out} is a folder with other files, which --force does not remove", hint="name a folder inside it"
-        )
-    if out.name in ("", ".."):
-        raise UsageError(f"{out} cannot be the name of a new folder", hint="name a folder inside it")
+            temporary.unlink(missing_ok=True)
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry], about: Mapping[str, str], tensors: Tensors) -> None:
@@ -315,9 +265,15 @@ def write_safetensors(path: Path, entries: Sequence[Entry], about: Mapping[str, 
         if entry.dtype not in SAFETENSORS_NAMES:
             raise CheckpointError(
                 f"{entry.name} is {dtype_name(entry.dtype)}, which the safetensors format does not support",
-                hint="export to a .pt file",
+                hint="read it with slurmtrain.Checkpointer.restore",
             )
-    _check_memory(entries)
+    size = sum(Box.whole(entry.shape).numel * max(entry.saved.itemsize, entry.dtype.itemsize) for entry in entries)
+    left = available_memory()
+    if left is not None and size > left:
+        raise CheckpointError(
+            f"the whole file has to be in memory: {size / 1e9:.2f} GB, and {left / 1e9:.2f} GB are left",
+            hint="--format hf writes files of 5 GB one after the other",
+        )
     path.touch()
     mode = path.stat().st_mode  # as the umask has it; the library's own files are for their owner alone
     try:
@@ -327,22 +283,3 @@ def write_safetensors(path: Path, entries: Sequence[Entry], about: Mapping[str, 
     path.chmod(mode)
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def _write_torch(path: Path, entries: Sequence[Entry], tensors: Tensors) -> None:
-    """Write a file of torch.save, all of which has to be in memory."""
-    _check_memory(entries)
-    with path.open("xb") as file:
-        torch.save({entry.name: tensor for entry, tensor in tensors(entries)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _check_memory(entries: Sequence[Entry]) -> None:
-    size = sum(Box.whole(entry.shape).numel * max(entry.saved.itemsize, entry.dtype.itemsize) for entry in entries)
-    left = available_memory()
-    if left is not None and size > left:
-        raise CheckpointError(
-            f"the whole file has to be in memory: {size / 1e9:.2f} GB, and {left / 1e9:.2f} GB are left",
-            hint="--format hf writes files of 5 GB one after the other",
-        )

@@ -21,27 +21,13 @@ from slurmtrain.checkpoint.tensors import dtype_name
 from slurmtrain.config import known_models
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.data.format import manifest as prepared
+from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.sources.config_check import PREPARED
-from slurmtrain.errors import ConfigError, DataError
+from slurmtrain.errors import ConfigError
 from slurmtrain.models.huggingface import HuggingFace, stored_names
 from slurmtrain.weights import hf_names
-from slurmtrain.weights.export import (
-    SHARD_BYTES,
-    Entry,
-    Exported,
-    Tensors,
-    json_bytes,
-    opened,
-    write_hf_folder,
-)
-from slurmtrain.weights.lora_export import (
-    export_adapters,
-    is_of_adapters,
-    merged,
-    merged_entries,
-    read_adapters,
-)
+from slurmtrain.weights.export import Entry, Exported, json_bytes, opened, write_hf_folder
 
 MODEL = "model"  # the object of a checkpoint that is exported
 TOKENIZER = "tokenizer.json"
@@ -54,7 +40,7 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", TEMPLATE, "chat_template.json"),
 )
 LOOKED_AT = 1 << 16  # tokens of chat data that show how its answers end
-TO_FILE = "export to a file: --format safetensors"
+TO_FILE = "export to a file: FILE.safetensors"
 
 
 class Description(NamedTuple):
@@ -72,97 +58,47 @@ class Description(NamedTuple):
 
 
 def export_hf(
-    path: Path,
-    out: Path,
-    *,
-    dtype: str | None = None,
-    force: bool = False,
-    shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[int], None] = lambda count: None,
+    path: Path, out: Path, *, dtype: str | None = None, progress: Callable[[int], None] = lambda count: None
 ) -> Exported:
     """Write the model of the checkpoint `path` to the folder `out`, which is there completely or not at all.
 
     Args:
         dtype: element type of the weights, as "bfloat16"; None: as saved.
-        force: replace `out` if it exists.
-        shard_bytes: greatest size of a file of tensors.
         progress: called with the number of bytes of every tensor read.
 
     Raises:
         UsageError: `out` is not valid.
         CheckpointError: the checkpoint is damaged, does not say what model it holds, or holds one that Hugging Face has no
-            family for; or `out` cannot be written.
+            family for, or adapters alone; or `out` cannot be written.
     """
-    if is_of_adapters(read_manifest(path).config):
-        adapters = read_adapters(path, progress)
-        merged_from = merged_entries(adapters, dtype)
-        return _write(
-            out,
-            list(merged_from),
-            lambda some: merged(adapters, {entry: merged_from[entry] for entry in some}),
-            Description(known_models.read_config(adapters.base), {}, adapters.base),
-            adapters.config,
-            adapters.about,
-            force=force,
-            shard_bytes=shard_bytes,
+    config = read_manifest(path).config
+    if is_of_adapters(config):
+        raise CheckpointError(
+            f"{path.name} holds adapters, and no whole model",
+            hint="--format peft, and merge that with merge_and_unload() of peft: see `help models`",
         )
     with opened(path, MODEL, dtype) as checkpoint:
         try:
-            described = describe(checkpoint.manifest.config, checkpoint.entries)
+            described = describe(config, checkpoint.entries)
         except ConfigError as error:
             raise CheckpointError(f"{path.name}: {error.message}", hint=error.hint) from None
         ours = {entry.name: entry for entry in checkpoint.entries}
-        return _write(
-            out,
-            [dataclasses.replace(ours[name], name=theirs) for name, theirs in described.names.items() if theirs],
-            partial(checkpoint.tensors, progress=progress),
-            described,
-            checkpoint.manifest.config,
-            checkpoint.about,
-            force=force,
-            shard_bytes=shard_bytes,
-        )
-
-
-def _write(
-    out: Path,
-    entries: Sequence[Entry],
-    tensors: Tensors,
-    described: Description,
-    config: Mapping[str, Any],
-    about: Mapping[str, str],
-    *,
-    force: bool,
-    shard_bytes: int,
-) -> Exported:
-    """Write a folder, with the tokenizer's files, the ids of its special tokens, and the type of the weights."""
-    files, special, notes = companions(config, described.base)
-    dtypes = {dtype_name(entry.dtype) for entry in entries if entry.dtype.is_floating_point}
-    values = {**described.config, **{name: value for name, value in special.items() if value is not None}}
-    values.pop("dtype", None)
-    values["torch_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
-    files[GENERATION] = _generation(values, files.get(GENERATION), _ends_of_answers(config))
-    exported = write_hf_folder(
-        out, entries, tensors, values, files=files, about=about, shard_bytes=shard_bytes, force=force
-    )
+        entries = [dataclasses.replace(ours[name], name=theirs) for name, theirs in described.names.items() if theirs]
+        files, special, notes = companions(config, described.base)
+        dtypes = {dtype_name(entry.dtype) for entry in entries if entry.dtype.is_floating_point}
+        values = {**described.config, **{name: value for name, value in special.items() if value is not None}}
+        values.pop("dtype", None)
+        values["torch_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
+        files[GENERATION] = _generation(values, files.get(GENERATION), _ends_of_answers(config))
+        tensors = partial(checkpoint.tensors, progress=progress)
+        exported = write_hf_folder(out, entries, tensors, values, files=files, about=checkpoint.about)
     return dataclasses.replace(exported, notes=(*described.notes, *notes))
 
 
-def export_peft(
-    path: Path, out: Path, *, force: bool = False, progress: Callable[[int], None] = lambda count: None
-) -> Exported:
-    """Write the adapters of the checkpoint `path` to the folder `out`, for PeftModel.from_pretrained of peft.
-
-    Raises:
-        UsageError: `out` is not valid.
-        CheckpointError: the checkpoint is damaged or holds no adapters, or `out` cannot be written.
-    """
-    if not is_of_adapters(read_manifest(path).config):
-        raise CheckpointError(f"{path.name} holds a whole model, and no adapters", hint="--format hf")
-    adapters = read_adapters(path, progress)
-    files, _, notes = companions(adapters.config, adapters.base)
-    files.pop(GENERATION, None)
-    return dataclasses.replace(export_adapters(adapters, out, files, force=force), notes=notes)
+def is_of_adapters(config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint that is bound to this config holds adapters, and no other weights."""
+    lora = config.get("lora")
+    return isinstance(lora, Mapping) and bool(lora.get("r"))
 
 
 def describe(config: Mapping[str, Any], entries: Sequence[Entry]) -> Description:
@@ -289,7 +225,7 @@ def _ends_of_answers(config: Mapping[str, Any]) -> list[int]:
         tokens = np.empty(min(stream.tokens, LOOKED_AT), stream.dtype)
         counts = np.empty(len(tokens), np.uint8)
         stream.read_into(tokens, 0)
-        stream.read_loss_mask(counts, 0)
+        stream.read_into(counts, 0, prepared.LOSS_MASK)
         known = json.loads((folder / TOKENIZER).read_bytes()).get("added_tokens") or []
     except (ConfigError, DataError, OSError):
         return []

@@ -84,7 +84,7 @@ def config_json(
     if bias and norm:
         raise ConfigError(
             "model.qkv_bias=true with model.qk_norm=true: no Hugging Face model family has both",
-            hint="export to a file: --format safetensors",
+            hint="export to a file: FILE.safetensors",
         )
     kind = "qwen3" if norm else "qwen2" if bias else "llama"
     theta, scaling = float(model.get("rope_theta", 10000.0)), model.get("rope_scaling")

@@ -46,7 +46,7 @@ def write_tokens(folder: Path, count: int) -> None:
     lengths = random.lognormal(6.2, 1.1, count // 500).astype(np.int64) + 2  # documents as long as web text's
     ends = np.unique(np.append(np.minimum(np.cumsum(lengths), count), count))
     shard = write_shard(folder, "train", "00000", tokens, np.diff(ends, prepend=0))
-    Manifest(TOKENIZER, {"train": Split((shard,))}, ()).write(folder)
+    Manifest(TOKENIZER, {"train": Split((shard,))}).write(folder)
 
 
 def sources_of(folder: Path) -> dict[str, Any]:

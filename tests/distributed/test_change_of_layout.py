@@ -143,21 +143,6 @@ def test_with_the_weights_alone_everything_else_begins_anew(
     assert {float(value) for name, value in tensors.items() if name.endswith(".step")} == {3.0}
 
 
-def test_the_weights_are_those_of_the_checkpoint(first: Path, tmp_path: Path) -> None:
-    words = [*WORDS, f"checkpoint.restore_from={first}", "checkpoint.restore_only=model"]
-    begun = trainer(alone(), tmp_path / "second", words, StopAt(0))
-    assert begun.fit().step == 0
-    expected = checkpoint_tensors(first.parent)
-    for name, parameter in begun.state.distributed_model.model.named_parameters():
-        assert torch.equal(parameter, expected[f"model.{name}"])
-
-
-def test_a_model_of_another_config_is_refused_with_weights_alone_too(first: Path, tmp_path: Path) -> None:
-    words = [*WORDS, f"checkpoint.restore_from={first}", "checkpoint.restore_only=model", "model.rope_theta=500"]
-    with pytest.raises(Exception, match=r"rope_theta: 10000\.0 -> 500"):
-        fit(alone(), tmp_path / "second", words)
-
-
 @pytest.mark.parametrize("steps", [4, 6])
 def test_a_checkpoint_that_has_done_all_steps_is_refused(steps: int, first: Path, tmp_path: Path) -> None:
     words = [*WORDS, f"checkpoint.restore_from={first}", f"train.steps={steps}", "checkpoint.allow=[config]"]

@@ -10,7 +10,7 @@ import pytest
 
 from slurmtrain.config.folders import PACKAGE
 from slurmtrain.observe.metrics import read_metrics
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from tests.support.local_runs import LocalRun, Project
 
 # Runs a script, which is told to stop after six steps of the first attempt, as by a preemption.

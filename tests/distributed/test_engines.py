@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -279,62 +278,7 @@ def test_a_job_of_ray_trains_on_when_a_node_is_lost_and_stops_by_the_hook_of_a_p
     assert_same_run(run.path, undisturbed.run_dir.path)
 
 
-@pytest.mark.slow
-@needs("ray", "ray")
-def test_nodes_of_ray_are_set_up_and_one_that_never_joins_does_not_hold_the_others(
-    ray_cluster: RayCluster, project: Project, scripts: list[Program]
-) -> None:
-    waits = f"echo $PPID > {project.path}/node-$PET_NODE_RANK; until [ $PET_NODE_RANK = 0 -o -e {project.path}/come ]"
-    setup = json.dumps([f"{waits}; do sleep 0.1; done", "export FROM_SET_UP=yes"])
-    (project.path / "p.sh").write_text(f"echo $FROM_SET_UP >{project.path}/rank-$RANK")
-    words = [f"cluster.setup={setup}", f"cluster.python={sys.executable}", "cluster.srun_wait_s=0"]
-    words += ["job=command", "job.command='bash p.sh'", "job.snapshot=none"]
-    run, _ = prepared(project, "rayjob", *words)
-    scripts.append(job := ray_cluster.submit(sys.executable, "-m", "slurmtrain", "supervise", str(run.path)))
-    job.wait_for(lambda: run.attempt_numbers() and (project.path / "node-1").exists(), "waiting for the second node")
-    os.kill(int((project.path / "node-1").read_text()), signal.SIGKILL)
-    job.wait_for(lambda: "node 1 of Ray has failed" in job.said, "without its second node")
-    (project.path / "come").touch()
-    assert job.wait() == 0, job.said
-    assert [(project.path / f"rank-{rank}").read_text() for rank in range(2)] == ["yes\n", "yes\n"]
-    assert [attempt.reason for attempt in LocalRun(project.path, job.process).attempts()] == ["asked", "finished"]
-
-
-@pytest.mark.slow
-@needs("ray", "ray")
-def test_a_run_that_has_ended_for_good_ends_at_once_when_ray_tries_it_again(
-    ray_cluster: RayCluster, project: Project, scripts: list[Program]
-) -> None:
-    run, _ = prepared(project, "rayjob", "job=command", "job.command='exit 78'")
-    for _ in range(2):
-        scripts.append(job := ray_cluster.submit(sys.executable, "-m", "slurmtrain", "supervise", str(run.path)))
-        assert job.wait() != 0
-        assert "failed with exit code 78" in job.said
-    assert run.attempt_numbers() == [1]
-
-
 # SkyPilot: what it makes of the task, wherever its `sky` is installed.
-
-PARSE = """
-import json, sys, sky
-task = sky.Task.from_yaml(sys.argv[1])
-(wanted,) = task.resources
-print(json.dumps([task.num_nodes, task.volumes, wanted.accelerators, wanted.cpus, wanted.memory, wanted.job_recovery]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("sky") is None, reason="needs `sky` on PATH: pip install 'slurmtrain[skypilot]'")
-def test_skypilot_takes_the_task(project: Project, tmp_path: Path) -> None:
-    pods = ["cluster.pods.image=me/train:1", f"+cluster.pods.volumes={{{project.path}: claim}}"]
-    words = ["+cluster=a100x4", "cluster.nodes=2", *pods]
-    rendered = project.cli(*words, "render", "--target", "skypilot", "-o", str(tmp_path / "task.yaml"))
-    assert rendered.returncode == 0, rendered.stdout
-    python = Path(shutil.which("sky") or "").parent / "python"
-    environment = {**clean_environment(), "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
-    said = subprocess.check_output([python, "-c", PARSE, tmp_path / "task.yaml"], env=environment, text=True)
-    recovery = {"recover_on_exit_codes": [75], "max_restarts_on_errors": 0, "strategy": None}
-    assert json.loads(said.splitlines()[-1]) == [2, {str(project.path): "claim"}, {"a100": 4}, "64+", "480+", recovery]
 
 
 def test_nodes_of_skypilot_crash_start_again_stop_and_finish_together(project: Project, scripts: list[Program]) -> None:

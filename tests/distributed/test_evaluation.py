@@ -8,11 +8,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -67,20 +65,22 @@ class Packed(Ragged):
 class Uneven(Ragged):
     """Samples of different length."""
 
+    seq_len = 48
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample, length = super().__getitem__(index), int(self.lengths(np.array([index]))[0])
+        sample, length = super().__getitem__(index), 20 + index * 5 % 29
         return {**sample, "inputs": sample["inputs"][:length], "targets": sample["targets"][:length]}
 
-    def lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        return 20 + indices * 5 % 29
+
+# Among them one of shorter sequences, of a length that two ranks cannot share.
+SETS = {"short": Ragged(5, 33), "packed": Packed(5), "uneven": Uneven(5), "other": Ragged(1)}
 
 
 class RaggedText:
-    """As a `data._target_`: further sets, among them one of shorter sequences, of a length that two ranks cannot share."""
+    """As a `data._target_`."""
 
     def __init__(self, **ignored: Any):
         self.train = self.valid = Ragged()
-        self.evals = {"short": Ragged(5, 33), "packed": Packed(5), "uneven": Uneven(5)}
 
 
 class NothingHeldOut:
@@ -106,6 +106,13 @@ class TopFive:
         return {"hits": hits / count, "samples": samples}
 
 
+class Rows:
+    """A user's own metric that gives a sum for each row of a batch, of which the last one has fewer."""
+
+    def sums(self, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
+        return torch.ones(len(targets))
+
+
 SETTINGS = [
     "experiment=smoke",
     f"data._target_={__name__}.RaggedText",
@@ -114,7 +121,10 @@ SETTINGS = [
     "model.tie_embeddings=false",
     "eval.metrics.accuracy=true",
     f"+eval.metrics.top5._target_={__name__}.TopFive",
-    f"+eval.sets.other={{_target_: {__name__}.Ragged, samples: 1}}",
+    *(
+        f"+eval.sets.{name}={{_target_: {__name__}.{type(rows).__name__}, samples: {len(rows)}, length: {rows._length}}}"
+        for name, rows in SETS.items()
+    ),
 ]
 
 
@@ -158,7 +168,7 @@ def test_each_sample_counts_once(by_one: dict[str, float]) -> None:
     """Against sums over the samples, one by one."""
     config = experiment()
     model = fill(build_model(config), torch.device("cpu"), config.train.seed).eval()
-    for name, dataset in {**RaggedText().evals, "valid": Ragged(), "other": Ragged(1)}.items():
+    for name, dataset in {**SETS, "valid": Ragged()}.items():
         loss = count = correct = hits = samples = 0.0
         for index in range(len(dataset)):
             sample = dataset[index]
@@ -221,6 +231,11 @@ def test_a_pipeline_refuses_a_set_with_longer_sequences_than_it_trains_on(
 def test_an_empty_set_is_refused() -> None:
     with pytest.raises(ConfigError, match="'none' holds no samples"):
         measure(alone(), [f"+eval.sets.none={{_target_: {__name__}.Ragged, samples: 0}}"])
+
+
+def test_a_metric_that_gives_another_number_of_sums_for_another_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"has given \[3, 2\] numbers for a batch, and \[3, 1\] for another"):
+        measure(alone(), [f"+eval.metrics.rows._target_={__name__}.Rows"])
 
 
 @pytest.mark.parametrize(("metric", "known"), [("valid_accuracy", True), ("valid_acuracy", False)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -259,11 +258,6 @@ def test_after_a_hang_and_a_crash_the_run_finishes_and_nothing_is_left(runs: dic
     wait_until(lambda: not run.processes(), "gone", 10)
 
 
-def test_a_rank_that_has_ended_before_the_others_is_not_one_that_hangs(runs: dict[str, LocalRun]) -> None:
-    """Neither rank 1 nor, later, rank 0."""
-    assert [each.reason for each in runs["ranks end one after the other"].finish().attempts()] == ["finished"]
-
-
 def test_a_rank_that_is_alone_is_named_and_ended_when_it_is_stopped_or_holds_the_interpreter(
     runs: dict[str, LocalRun],
 ) -> None:
@@ -337,19 +331,3 @@ def test_a_rank_that_hangs_before_the_process_groups_are_made_is_named(stopped: 
     found = found_hang(RunDir(stopped[1].directory).attempt(1))
     assert found is not None
     assert found.sentence.startswith(f"rank 1 on {found.node} was stopped (SIGSTOP), start")
-
-
-FORKING = """
-import os, sys
-from slurmtrain.hangs import evidence
-
-evidence.set_timer(100)
-child = os.fork()
-if child == 0:
-    sys.exit(0)
-os.waitpid(child, 0)
-"""
-
-
-def test_a_process_that_a_rank_has_forked_can_end(tmp_path: Path) -> None:
-    assert subprocess.run([sys.executable, "-c", FORKING], timeout=60, check=False).returncode == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import slurmtrain
 from slurmtrain.errors import ConfigError
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.signals import StopCause, StopFlag
@@ -84,9 +85,10 @@ class Script:
         callback = self.ours.SlurmtrainCallback(folder=folder, save_every=4)
         trainer = self.trainer(stop_at=stop_at, callback=callback, **arguments)
         samples = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0)))
-        each = 8 // self.world.environment.world_size
-        loader = torch.utils.data.DataLoader(
-            samples, batch_size=each, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+        size, rank = self.world.environment.world_size, self.world.environment.rank
+        sampler: Any = torch.utils.data.DistributedSampler(samples, size, rank)
+        loader = slurmtrain.DataLoader(
+            samples, batch_size=8 // size, sampler=sampler, num_workers=workers, persistent_workers=workers > 0
         )
         model = module(self.pytorch)
         validated = torch.utils.data.DataLoader(samples, batch_size=22)
@@ -145,14 +147,15 @@ def scripts(world: DistributedContext, folder: Path) -> dict[str, Any]:
         script.trainer(devices=3).fit(module(script.pytorch))
     except ConfigError as error:
         found["wrong devices"] = str(error)
-    trainer = script.trainer(callback=script.ours.SlurmtrainCallback(folder=folder / "async"))
-    trainer.strategy.checkpoint_io = script.ours.AsyncCheckpointIO()
-    try:
-        trainer.fit(
-            module(script.pytorch), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 4)))
-        )
-    except ConfigError as error:
-        found["async"] = str(error)
+    for name in ("async", "plain loader"):
+        trainer = script.trainer(callback=script.ours.SlurmtrainCallback(folder=folder / name))
+        if name == "async":
+            trainer.strategy.checkpoint_io = script.ours.AsyncCheckpointIO()
+        samples = torch.utils.data.TensorDataset(torch.ones(8, 4))
+        try:
+            trainer.fit(module(script.pytorch), torch.utils.data.DataLoader(samples))
+        except ConfigError as error:
+            found[name] = str(error)
     found["handlers"] = _handlers_while_training(script, folder / "handlers")
     return found
 
@@ -171,7 +174,8 @@ def _handlers_while_training(script: Script, folder: Path) -> bool:
     trainer = script.trainer(callback=callback, fast_dev_run=True)
     trainer.callbacks.append(Look())
     samples = torch.utils.data.TensorDataset(torch.ones(8, 4))
-    trainer.fit(module(script.pytorch), torch.utils.data.DataLoader(samples, batch_size=4))
+    sampler: Any = torch.utils.data.DistributedSampler(samples, 2, script.world.environment.rank)
+    trainer.fit(module(script.pytorch), slurmtrain.DataLoader(samples, batch_size=4, sampler=sampler))
     return seen == [True]
 
 
@@ -212,8 +216,11 @@ def test_trainer_is_told_which_ranks_there_are(found: list[dict[str, Any]]) -> N
     )
 
 
-def test_saves_of_which_nobody_knows_when_they_are_complete_are_refused(found: list[dict[str, Any]]) -> None:
+def test_saves_of_which_nobody_knows_when_they_are_complete_and_loaders_without_a_place_are_refused(
+    found: list[dict[str, Any]],
+) -> None:
     assert all("AsyncCheckpointIO saves in the background" in each["async"] for each in found)
+    assert all("cannot go on within an epoch of a DataLoader" in each["plain loader"] for each in found)
 
 
 def test_lightnings_own_handling_of_signals_stands_back(found: list[dict[str, Any]]) -> None:
@@ -239,6 +246,6 @@ def test_a_script_with_workers_and_one_rank_goes_on_in_the_same_order_of_samples
 
 def test_the_package_itself_imports_no_other_trainer() -> None:
     script = "import slurmtrain.runtime.api, slurmtrain.runtime.own_checkpointer, slurmtrain.training.trainer, sys; "
-    script += "print({'lightning', 'pytorch_lightning', 'deepspeed', 'transformers'} & sys.modules.keys())"
+    script += "print({'lightning', 'pytorch_lightning', 'transformers'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()", done.stdout

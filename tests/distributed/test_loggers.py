@@ -7,8 +7,6 @@ import os
 import signal
 import sqlite3
 import struct
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -23,7 +21,7 @@ from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.observe.mlflow_logger import MlflowLogger
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import process
-from slurmtrain.system.files import read_json
+from slurmtrain.system.records import read_json
 from tests.distributed.test_training import LONG, go_on, pause, wait_for_attempt
 from tests.support.gloo import wait_until
 from tests.support.local_runs import Project
@@ -228,36 +226,6 @@ def test_mlflow_has_one_run_with_each_step_once_whatever_ended_the_attempts(tmp_
     assert steps_in_mlflow(run_dir, "loss") == [1, 2, 3, 4, 5]
     assert found.data.params == {"optim.lr": "0.1"}
     assert found.data.tags["team"] == "a"
-    assert (tmp_path / "mlflow.db").stat().st_mode & 0o077 == 0
-
-
-KILLED_AS_IT_MAKES_TABLES = """
-import os, sys
-from pathlib import Path
-import sqlalchemy
-from slurmtrain.config.schema import MlflowConfig
-from slurmtrain.observe.logger import LoggedRun
-from slurmtrain.observe.mlflow_logger import MlflowLogger
-
-def kill(connection, cursor, statement, *further):
-    if "CREATE TABLE _alembic_tmp_" in statement:
-        os._exit(9)
-
-sqlalchemy.event.listen(sqlalchemy.engine.Engine, "after_cursor_execute", kill)
-run = LoggedRun(id="r", name="n", user="u", directory=Path(sys.argv[1]), attempt=1, config={})
-MlflowLogger(MlflowConfig(enabled=True)).open(run)
-"""
-
-
-def test_a_database_of_mlflow_that_a_kill_has_left_half_made_is_made_anew(tmp_path: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED_AS_IT_MAKES_TABLES, str(tmp_path)], check=False)
-    assert killed.returncode == 9
-    run = LoggedRun(id="r", name="n", user="u", directory=tmp_path, attempt=2, config={})
-    logger = MlflowLogger(MlflowConfig(enabled=True))
-    assert logger.open(run) == Held()
-    logger.log(1, {"loss": 0.5})
-    logger.close(Ending.FINISHED)
-    assert steps_in_mlflow(RunDir(tmp_path), "loss") == [1]
 
 
 def test_a_logger_that_is_slow_or_fails_holds_up_neither_training_nor_its_end(project: Project, tmp_path: Path) -> None:

@@ -241,23 +241,6 @@ def test_a_copy_from_before_a_step_back_never_wins(gloo_ranks: GlooRanks, tmp_pa
     assert gloo_ranks(3, step_back, tmp_path / "world", request_by) == [[1, True, 2, True]] * 3
 
 
-def roll_back(distributed: DistributedContext, path: Path) -> list[Any]:
-    """In the process, to the newest of at most step 2, which is on the nodes only."""
-    world = World(path)
-    rank = save_both(world, distributed)
-    rank.steps(1)
-    restored = rank.checkpointer.restore(at_most=2, **rank.objects)
-    rank.checkpointer.remove_newer(2)
-    assert restored is not None
-    return [restored.step, bool(restored.origin), rank.weights() == world.noted(2), rank.checkpointer.last_step]
-
-
-def test_training_goes_back_to_a_copy_on_the_nodes_if_that_is_the_newest_sound_state(
-    gloo_ranks: GlooRanks, tmp_path: Path
-) -> None:
-    assert gloo_ranks(3, roll_back, tmp_path / "world") == [[2, True, True, 1]] * 3
-
-
 def be_killed_twice(distributed: DistributedContext, path: Path) -> list[Any]:
     """Restore a copy, be ended before there is another, and restore once more."""
     world = World(path)
@@ -316,8 +299,6 @@ def die_in_second_copy(
 
 FOLDER = "node_folder"
 STAGES = {
-    "while a rank writes": (("format.blocks", "write_all", 1, 1), 2),
-    "before COMPLETE": (("format.manifest", "write_synced", 2, 0), 2),
     "before one rename": ((FOLDER, "NodeFolder.publish", 1, 1), 2),
     "while the old one goes": ((FOLDER, "remove", 1, 1), 3),
 }

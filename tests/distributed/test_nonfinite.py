@@ -16,7 +16,7 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.errors import EXIT_CONFIG, DivergedError
 from slurmtrain.models import Decoder
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.training.hooks import TrainingHook
@@ -163,16 +163,6 @@ def test_a_loss_that_is_infinite_is_skipped_like_one_that_is_no_number(tmp_path:
     assert all_finite([nn.Parameter(tensor) for tensor in saved if tensor.is_floating_point()])
 
 
-def test_a_stop_right_after_a_skipped_step_changes_no_bit(tmp_path: Path) -> None:
-    words, stop_after = poisoned(6), 6  # it is known to be skipped only two steps later
-    fit(alone(), tmp_path / "whole", words)
-    assert fit(alone(), tmp_path / "stopped", words, StopAt(stop_after)).step == stop_after
-    fit(alone(), tmp_path / "stopped", words, attempt=2)
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped", but=[6])
-    assert state(tmp_path / "whole") == state(tmp_path / "stopped")
-    assert len(events(tmp_path / "stopped", Event.UPDATE_SKIPPED)) == 1
-
-
 def state(run_path: Path) -> str:
     """What the newest checkpoint says of everything that is no tensor: what the trainer remembers, too."""
     return json.dumps(read_manifest(committed(run_path / "checkpoints")[-1]).state, sort_keys=True)
@@ -263,31 +253,6 @@ def test_stop_ends_with_a_sentence_that_names_step_rank_and_samples(gloo_ranks: 
     assert saved(tmp_path / "run") == [4, 8]  # and of the 12th step, in which it is noticed, none
 
 
-class OneBadGradient(TrainingHook):
-    """Makes one parameter's gradient infinite in some step, after which the loss is still finite."""
-
-    def __init__(self, step: int):
-        self._step = step
-
-    def before_step(self, state: TrainingState) -> None:
-        if state.step + 1 == self._step:
-            parameter = list(state.distributed_model.model.parameters())[3]
-
-            def broken(gradient: Tensor) -> Tensor:
-                self.handle.remove()
-                return gradient * math.inf
-
-            self.handle = parameter.register_hook(broken)
-
-
-def test_a_gradient_that_is_not_finite_beside_a_loss_that_is_ends_the_run(tmp_path: Path) -> None:
-    hook = OneBadGradient(6)
-    with pytest.raises(DivergedError) as caught:
-        trainer(alone(), tmp_path / "run", [*poisoned(), "train.on_nonfinite=stop"], hooks=[hook]).fit()
-    assert "step 6 has loss" in caught.value.message and "gradient norm" in caught.value.message
-    assert "by the loss of" not in caught.value.message and "loss nan" not in caught.value.message
-
-
 def test_after_some_rollbacks_that_do_not_help_the_run_ends_and_keeps_what_was_sound(tmp_path: Path) -> None:
     with pytest.raises(DivergedError) as caught:
         fit(alone(), tmp_path / "run", [*poisoned(*range(10, 40)), "train.max_skipped=2", "train.max_rollbacks=3"])
@@ -297,15 +262,9 @@ def test_after_some_rollbacks_that_do_not_help_the_run_ends_and_keeps_what_was_s
     assert saved(tmp_path / "run") == [8]  # that of step 12 had taken the place of step 4's
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["anew", "from a checkpoint"])
-def test_a_run_whose_first_steps_break_has_nothing_to_go_back_to(tmp_path: Path, begun: bool) -> None:
-    words = [*poisoned(3, 4, 5), *ROLLBACK]
-    if begun:
-        fit(alone(), tmp_path / "source", [*poisoned(), "train.steps=8"])
-        source = tmp_path / "source" / "checkpoints" / "checkpoint_0000008"
-        words = [*poisoned(9, 10, 11), *ROLLBACK, f"checkpoint.restore_from={source}", "checkpoint.allow=[config]"]
+def test_a_run_whose_first_steps_break_has_nothing_to_go_back_to(tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match="there is no checkpoint from before"):
-        fit(alone(), tmp_path / "run", words)
+        fit(alone(), tmp_path / "run", [*poisoned(3, 4, 5), *ROLLBACK])
 
 
 def test_checkpoints_of_skipped_steps_never_push_out_the_last_one_from_before(tmp_path: Path) -> None:
@@ -313,33 +272,6 @@ def test_checkpoints_of_skipped_steps_never_push_out_the_last_one_from_before(tm
     words = [*poisoned(*range(6, 13)), "train.max_skipped=0", "checkpoint.every_steps=1", "train.steps=12"]
     fit(alone(), tmp_path / "run", words)
     assert saved(tmp_path / "run") == [4, 11, 12]  # step 5 gave finite numbers, so step 4 was sound
-
-
-class Jump(TrainingHook):
-    """Adds to the loss that is noted of some step, as a spike would."""
-
-    def __init__(self, step: int, by: float = 50.0):
-        self._step, self._by = step, by
-
-    def start(self, state: TrainingState) -> None:
-        note = state.numbers.note
-
-        def jumping(step: int, samples: tuple[int, int], loss_sum: Tensor, *more: Any) -> None:
-            note(step, samples, loss_sum + (self._by * 512 if samples[1] == 8 * self._step else 0), *more)
-
-        state.numbers.note = jumping  # type: ignore[method-assign, assignment]
-
-
-SPIKES = ["train.spike_window=10", "train.steps=20", "optim.lr=1e-4"]
-
-
-@pytest.mark.parametrize(("on_spike", "told", "back"), [("tell", 1, 0), ("ignore", 0, 0), ("rollback", 1, 1)])
-def test_a_spike_of_the_loss_is_told_and_can_go_back(tmp_path: Path, on_spike: str, told: int, back: int) -> None:
-    words = [*poisoned(), *SPIKES, f"train.on_spike={on_spike}"]
-    trainer(alone(), tmp_path / "run", words, hooks=[Jump(14)]).fit()
-    spikes, backs = (events(tmp_path / "run", event) for event in (Event.LOSS_SPIKE, Event.ROLLED_BACK))
-    assert [each["step"] for each in spikes] == [14] * told
-    assert [(each["step"], each["from_step"]) for each in backs] == [(12, 16)] * back
 
 
 def test_the_command_line_says_so_and_does_not_try_it_again(project: Project) -> None:

@@ -180,13 +180,6 @@ def test_waiting_for_a_slow_rank_is_communication_and_no_work_of_this_rank(
     assert record["communication_share"] > 0.4
 
 
-def test_without_the_clock_of_parts_only_whole_steps_are_told(tmp_path: Path) -> None:
-    fit(alone(), tmp_path / "run", ["train.steps=4", "train.log_every=2", "observe.phases=false"])
-    (_, record) = logged(tmp_path / "run")
-    assert record["step_time_s"] > 0 and record["samples_per_s"] > 0
-    assert [key for key in record if key.startswith(("time_", "communication"))] == []
-
-
 def test_operations_per_second_follow_from_the_tokens_of_all_ranks(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
     peak = ["train.steps=4", "train.log_every=4", "cluster.peak_tflops=0.5", "train.eval_every=0"]
     gloo_ranks(2, fit, tmp_path / "run", [*peak, *REPLICAS])
@@ -281,12 +274,6 @@ class Asks(TrainingHook):
             self._stop.request(StopCause.SIGTERM)
 
 
-class Fails(TrainingHook):
-    def after_step(self, state: TrainingState, result: StepResult) -> None:
-        if state.step == 4:
-            raise RuntimeError("out of memory, say")
-
-
 def profiled(
     distributed: DistributedContext,
     path: Path,
@@ -294,11 +281,10 @@ def profiled(
     overrides: list[str] | None = None,
     attempt: int = 1,
     stop_at: int | None = None,
-    fails: bool = False,
 ) -> Outcome:
     path.mkdir(exist_ok=True)
     run, stop, words = RunDir(path), StopFlag(), [*PROFILED, *(overrides or [])]
-    hooks: list[TrainingHook] = [Fails()] if fails else []
+    hooks: list[TrainingHook] = []
     switch = None
     if distributed.environment.rank == 0:
         switch = ProfileSwitch(run)
@@ -339,15 +325,6 @@ def test_a_preemption_during_a_profile_saves_first_and_drops_it(tmp_path: Path) 
     stopped = profiled(alone(), tmp_path / "run", {1}, stop_at=4)
     assert not stopped.finished and stopped.saved is not None
     assert not (tmp_path / "run" / "profile").exists() and not (tmp_path / "run" / "profiles").exists()
-
-
-def test_an_attempt_that_fails_during_a_profile_does_not_hand_it_on_to_the_next_one(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="out of memory"):
-        profiled(alone(), tmp_path / "run", {1}, fails=True)
-    assert not (tmp_path / "run" / "profile").exists() and profile_names(tmp_path / "run") == ["step_0000004"]
-    planned = ["observe.profile_steps=4-6"]
-    profiled(alone(), tmp_path / "run", set(), planned, attempt=2)
-    assert events(tmp_path / "run", "profiled") == []
 
 
 @pytest.mark.parametrize(("steps", "first", "recorded"), [("1", 1, 1), ("7-20", 7, 2)])

@@ -13,8 +13,8 @@ from msgspec import structs
 
 from slurmtrain.choices import PreflightMode
 from slurmtrain.config.schema import CheckpointConfig, ClusterConfig, Config, PreflightConfig
-from slurmtrain.errors import PreflightError
-from slurmtrain.report.facts import Rates, read_preflight
+from slurmtrain.errors import EnvironmentMismatchError
+from slurmtrain.report.findings import Rates, read_preflight
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import init_distributed
@@ -66,7 +66,7 @@ class Ranks:
         nodes = None
         try:
             run_preflight(config or self.config, self.distributed, context, used)
-        except PreflightError as error:
+        except EnvironmentMismatchError as error:
             nodes = error.nodes
         self.distributed.broadcast_text("done" if self.rank == 0 else None)
         record = read_preflight(context.attempt_dir)

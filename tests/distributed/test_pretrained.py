@@ -28,8 +28,9 @@ from slurmtrain.models.lora import add_adapters, draw_adapters, without_adapters
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.build_model import distribute_model
-from slurmtrain.weights.hf_export import export_hf, export_peft
+from slurmtrain.weights.hf_export import export_hf
 from slurmtrain.weights.hf_names import hugging_face_name
+from slurmtrain.weights.lora_export import export_peft
 from slurmtrain.weights.pretrained import load_pretrained
 from tests.distributed.test_training import StopAt, alone, fit, losses, trainer
 from tests.support import transformers_models as theirs
@@ -237,8 +238,8 @@ def test_other_adapters_than_the_checkpoints_are_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("group", ["hf", "huggingface"])
-def test_adapters_beside_read_weights_are_exported_merged_and_alone(group: str, tmp_path: Path) -> None:
-    """transformers computes from both folders what the model computes that was trained, and the base stays as it was."""
+def test_adapters_beside_read_weights_are_exported_and_merged_as_the_page_shows(group: str, tmp_path: Path) -> None:
+    """transformers computes with them, beside and in the base, what the model computes that was trained."""
     peft = pytest.importorskip("peft")
 
     base = tmp_path / "base"
@@ -256,20 +257,23 @@ def test_adapters_beside_read_weights_are_exported_merged_and_alone(group: str, 
     with torch.no_grad():
         ours = model(tokens)
         plain = theirs.read(base)(tokens).logits
-        export_hf(path, tmp_path / "merged")
-        merged = theirs.read(tmp_path / "merged")(tokens).logits
         export_peft(path, tmp_path / "adapters")
-        adapted = peft.PeftModel.from_pretrained(theirs.read(base), tmp_path / "adapters").eval()(tokens).logits
+        beside = peft.PeftModel.from_pretrained(theirs.read(base), tmp_path / "adapters").eval()
+        adapted = beside(tokens).logits
+        beside.merge_and_unload().save_pretrained(tmp_path / "merged")
+        merged = theirs.read(tmp_path / "merged")(tokens).logits
+    with pytest.raises(CheckpointError, match="holds adapters, and no whole model"):
+        export_hf(path, tmp_path / "out")
     assert (ours - plain).abs().max() > 100 * TOLERANCE  # the adapters matter
     assert (ours - adapted).abs().max() < TOLERANCE
     assert (ours - merged).abs().max() < TOLERANCE
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before
 
 
-def test_adapters_of_weights_that_were_drawn_cannot_be_merged(tmp_path: Path) -> None:
+def test_adapters_of_weights_that_were_drawn_have_no_folder(tmp_path: Path) -> None:
     fit(alone(), tmp_path / "run", [*ADAPTED, "train.steps=1"])
     with pytest.raises(CheckpointError, match="drawn at random"):
-        export_hf(committed(RunDir(tmp_path / "run").checkpoints)[-1], tmp_path / "out")
+        export_peft(committed(RunDir(tmp_path / "run").checkpoints)[-1], tmp_path / "out")
 
 
 VOCABULARY = 256 + len(SPECIAL)

@@ -301,26 +301,8 @@ def save_replicas(distributed: DistributedContext, root: Path) -> dict[str, Any]
     with closing(Checkpointer(root / "one rank", group=distributed.checkpoint_group, max_failures=0)) as checkpointer:
         save("plain on one rank", 1, model=same, **({} if rank else {"counter": Own(1)}))
         answers["of plain on one rank"] = list(said)
-    answers["warned"] = save_drifted(distributed, root / "warned")
     answers["averages"] = averages_go_on(distributed, root / "averages")
     return answers
-
-
-def save_drifted(distributed: DistributedContext, root: Path) -> dict[str, Any]:
-    """What is said of replicas that differ with on_replica_drift=warn, and whether rank 0's come back everywhere."""
-    said = collect_messages()
-    rank = distributed.environment.rank
-    with closing(Checkpointer(root, group=distributed.checkpoint_group, on_replica_drift="warn")) as checkpointer:
-        model = nn.ModuleDict({"small": model_of(), "large": model_of(1024)})
-        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        for step in (1, 2):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(rank * 1e-6)
-            checkpointer.save(step, model=model).result(60)
-        told = list(said)
-        assert checkpointer.restore(model=model)
-    return {"said": told, "rank 0's": all(torch.equal(before[name], one) for name, one in model.named_parameters())}
 
 
 def averages_go_on(distributed: DistributedContext, root: Path) -> bool:
@@ -384,15 +366,6 @@ def test_a_replica_that_has_drifted_in_one_element_is_found_within_a_few_saves(a
 
 def test_buffers_may_differ(answers: list[dict[str, Any]]) -> None:
     assert all((each["buffers"], each["of buffers"]) == ("saved", []) for each in answers)
-
-
-def test_replicas_that_have_drifted_are_saved_as_rank_0_has_them_when_that_is_asked_for(
-    answers: list[dict[str, Any]],
-) -> None:
-    for each in answers:
-        assert each["warned"]["rank 0's"]
-    (sentence,) = answers[0]["warned"]["said"]
-    assert "differs between rank 0 and rank 1 (and 1 more): that of the lowest rank is saved" in sentence
 
 
 def test_plain_values_that_differ_are_told(answers: list[dict[str, Any]]) -> None:

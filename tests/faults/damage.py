@@ -64,11 +64,6 @@ def truncate(random: Random, path: Path, other: Path) -> None:
     os.truncate(file, random.randrange(file.stat().st_size))
 
 
-def lengthen(random: Random, path: Path, other: Path) -> None:
-    with random.choice(shards(path)).open("ab") as file:
-        file.write(random.randbytes(random.randint(1, 5000)))
-
-
 def zero_a_part(random: Random, path: Path, other: Path) -> None:
     file = random.choice(shards(path))
     content = bytearray(file.read_bytes())
@@ -77,14 +72,6 @@ def zero_a_part(random: Random, path: Path, other: Path) -> None:
         end = min(len(content), begin + random.randint(1, 4096))
         content[begin:end] = bytes(end - begin)
     file.write_bytes(content)
-
-
-def zero_the_rest(random: Random, path: Path, other: Path) -> None:
-    """As after a crash: the size is there, the last blocks are not."""
-    file = random.choice(shards(path))
-    size = file.stat().st_size
-    os.truncate(file, random.randrange(size - 8))
-    os.truncate(file, size)
 
 
 def swap_ranks(random: Random, path: Path, other: Path) -> None:
@@ -99,19 +86,14 @@ def from_another_step(random: Random, path: Path, other: Path) -> None:
     shutil.copy(path.parent / checkpoint_name(OLDER) / name, path / name)
 
 
-def from_another_run(random: Random, path: Path, other: Path) -> None:
-    name = random.choice(shards(path)).name
-    shutil.copy(other / path.name / name, path / name)
-
-
 def all_shards_from_another_run(random: Random, path: Path, other: Path) -> None:
     for file in shards(path):
         shutil.copy(other / path.name / file.name, file)
 
 
-def replace_from(name: str, *, step: int = NEWEST, own_run: bool = False) -> Damage:
+def replace_from(name: str) -> Damage:
     def replace(random: Random, path: Path, other: Path) -> None:
-        shutil.copy((path.parent if own_run else other) / checkpoint_name(step) / name, path / name)
+        shutil.copy(other / path.name / name, path / name)
 
     return replace
 
@@ -153,21 +135,16 @@ def named_like_another_step(random: Random, path: Path, other: Path) -> None:
 KINDS: dict[str, Damage] = {
     "a shard truncated": truncate,
     "a shard emptied": lambda random, path, other: os.truncate(random.choice(shards(path)), 0),
-    "a shard lengthened": lengthen,
     "a shard deleted": lambda random, path, other: random.choice(shards(path)).unlink(),
     "a shard zeroed in part": zero_a_part,
-    "a shard's end zeroed": zero_the_rest,
     "shards of two ranks swapped": swap_ranks,
     "a shard of another step": from_another_step,
-    "a shard of another run": from_another_run,
     "all shards of another run": all_shards_from_another_run,
     "a shard's header changed": change_a_header,
     "manifest cut": cut_the_manifest,
     "manifest edited": edit_the_manifest,
-    "manifest of another step": replace_from("manifest.json", step=OLDER, own_run=True),
     "manifest of another run": replace_from("manifest.json"),
     "COMPLETE without manifest": lambda random, path, other: (path / "manifest.json").unlink(),
-    "COMPLETE emptied": lambda random, path, other: os.truncate(path / "COMPLETE", 0),
     "COMPLETE of another run": replace_from("COMPLETE"),
     "COMPLETE missing": lambda random, path, other: (path / "COMPLETE").unlink(),
     "a checkpoint under another step's name": named_like_another_step,

@@ -18,8 +18,8 @@ from random import Random
 from typing import Any
 
 from slurmtrain.cli import main
-from slurmtrain.report.status import look
-from slurmtrain.runs.events import Event
+from slurmtrain.report.status import queued
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
 from tests.faults.processes import Lane
@@ -92,9 +92,7 @@ def write_run(run: RunDir, **facts: Any) -> None:
         files.write_json(
             attempt / "failed-0.json", {"rank": 0, "exit_code": 1, "sentence": "x", "time": 1_700_000_041.0}
         )
-        gpus = {"sampled_s": 30.0, "idle_s": 3.0, "utilization_s": 900.0}
-        files.write_json(attempt / "gpus-0.json", gpus)
-        stop = {"cause": "TERM", "time": 1_700_000_050.0, "seconds_left": 3.0, "facts": {"state": "RUNNING"}}
+        stop = {"cause": "TERM", "cause_time": 1_700_000_050.0, "seconds_left": 3.0, "facts": {"state": "RUNNING"}}
         files.write_json(attempt / "stop.json", stop)
         for rank in (0, 1):
             (attempt / f"rank-{rank}.log").write_text("line\nline\n")
@@ -263,8 +261,8 @@ def answers(words: list[str]) -> str | None:
 def mutate_and_read(directory: Path, seeds: list[int]) -> list[tuple[str, str | None]]:
     """Mutate a run in each of these ways, in turn, and read it with every verb: what was done, and what was wrong."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    look.CONFIRM_EVERY_S = 0.0
-    look._asked = lambda owner, job_ids: look.Queue()  # SLURM has forgotten all jobs
+    queued.CONFIRM_EVERY_S = 0.0
+    queued._ask = lambda owner, job_ids: queued.Queue()  # SLURM has forgotten all jobs
     os.environ["SLURMTRAIN_RUNS"] = str(directory / "runs")
     healthy = directory / "healthy"
     write_runs(healthy)

@@ -1,4 +1,4 @@
-"""More than one job, life or directory where there should be one, and clocks that cannot be trusted."""
+"""More than one job, life or directory where there should be one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import slurmtrain
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.store import commit
-from tests.faults.kills import LATER, NEWEST, OLDER, RANKS, check
+from tests.faults.kills import NEWEST, RANKS, check
 from tests.faults.processes import CLONE_NEWNS, LIBC, Lane
 from tests.faults.rows import Outcome, Trial, row
 from tests.faults.saves import attempt, mounted
@@ -137,35 +136,3 @@ def save_alone(rank: int, group: dist.ProcessGroup | None, directory: Path) -> s
 def each_alone(lane: Lane) -> Trial:
     errors = [child.result() for child in lane.ranks(RANKS, save_alone, lane.directory / "checkpoints")]
     return Trial(Outcome.ERROR if all(errors) else Outcome.UNEXPLAINED, f"{errors}")
-
-
-def save_by_interface(directory: Path, jump_s: float, steps: tuple[int, ...]) -> list[str | None]:
-    """As `job`, with the names of the package, in a life whose clock is so much ahead."""
-    now = time.time
-    time.time = lambda: now() + jump_s
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ[name] = "1" if name.endswith("SIZE") else "0"
-    slurmtrain.init(device="cpu")
-    writer = slurmtrain.Checkpointer(directory)
-    training = Training()
-    restored = writer.restore(per_rank=training.per_rank, **training.objects)
-    training.done = restored.step if restored else 0
-    errors = []
-    for step in steps:
-        training.steps(step - training.done)
-        errors.append(attempt(writer, training))
-    writer.close()
-    return errors
-
-
-@row("a clock that jumps back between two lives", Outcome.NEWEST, full=20, short=2)
-def clock_of_lives(lane: Lane) -> Trial:
-    directory = lane.directory / "checkpoints"
-    jump_s = lane.random.choice([1.0, 3600.0, 86400.0 * 400])
-    errors = lane.fork(save_by_interface, directory, 0.0, (OLDER, NEWEST)).result()
-    for path in sorted(directory.rglob("*")):
-        os.utime(path, (time.time() + jump_s,) * 2)
-    errors += lane.fork(save_by_interface, directory, -jump_s, (LATER,)).result()
-    if any(errors):
-        return Trial(Outcome.UNEXPLAINED, f"by {jump_s} s: {errors}")
-    return check(lane, directory, f"by {jump_s} s", newest=LATER, order=None)

@@ -6,16 +6,15 @@ A machine without SLURM fails these tests instead of skipping them: a skip would
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
 
-from slurmtrain.errors import ClusterError
 from slurmtrain.sandbox import SandboxSpec, default_directory, up
-from slurmtrain.sandbox.files import find_programs
 from slurmtrain.slurm.command_environment import PREFIX_FILE
-from slurmtrain.slurm.parse_values import Difference
 from tests.slurm.project import Project, make_project
+from tests.support.accounts import PROGRAMS, SBIN, add_accounts
 from tests.support.gloo import wait_until
 from tests.support.slurm_cluster import Cluster, reconfigured
 
@@ -69,7 +68,7 @@ def project(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proje
 
 # It documents PreemptParameters=send_user_signal for SlurmctldParameters=preempt_send_user_signal, which it still takes.
 # 22.05.8 knows the old one alone; 23.11.11, 24.11.7, 25.05.9 the new; 23.02 to 25.11 both by their source.
-PREEMPT_PARAMETERS = Difference((23, 2))
+PREEMPT_PARAMETERS = (23, 2)
 
 
 @pytest.fixture
@@ -84,11 +83,8 @@ def user_signal(sandbox: Cluster) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def accounting_sandbox() -> Iterator[Cluster]:
     """Two nodes, with slurmdbd: accounts and limits, and QOS that preempt each other. `tests/run` does not install it."""
-    try:
-        find_programs(accounting=True)
-    except ClusterError as error:
-        pytest.skip(f"{error.message} {error.hint}")
-    yield from _cluster(
-        "tests-db",
-        SandboxSpec(nodes=2, cpus=4, gpus=2, grace_s=10, kill_wait_s=10, accounting=True),
-    )
+    if missing := [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:{SBIN}") is None]:
+        pytest.skip(f"without {', '.join(missing)}: apt-get install slurmdbd mariadb-server-core mariadb-client-core")
+    with pytest.MonkeyPatch.context() as patched:
+        add_accounts(patched)
+        yield from _cluster("tests-db", SandboxSpec(nodes=2, cpus=4, gpus=2, grace_s=10, kill_wait_s=10))

@@ -16,12 +16,12 @@ import pytest
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.launch.queue_check import check_request
 from slurmtrain.launch.submit_once import RefusedError, SubmitLimitError, check, error_of
-from slurmtrain.sandbox.files import ACCOUNT, HIGH, LOW
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.read_facts import read_facts
 from slurmtrain.system.trust import own_user
 from tests.slurm.test_drill import drill
+from tests.support.accounts import ACCOUNT, HIGH, LOW
 from tests.support.gloo import wait_until
 from tests.support.slurm_cluster import Cluster
 

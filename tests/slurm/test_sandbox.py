@@ -15,7 +15,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.errors import ClusterError, UsageError
-from slurmtrain.report.status.look import is_over
+from slurmtrain.report.status.state import is_over
 from slurmtrain.runs import lookup
 from slurmtrain.sandbox import Sandbox, SandboxSpec, default_directory, find, up
 from slurmtrain.sandbox.directory import claim_directory
@@ -173,7 +173,7 @@ def test_a_controller_that_fails_is_said_and_nothing_is_left(
 def test_it_runs_the_slurm_of_a_prefix_and_every_verb_asks_it_with_that_ones_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A prefix whose commands note that they were called stands for a SLURM that is not on PATH at all."""
+    """A prefix whose commands note that they were called stands for a SLURM that is on the PATH of one shell only."""
     prefix, called, programs = tmp_path / "slurm", tmp_path / "called", find_programs()
     for name in set(programs) - {"munged"}:
         program = prefix / ("sbin" if name in ("slurmctld", "slurmd") else "bin") / name
@@ -184,14 +184,15 @@ def test_it_runs_the_slurm_of_a_prefix_and_every_verb_asks_it_with_that_ones_com
     tools.mkdir()
     for name in ("bash", "sh", "env", "timeout", "git", "munged", "hostname", "basename", "mkdir", "true"):
         (tools / name).symlink_to(shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") or name)
-    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setenv("PATH", f"{prefix}/bin:{tools}")
     monkeypatch.setenv("SBATCH_EXPORT", "NONE")  # so that the job has a PATH of its own
     monkeypatch.delenv("SLURM_CONF", raising=False)
     monkeypatch.chdir(tmp_path)
     name = f"prefix-{os.getpid()}"
     words = ["--name", name, "--nodes", "1", "--cpus", "2"]
     try:
-        assert main(["sandbox", "up", *words, "--slurm-prefix", str(prefix)]) == 0
+        assert main(["sandbox", "up", *words]) == 0
+        monkeypatch.setenv("PATH", str(tools))
         assert f'eval "$(python -m slurmtrain sandbox env --name {name})"' in capsys.readouterr().out
         assert main(["sandbox", "status", "--name", name]) == 0
         assert "n0 idle" in capsys.readouterr().out

@@ -22,8 +22,7 @@ class FakeNvml:
             raise error
 
     def __init__(self, count: int = 2):
-        self.utilization, self.errors = [90] * count, [3] * count
-        self.mig = False
+        self.errors = [3] * count
         self.lost: int | None = None
         self.answers(nvmlInit=None, nvmlShutdown=None)
         self.answers(nvmlDeviceGetRemappedRows=(0, 0, 0, 0), nvmlDeviceGetCurrentClocksEventReasons=0x4)
@@ -43,7 +42,7 @@ class FakeNvml:
         return self
 
     def nvmlDeviceGetCount(self) -> int:
-        return len(self.utilization)
+        return len(self.errors)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         self.check(index)
@@ -51,11 +50,6 @@ class FakeNvml:
 
     def nvmlDeviceGetName(self, handle: int) -> str:
         return f"GPU number {handle}"
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
-        if self.mig:
-            raise self.NVMLError("Not Supported")
-        return SimpleNamespace(gpu=self.utilization[handle])
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
         self.check(handle)

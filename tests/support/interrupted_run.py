@@ -11,7 +11,7 @@ from typing import Any
 from slurmtrain.report.goodput import Cause, Goodput
 from slurmtrain.report.gpu_hours import goodput_of
 from slurmtrain.runs.attempts import Attempt, all_attempts
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.run_info import run_info
 

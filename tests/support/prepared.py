@@ -20,7 +20,7 @@ def write_prepared(
     """Args: splits: by name, the documents of each shard. A document is taken to have four bytes of text a token."""
     tokenizer = TokenizerFacts(kind="bytes", file=None, sha256=None, vocab_size=vocab_size, bos=bos, eos=None)
     written = {name: _split(folder, name, shards, tokenizer.dtype) for name, shards in splits.items()}
-    manifest = Manifest(tokenizer, written, ())
+    manifest = Manifest(tokenizer, written)
     manifest.write(folder)
     return manifest
 

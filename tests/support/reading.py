@@ -16,7 +16,7 @@ def load(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint by name, whole."""
     manifest = read_manifest(path)
     contents = read_contents(path, manifest)
-    return read_whole(path, contents, manifest, contents.facts)
+    return dict(read_whole(path, contents, manifest, contents.facts))
 
 
 def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:

@@ -25,8 +25,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.launch.submit import preparing
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import Verdict
+from slurmtrain.runs.reasons import Event, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.end_of_attempt import finish_attempt
 from slurmtrain.supervise.platforms.slurm import SlurmJob

@@ -18,7 +18,7 @@ import pytest
 from slurmtrain.sandbox import Sandbox
 from slurmtrain.sandbox.directory import START, Cell, recorded
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.slurm.parse_values import Difference
+from slurmtrain.slurm.parse_values import Version, does
 from slurmtrain.system.process import kill_trees, send
 from tests.support.gloo import wait_until
 
@@ -140,9 +140,9 @@ class Cluster:
         options = ["-p", "high", "-w", ",".join(nodes), "--exclusive", "-N", str(len(nodes)), "-o", "/dev/null"]
         return self.run(["sbatch", "--parsable", *options, "--wrap", f"sleep {seconds}"]).stdout.strip()
 
-    def does(self, difference: Difference) -> bool:
+    def does(self, difference: Version) -> bool:
         """Whether its version of SLURM behaves so."""
-        return difference.applies_to(SlurmClient(str(self.sandbox.slurm_conf)).version())
+        return does(SlurmClient(str(self.sandbox.slurm_conf)).version(), difference)
 
     def kill_node(self, node: str, *, only_daemon: bool = False) -> None:
         kill_node(self.sandbox, node, only_daemon=only_daemon)

@@ -227,22 +227,16 @@ def find_damage(
     files: Mapping[str, FileRecord],
     *,
     contents: bool = True,
-    background: bool = False,
-    from_disk: bool = False,
     late_s: float = LATE_S,
     progress: Callable[[int], None] = lambda count: None,
-    check: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Describe what is wrong with the given files, one sentence each: their sizes, and with `contents` also their digests.
 
     A storage that fails is waited for, so that only a wrong size, a wrong digest or a missing file counts as damage.
 
     Args:
-        background: see `threads`.
-        from_disk: drop the files from the page cache first.
         late_s: seconds to wait for all missing files together.
         progress: called with the number of bytes of every block, from any thread.
-        check: called before every block; an error that it raises ends the comparison.
 
     Raises:
         UnreadableError: see `patiently`.
@@ -263,8 +257,8 @@ def find_damage(
         else:
             right_size[name] = range(block_count(size))
     if contents:
-        with threads(background=background) as pool:
-            damage += compare(directory, files, right_size, pool, from_disk=from_disk, progress=progress, check=check)
+        with threads() as pool:
+            damage += compare(directory, files, right_size, pool, progress=progress)
     return damage
 
 
@@ -275,9 +269,7 @@ def compare(
     pool: ThreadPoolExecutor,
     *,
     into: Callable[[str, int], Sequence[memoryview] | None] = lambda name, number: None,
-    from_disk: bool = False,
     progress: Callable[[int], None] = lambda count: None,
-    check: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Compare blocks of files with their digests, and return what is wrong: one sentence for each file.
 
@@ -285,7 +277,7 @@ def compare(
         records: of the files, by name.
         numbers: of the blocks to compare, by file.
         into: returns buffers that a block is read into; see `digest_block`.
-        from_disk, progress, check: see `find_damage`.
+        progress: see `find_damage`.
 
     Raises:
         UnreadableError: see `patiently`.
@@ -295,7 +287,6 @@ def compare(
 
     def find_wrong(block: tuple[str, int, int]) -> str | None:
         name, descriptor, number = block
-        check()
         expected = records[name]
         try:
             digest = partial(digest_block, number=number, size=expected.size, into=into(name, number))
@@ -318,8 +309,6 @@ def compare(
                     damage[name] = cannot_be_read(name, error)
                     continue
                 opened.callback(os.close, descriptor)
-                if from_disk:
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 work += [(name, descriptor, number) for number in numbers[name]]
             # All blocks of all files at once: one large file must not be one thread's work.
             for (name, *_), wrong in zip(work, each(pool, find_wrong, work), strict=True):

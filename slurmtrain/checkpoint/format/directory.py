@@ -43,17 +43,6 @@ def _step_and_revision(path: Path) -> tuple[int, int]:
     return int(match.group(1)), int(match.group(2) or 1)
 
 
-def newer_without_complete(directory: Path) -> list[Path]:
-    """Return the checkpoints newer than all committed ones whose COMPLETE is not visible.
-
-    A checkpoint gets its final name with COMPLETE already in it, so the file may only be late. A caller that wants the
-    newest one looks once more, after a change of its own to the folder (see `refresh`).
-    """
-    newest = max((_step_and_revision(path) for path in committed(directory)), default=(-1, 0))
-    found = [path for path in directory.iterdir() if FINAL_NAME.fullmatch(path.name)] if directory.is_dir() else []
-    return [path for path in found if _step_and_revision(path) > newest]
-
-
 def step_of(path: Path) -> int:
     """Return the step in a checkpoint's name."""
     return _step_and_revision(path)[0]
@@ -69,7 +58,8 @@ def committed(directory: Path) -> list[Path]:
 
 def newest_committed_step(directory: Path) -> int | None:
     """Return the step of the newest committed checkpoint; None if there is none."""
-    return max(map(step_of, committed(directory)), default=None)
+    found = committed(directory)
+    return _step_and_revision(found[-1])[0] if found else None
 
 
 def remove(path: Path, order: int) -> None:

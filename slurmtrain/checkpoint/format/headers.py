@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slurmtrain.checkpoint.errors import CheckpointError, UnreadableError
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import OWN_STATE
 from slurmtrain.checkpoint.format.manifest import Box, Manifest, TensorFacts
@@ -247,22 +247,6 @@ def read_contents(path: Path, manifest: Manifest) -> Contents:
 def damage_of(path: Path, error: CheckpointError) -> str:
     """Return what is wrong with the checkpoint `path` by an error of these functions, without its path."""
     return error.message.removeprefix(f"{path} is damaged: ").removeprefix(f"{path}: ")
-
-
-def find_unsound(path: Path, manifest: Manifest) -> list[str]:
-    """Describe what would not be restored from files whose digests are right: one sentence.
-
-    Raises:
-        UnreadableError: the storage fails, and after all retries still does.
-    """
-    try:
-        for name, held in read_contents(path, manifest).files.items():
-            read_own_state(path / name, held)
-    except UnreadableError:
-        raise
-    except CheckpointError as error:
-        return [damage_of(path, error)]
-    return []
 
 
 def read_own_state(file: Path, held: FileContents) -> dict[str, Any]:

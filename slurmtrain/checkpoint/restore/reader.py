@@ -12,7 +12,8 @@ import math
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
 from slurmtrain.checkpoint.format.headers import BoxLocation, Contents, parse_own_state
@@ -33,6 +34,7 @@ from slurmtrain.checkpoint.tensors import box_of, bytes_of, dtype_of, local
 
 SPAN_BYTES = 16 << 20  # the most that is read at once into memory of its own, unless a single row is longer
 STRAIGHT_BYTES = 4 << 10  # smaller parts are not worth a read of their own
+TOGETHER_BYTES = 2**29  # of tensors that `read_whole` has in memory at a time
 
 Blocks = dict[str, list[int]]  # numbers of blocks by file
 Need = dict[str, dict[int, int]]  # bytes that are needed of a block, by file and number
@@ -221,7 +223,7 @@ class Files:
             else:
                 rows = _buffer(span.end - span.begin).view(span.dtype).view(span.rows)
                 self.read(span.file, span.begin, span.end, bytes_of(rows))
-                _copy(rows[span.out], tensor[span.into], span.name)
+                tensor[span.into].copy_(rows[span.out])
 
     def read(self, file: str, begin: int, end: int, target: memoryview, *, in_place: bool = False) -> None:
         """Read bytes of a file, from memory if this rank holds them.
@@ -287,28 +289,6 @@ def memory_of(span: Span, tensor: Tensor) -> memoryview | None:
         return None
     as_it_is = target.is_contiguous() and not target.is_conj() and not target.is_neg()
     return bytes_of(target) if as_it_is else None
-
-
-def _copy(values: Tensor, target: Tensor, name: str) -> None:
-    """Copy values into a part of the tensor `name`, which shows elements several times if it is expanded.
-
-    Raises:
-        CheckpointMismatchError: such an element would have several values.
-    """
-    for dim, stride in enumerate(target.stride()):
-        if stride == 0 and target.shape[dim] > 1:
-            target, first = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-            if not _same_bits(values, first.expand_as(values)):
-                raise CheckpointMismatchError(
-                    f"{name} is expanded along dimension {dim} and so holds one value there, and the checkpoint several",
-                    hint="make it with .contiguous() or .clone() after .expand()",
-                )
-            values = first
-    target.copy_(values)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def read_tensors(
@@ -384,26 +364,36 @@ def read_tensors(
     return [], own_state
 
 
-def read_whole(path: Path, contents: Contents, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return tensors of a checkpoint, whole, in the memory of one process.
+def read_whole(
+    path: Path, contents: Contents, manifest: Manifest, names: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a checkpoint by name, whole, in the memory of one process.
+
+    Many are read together: to read each by itself would digest its blocks again.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    facts = {name: contents.facts[name] for name in names}
-    tensors = {name: torch.empty(fact.shape, dtype=dtype_of(fact.dtype), device="cpu") for name, fact in facts.items()}
-    alone = RankGroup(None)
-    damage, _ = read_tensors(
-        path,
-        contents,
-        manifest.files,
-        tensors,
-        None,
-        live=(),
-        ranks=alone,
-        on_this_host=alone,
-        buffer=lambda size: memoryview(bytearray(size)),
-    )
-    if damage:
-        raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
-    return tensors
+    alone, waiting = RankGroup(None), deque(names)
+    while waiting:
+        some: dict[str, Tensor] = {}
+        while waiting and (not some or sum(each.nbytes for each in some.values()) < TOGETHER_BYTES):
+            name = waiting.popleft()
+            fact = contents.facts[name]
+            some[name] = torch.empty(fact.shape, dtype=dtype_of(fact.dtype), device="cpu")
+        damage, _ = read_tensors(
+            path,
+            contents,
+            manifest.files,
+            some,
+            None,
+            live=(),
+            ranks=alone,
+            on_this_host=alone,
+            buffer=lambda size: memoryview(bytearray(size)),
+        )
+        if damage:
+            raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
+        while some:
+            name = next(iter(some))
+            yield name, some.pop(name)

@@ -27,7 +27,6 @@ from slurmtrain.checkpoint.format.directory import (
     committed,
     damaged,
     file_name,
-    newer_without_complete,
     own_name,
     own_names,
     set_aside,
@@ -206,9 +205,6 @@ class Restorer:
             directory = self.identity.directory
             with suppress(OSError):
                 refresh(directory)
-            for newer in blocks.patiently(partial(newer_without_complete, directory), directory):
-                with suppress(OSError):
-                    refresh(newer)
             candidates = blocks.patiently(partial(committed, directory), directory)
             if at_most is not None:
                 candidates = [path for path in candidates if step_of(path) <= at_most]

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ import torch
 from slurmtrain.checkpoint.errors import CheckpointError, DiscardedError, NonFiniteError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
-from slurmtrain.checkpoint.format.directory import file_name, set_aside
+from slurmtrain.checkpoint.format.directory import file_name
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.save.plan import PLAIN, TENSORS, SavePlan, TensorPiece, group_key, short_digest
@@ -64,11 +64,10 @@ class PendingSave:
         step: optimiser steps done.
         stall_s: seconds for which `save` held up this rank.
         begun: time.monotonic() at the call of `save`.
-        on_nodes_only: it is a copy on the nodes, and no checkpoint of the directory.
     """
 
-    def __init__(self, step: int, begun: float, *, on_nodes_only: bool = False):
-        self.step, self.begun, self.on_nodes_only = step, begun, on_nodes_only
+    def __init__(self, step: int, begun: float):
+        self.step, self.begun = step, begun
         self.stall_s = 0.0
         self._decided = threading.Event()
         self._ending: SaveResult | CheckpointError | None = None
@@ -146,10 +145,6 @@ class Destination:
         return Path(answer)
 
 
-class _NoTimeError(Exception):
-    """Reading back was cut short."""
-
-
 @dataclass
 class SaveJob:
     """The work of one save of the state after `step` optimiser steps.
@@ -162,7 +157,6 @@ class SaveJob:
         metrics: metrics of this step.
         finite: names of the tensors that have to be finite.
         discard: set when the save is to be given up.
-        refuse_drift: fail when ranks differ that should hold the same; else report it.
         report_drift: report what differs between ranks and may; else it was reported before.
         drift: on rank 0: what differs between ranks and may.
     """
@@ -177,23 +171,16 @@ class SaveJob:
     metrics: Mapping[str, float]
     finite: Collection[str]
     discard: threading.Event
-    refuse_drift: bool
     report_drift: bool
     drift: str | None = None
-
-    def __post_init__(self) -> None:
-        self._written: dict[str, FileRecord] = {}  # the file that this rank has written
 
     @property
     def waited_s(self) -> float:
         """The seconds for which optimisers have waited for the copy of this rank's state."""
         return self.image.waited_s if isinstance(self.image, Image) else 0.0
 
-    def write(self, destination: Destination, last_size: int) -> tuple[Path, int]:
+    def write(self, destination: Destination) -> tuple[Path, int]:
         """Write, digest, check and commit.
-
-        Args:
-            last_size: bytes of the checkpoint before; there has to be room for as much.
 
         Returns:
             Path and bytes of the checkpoint.
@@ -207,44 +194,13 @@ class SaveJob:
         except Exception as error:  # told with all ranks: one that stayed away would hold up the others
             self.image = self.ranks.explain(error)
         self._check_replicas()
-        temporary = destination.begin(self.step, max(last_size, self.plan.total_bytes))
+        temporary = destination.begin(self.step, self.plan.total_bytes)
         with commit.removed_on_failure(temporary, on_this_rank=destination.cleans_up):
             answer = self.ranks.gather_on_rank_0(
                 lambda: self._write_own_file(temporary), lambda parts: self._commit(destination, temporary, parts)
             )
             path = destination.finish(answer["committed"])
         return path, answer["size"]
-
-    def read_back(self, path: Path, in_a_hurry: Callable[[], bool]) -> list[str] | None:
-        """Compare the files on the disk with what was written; a checkpoint that is damaged is set aside.
-
-        Args:
-            in_a_hurry: returns True once this rank has no time for it any more.
-
-        Returns:
-            What is wrong, on every rank; None: not all ranks had the time to look.
-        """
-
-        def check() -> None:
-            if in_a_hurry():
-                raise _NoTimeError
-
-        def compare() -> list[str] | None:
-            try:
-                check()
-                return blocks.find_damage(path, self._written, background=True, from_disk=True, check=check)
-            except _NoTimeError:
-                return None
-
-        def combine(answers: list[list[str] | None]) -> list[str] | None:
-            damage = [sentence for found in answers for sentence in found or ()]
-            if damage:
-                check_fence(self.identity.directory, self.identity.incarnation)
-                set_aside(path)
-            return damage if damage or None not in answers else None
-
-        found: list[str] | None = self.ranks.gather_on_rank_0(compare, combine)
-        return found
 
     # Do ranks that should hold the same do so? Otherwise a mixture would be saved that no rank has ever had.
 
@@ -274,9 +230,9 @@ class SaveJob:
                     )
                 for key, digest in answer["digests"].items():
                     states.setdefault(key, set()).add(digest)
-            of_tensors = {key: key.startswith(TENSORS) for key, found in states.items() if len(found) > 1}
-            wanted = [key for key in of_tensors if self.report_drift or (self.refuse_drift and of_tensors[key])]
-            return sorted(wanted, key=lambda key: (not of_tensors[key], key))
+            wanted = [key for key, found in states.items() if len(found) > 1]
+            wanted = [key for key in wanted if self.report_drift or key.startswith(TENSORS)]
+            return sorted(wanted, key=lambda key: (not key.startswith(TENSORS), key))
 
         differing: list[str] = self.ranks.gather_on_rank_0(digests, compare)
         if not differing:
@@ -291,14 +247,14 @@ class SaveJob:
             named = [differences(key, [answer[number] for answer in answers]) for number, key in enumerate(asked)]
             every = [name for names in named for name in names]
             wrong = [name for key, names in zip(asked, named, strict=True) if key.startswith(TENSORS) for name in names]
-            if wrong and self.refuse_drift:
+            if wrong:
                 least = "at least " if len(differing) > len(asked) else ""
                 more = f" (and {least}{len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
                 raise CheckpointError(
                     f"{wrong[0]}{more}, and should be the same on all of them",
                     hint="what differs by design belongs into per_rank=; else the ranks have drifted apart: are gradients "
                     "averaged over all of them, or does a node compute wrongly? GPUs of different models differ in the last "
-                    "bits: checkpoint.on_replica_drift=warn saves the lowest rank's",
+                    "bits: ask for GPUs of one model",
                 )
             more = f" (and {len(every) - 1} more)" if len(every) > 1 else ""
             self.drift = (
@@ -323,7 +279,6 @@ class SaveJob:
             # A newer incarnation removes what older ones were writing.
             check_fence(self.identity.directory, self.identity.incarnation)
             raise
-        self._written = {name: record}
         fsync_directory(temporary)
         return {
             "name": name,

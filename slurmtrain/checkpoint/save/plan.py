@@ -133,7 +133,6 @@ def make_plan(
     known: SavePlan | None,
     *,
     of_first: Callable[[], Collection[str]] = frozenset,
-    lowest_writes: bool = False,
 ) -> SavePlan:
     """Make the plan for `tensors`, by all ranks together, or return `known` if it is still valid on all of them.
 
@@ -141,7 +140,6 @@ def make_plan(
         tensors: tensors by name, or why this rank has none; that error is raised on all ranks.
         of_first: returns the names of tensors that are no exact replicas (buffers): they are not compared, and the first
             rank that has one writes it.
-        lowest_writes: of ranks that hold the same, the lowest writes all of it, so that what is saved is what one rank had.
 
     Raises:
         CheckpointError: on every rank: a tensor cannot be saved, or differs in shape or type on another rank.
@@ -168,7 +166,7 @@ def make_plan(
     texts = [ranks.broadcast(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
     described = list(zip(texts, members.values(), strict=True))
-    plan = ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first(), lowest_writes))
+    plan = ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first()))
     written = dict.fromkeys(plan.facts, 0)
     for piece in plan.pieces:
         written[piece.name] += piece.box.numel
@@ -232,7 +230,6 @@ def _make(
     ranks: RankGroup,
     signature: tuple[Any, ...],
     of_first: Collection[str],
-    lowest_writes: bool,
 ) -> SavePlan:
     """Make a plan from the descriptions of all ranks.
 
@@ -283,7 +280,7 @@ def _make(
         if len(group) > 1 and box.numel and name not in of_first:
             compared[name] = group_key(TENSORS, group), len(group)
         part: Box | None = box
-        if name not in of_first and not lowest_writes:
+        if name not in of_first:
             part = share(box, tensor.itemsize, name, index, len(group))
         elif index > 0:
             part = None

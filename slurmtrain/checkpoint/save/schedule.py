@@ -97,8 +97,7 @@ class SaveSchedule:
 
     Args:
         interval: the rule that the user chose.
-        now: when the attempt began; by the same clock as every later `now`. A monotonic one is best; one that is set
-            back makes the next save late by at most one interval.
+        now: when the attempt began; by the same monotonic clock as every later `now`.
         step: the step that the attempt began with, which needs no save.
         mtbf_s: for `auto`, from `mean_time_between_failures`. Infinite when nothing is known.
     """
@@ -116,7 +115,6 @@ class SaveSchedule:
 
     def due(self, step: int, now: float) -> bool:
         """Return whether to save after `step`; False for a step that has been saved already."""
-        self._since = min(self._since, now)  # the clock was set back: the time that has passed is not known
         if step == self._step:
             return False
         by_steps = self._interval.steps > 0 and step % self._interval.steps == 0
@@ -132,12 +130,12 @@ class SaveSchedule:
         """
         self._step, self._since = step, now
         if stall_s is not None and math.isfinite(stall_s):
-            self._stalls.append(max(0.0, stall_s))  # below zero: the clock was set back meanwhile
+            self._stalls.append(stall_s)
 
     def measured(self, stall_s: float) -> None:
         """Record for how many seconds the last save held up training in all, if that is known only afterwards."""
         if math.isfinite(stall_s):
-            self._stalls.append(max(0.0, stall_s))
+            self._stalls.append(stall_s)
 
     def _auto_s(self) -> float:
         if not self._stalls:

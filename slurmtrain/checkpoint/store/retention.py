@@ -57,19 +57,12 @@ class Keep:
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        refused = (
-            (self.last < 2, f"last={self.last}", "keep at least 2: one must remain while the next is verified"),
-            (self.every < 0, f"every={self.every}", "give a number of steps, or 0 to turn this off"),
-            (self.best < 0, f"best={self.best}", "give a number of checkpoints, or 0 to turn this off"),
-            (
-                self.mode not in tuple(BestMode),
-                f"mode={self.mode!r}",
-                "min (as for a loss) or max (as for an accuracy)",
-            ),
-        )
-        for wrong, what, hint in refused:
-            if wrong:
-                raise CheckpointError(f"checkpoints cannot be kept by {what}", hint=hint)
+        if self.last < 2 or self.every < 0 or self.best < 0 or self.mode not in tuple(BestMode):
+            raise CheckpointError(
+                f"checkpoints cannot be kept by {self}",
+                hint="last: at least 2, since one must remain while the next is written; every, best: 0 (off) or more; "
+                "mode: min (as for a loss) or max (as for an accuracy)",
+            )
 
 
 class Soundness(NamedTuple):
@@ -234,7 +227,7 @@ def prune(
 ) -> list[str]:
     """Remove checkpoints that `keep` does not want, nobody reads and nobody holds.
 
-    Called when the newest one is known to be sound.
+    Called after a commit.
 
     Args:
         spare: steps that stay in any case: the one just saved, which after a step back is not the highest.

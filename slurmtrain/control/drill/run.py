@@ -37,7 +37,7 @@ from slurmtrain.control.drill.ways import (
 )
 from slurmtrain.control.runs import start
 from slurmtrain.control.submitting import ask_cluster
-from slurmtrain.errors import ClusterError, ConfigError, NoAnswerError, SlurmtrainError
+from slurmtrain.errors import ClusterError, ConfigError, SlurmtrainError
 from slurmtrain.launch.checks import check
 from slurmtrain.launch.code_source import CodeSource, find_source
 from slurmtrain.launch.named_paths import with_absolute_paths
@@ -45,14 +45,13 @@ from slurmtrain.launch.queue_check import with_choices_of_the_shell
 from slurmtrain.launch.submit_once import RefusedError, sbatch
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.report.progress import read_progress
-from slurmtrain.report.status.look import states
-from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.status.state import RunState, RunStatus, states
 from slurmtrain.runs.attempts import Attempt, all_attempts, last_logged_step
 from slurmtrain.runs.create import make_folder, new_run_id
 from slurmtrain.runs.lookup import all_runs
-from slurmtrain.runs.reasons import RunAction
+from slurmtrain.runs.requests import RunAction
 from slurmtrain.runs.run_dir import DRILLS, RunDir
-from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.slurm.client import NoAnswerError, SlurmClient
 from slurmtrain.slurm.facts import ClusterFacts
 from slurmtrain.slurm.job_facts import GONE
 

@@ -78,11 +78,11 @@ class ChatFacts:
     """How the conversations of chat data became tokens.
 
     Attributes:
-        template_sha256: digest of the chat template; None: questions and answers were put end to end.
+        template_sha256: digest of the chat template.
         loss_on: which parts count as targets, see `LossOn`.
     """
 
-    template_sha256: str | None
+    template_sha256: str
     loss_on: str
 
 
@@ -130,32 +130,23 @@ class Split:
 
 
 @dataclass(frozen=True)
-class InputRecord:
-    """An input file, or all text files of one folder (whose name then ends with a slash).
+class Manifest:
+    """The description of a prepared data set.
 
     Attributes:
-        name: path relative to the folder that all inputs have in common.
-        bytes: size on disk.
-        records: lines, rows or files read, without blank lines.
+        splits: by name, in the order "train", "valid".
+        chat: None for text.
+        records: lines, rows or files of the inputs that were read, without blank lines.
         empty: records whose text is empty; they are left out.
         bad: records that could not be read; they are left out.
     """
 
-    name: str
-    bytes: Natural
-    records: Natural
-    empty: Natural
-    bad: Natural
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The description of a prepared data set; `splits` are by name, in the order "train", "valid"; `chat` is None for text."""
-
     tokenizer: TokenizerFacts
     splits: Annotated[dict[Name, Split], msgspec.Meta(min_length=1)]
-    sources: tuple[InputRecord, ...]
     chat: ChatFacts | None = None
+    records: Natural = 0
+    empty: Natural = 0
+    bad: Natural = 0
 
     @cached_property
     def fingerprint(self) -> str:

@@ -21,13 +21,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
+from slurmtrain.errors import ConfigError, SlurmtrainError
 from slurmtrain.system import patience
 
 log = logging.getLogger(__name__)
 
 OPEN_FILES = 64
 _FINAL = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP)
+
+
+class DataError(SlurmtrainError):
+    """Data cannot be read or written now: a disk is full or fails, a file has vanished. A retry may help."""
 
 
 class DataFile:

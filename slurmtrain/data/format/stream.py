@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.data.format.manifest import LOSS_MASK, Manifest, shard_file
+from slurmtrain.data.format.manifest import Manifest, shard_file
 from slurmtrain.data.format.reading import DataFile
 from slurmtrain.errors import ConfigError
 
@@ -56,43 +56,26 @@ class TokenStream:
         for files in self._files:
             for file in files.values():
                 file.check_size()
-        self._tokens = [files["tokens"] for files in self._files]
         self.has_loss_mask = manifest.chat is not None
 
     @property
     def tokens(self) -> int:
         return self._firsts[-1]
 
-    def read_into(self, row: NDArray[Any], position: int) -> None:
-        """Fill `row` (contiguous, of `dtype`) with the tokens from `position` on, without checking their ids.
+    def read_into(self, row: NDArray[Any], position: int, kind: str = "tokens") -> None:
+        """Fill `row` (contiguous) with the values of the tokens from `position` on, without checking them.
+
+        Args:
+            kind: "tokens": ids, in a row of `dtype`; "loss_mask": 1 for those that count as targets, else 0, uint8.
 
         Raises:
             ConfigError, DataError: as for `TokenStream` itself.
         """
-        for shard, begin, count in self._stretches(position, len(row)):
-            part, row = row[:count], row[count:]
-            self._tokens[shard].read_into(part, begin * self.dtype.itemsize)
-
-    def read_pieces(self, rows: NDArray[Any], pieces: Iterable[tuple[int, int, int]]) -> list[Any]:
-        """Fill rows[begin:end] for each (begin, end, position), and return each piece's last token.
-
-        The last tokens are returned since a piece may overwrite the last token of the one before.
-        """
-        firsts, files, size, lasts = self._firsts, self._tokens, self.dtype.itemsize, []
-        for begin, end, position in pieces:
-            shard = bisect.bisect_right(firsts, position) - 1
-            if position + end - begin <= firsts[shard + 1]:
-                files[shard].read_into(rows[begin:end], (position - firsts[shard]) * size)
-            else:
-                self.read_into(rows[begin:end], position)
-            lasts.append(rows[end - 1])
-        return lasts
-
-    def read_loss_mask(self, row: NDArray[np.uint8], position: int) -> None:
-        """Fill `row` with 1 for each token from `position` on that counts as a target, else 0. Raises as `read_into`."""
-        for shard, begin, count in self._stretches(position, len(row)):
-            part, row = row[:count], row[count:]
-            self._files[shard][LOSS_MASK].read_into(part, begin)
+        shard = bisect.bisect_right(self._firsts, position) - 1
+        while len(row):
+            count = min(len(row), self._firsts[shard + 1] - position)
+            self._files[shard][kind].read_into(row[:count], (position - self._firsts[shard]) * row.itemsize)
+            position, row, shard = position + count, row[count:], shard + 1
 
     def shard_ends(self) -> Iterator[tuple[int, NDArray[np.uint64]]]:
         """Yield, for each shard, the position of its first token and where its documents end after that, uint64 [documents].
@@ -103,16 +86,6 @@ class TokenStream:
         """
         for number, first in enumerate(self._firsts[:-1]):
             yield first, self._ends(number)
-
-    def _stretches(self, position: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (shard, first token in it, tokens) of a stretch, shard by shard; each part has at least one token."""
-        shard = bisect.bisect_right(self._firsts, position) - 1
-        while count:
-            begin = position - self._firsts[shard]
-            here = min(count, self._firsts[shard + 1] - position)
-            if here:
-                yield shard, begin, here
-            position, count, shard = position + here, count - here, shard + 1
 
     def _ends(self, shard: int) -> NDArray[np.uint64]:
         """Return where the documents of a shard end, checked against each other and the shard's size."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from slurmtrain.data.format.manifest import LOSS_MASK
 from slurmtrain.data.format.rows import Rows, damaged
 from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.loading.batches import IGNORED_TARGET
@@ -131,8 +132,11 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         if len(plan.starts) > rows or plan.lengths.min(initial=width) < width - 1:
             tokens[:] = 0  # the padding of a row must be a valid id, too
         begins = plan.rows * width + plan.columns
+        flat, last_targets = tokens.reshape(-1), []
         places = zip(begins.tolist(), (begins + plan.pairs + 1).tolist(), plan.starts.tolist(), strict=True)
-        last_targets = self._stream.read_pieces(tokens.reshape(-1), places)
+        for begin, end, position in places:
+            self._stream.read_into(flat[begin:end], position)
+            last_targets.append(flat[end - 1])  # which the next piece may overwrite
         if max(tokens.max(initial=0), max(last_targets, default=0)) >= self._stream.vocab_size:
             raise ConfigError(
                 f"the split {self._stream.name} of prepared data has a token that is not below the tokenizer's "
@@ -146,7 +150,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         counts = np.ones(len(plan.lengths) * width, dtype=np.uint8)
         begins = (plan.rows * width + plan.columns).tolist()
         for begin, pairs, start in zip(begins, plan.pairs.tolist(), plan.starts.tolist(), strict=True):
-            self._stream.read_loss_mask(counts[begin : begin + pairs], start + 1)
+            self._stream.read_into(counts[begin : begin + pairs], start + 1, LOSS_MASK)
         return np.flatnonzero(counts == 0)
 
     def _number_documents(self, plan: _Plan, width: int) -> NDArray[np.int32]:
@@ -161,13 +165,6 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
 
 class DocumentTokens(PackedTokens):
     """A data set whose samples differ in length: a batch's rows are as long as its longest sample."""
-
-    def lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the tokens of each of the samples `indices` [B] without its padding, int64 [B].
-
-        Raises as `get_batch`.
-        """
-        return self._plan(indices).lengths
 
     def _width(self, plan: _Plan) -> int:
         return int(plan.lengths.max(initial=0))

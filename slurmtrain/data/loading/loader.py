@@ -5,7 +5,6 @@ global batch size. Within them, micro batch m of data-parallel rank r takes
 
     n + m * (micro * dp_size) + r * micro  ...  + micro - 1
 
-or, when samples differ in length, as many of them, chosen so that all ranks have about as much to do (`order.balance_ranks`).
 So which samples a step sees depends on n and G alone, and never on how many ranks, micro batches or workers share it.
 """
 
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -28,25 +26,11 @@ from slurmtrain.data.loading.batches import (
     num_targets,
     padded,
     row_counts,
-    tokens_per_row,
 )
-from slurmtrain.data.loading.order import ByLength, EpochOrder, Order, balance_ranks
+from slurmtrain.data.loading.order import EpochOrder, Order
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.data.sources.protocol import MapDataset, inspect_dataset
 from slurmtrain.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class RowLength:
-    """The rule for how long the rows of a batch are, when samples differ in length.
-
-    Attributes:
-        multiple: rows are padded to a multiple of this many tokens.
-        fixed: rows are padded to the data set's `seq_len`, for models that take one shape only.
-    """
-
-    multiple: int = 1
-    fixed: bool = False
 
 
 class Step(NamedTuple):
@@ -79,11 +63,10 @@ class BatchLoader:
         num_workers: processes that read ahead; 0 reads in this process.
         samples_consumed: number of the sample to start with.
         ahead: number of steps that workers read ahead.
-        sorted_steps: for samples of different lengths: number of consecutive steps whose samples are sorted together.
-        row_length: for samples of different lengths: how long rows are padded to be.
+        fixed_rows: pad rows to the data set's `seq_len`, if it has one, for models that take one shape only.
 
     Raises:
-        ConfigError: the data set is empty or does not say how long its rows may be.
+        ConfigError: the data set is empty.
     """
 
     def __init__(
@@ -99,8 +82,7 @@ class BatchLoader:
         num_workers: int = 0,
         samples_consumed: int = 0,
         ahead: int = 2,
-        sorted_steps: int = 1,
-        row_length: RowLength | None = None,
+        fixed_rows: bool = False,
     ):
         spec = inspect_dataset(dataset, "the training data")
         if not len(spec):
@@ -112,19 +94,10 @@ class BatchLoader:
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._num_workers, self._ahead = num_workers, ahead
         self._samples_consumed = samples_consumed
-        self._row_length = row_length or RowLength()
-        if self._row_length.fixed and spec.lengths is not None and spec.seq_len is None:
-            raise ConfigError(
-                "samples differ in length, but pipelines and compiled models need rows of equal length",
-                hint="give the data set an attribute seq_len, the length of its longest sample",
-            )
+        self._row_length = (spec.seq_len or 0) if fixed_rows else 0
         self.order: Order = (
             EpochOrder(len(spec), seed=seed, shuffle=shuffle) if spec.order is None else spec.order(seed, shuffle)
         )
-        if spec.lengths is not None and shuffle:
-            self.order = ByLength(
-                self.order, spec.lengths, global_batch_size=global_batch_size, steps=sorted_steps, seed=seed
-            )
         self._workers: Workers[int, Step] | None = None
 
     @property
@@ -197,7 +170,11 @@ class BatchLoader:
     def _read(self, first: int) -> Step:
         """Read this rank's part of the step whose first sample has the number `first`; in a worker or in this process."""
         numbers, indices = self._samples(first)
-        batches = [self._fetch(*samples) for samples in zip(numbers, indices, strict=True)]
+        fetched = (
+            fetch_batch(self.dataset, own, own_numbers, seed=self._seed)
+            for own_numbers, own in zip(numbers, indices, strict=True)
+        )
+        batches = [padded(batch, self._row_length) for batch in fetched]
         return Step(
             batches,
             sum(map(num_targets, batches)),
@@ -208,19 +185,8 @@ class BatchLoader:
     def _samples(self, first: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return numbers in the run and indices in the data set of this rank's samples, int64 [micro batches, micro] each."""
         numbers = np.arange(first, first + self._global)
-        if self.dataset.lengths is None:
-            numbers = numbers.reshape(-1, self._dp_size, self.micro_batch_size)[:, self._dp_rank]
-            return numbers, self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
-        indices = self.order.at(numbers)
-        places = balance_ranks(self.dataset.lengths(indices), self._dp_size, self.micro_batch_size)[:, self._dp_rank]
-        return numbers[places], indices[places]
-
-    def _fetch(self, numbers: NDArray[np.int64], indices: NDArray[np.int64]) -> Batch:
-        """Return a micro batch, whose rows are as long as the model needs them."""
-        batch = fetch_batch(self.dataset, indices, numbers, seed=self._seed)
-        multiple = self._row_length.multiple
-        longer = -(-tokens_per_row(batch) // multiple) * multiple
-        return padded(batch, (self.dataset.seq_len or 0) if self._row_length.fixed else longer)
+        numbers = numbers.reshape(-1, self._dp_size, self.micro_batch_size)[:, self._dp_rank]
+        return numbers, self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
 
 
 def eval_batches(dataset: MapDataset, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:

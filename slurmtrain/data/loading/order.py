@@ -12,7 +12,6 @@ Mixer: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014; constants o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -29,47 +28,18 @@ _SHIFT_30, _SHIFT_27, _SHIFT_31 = (np.array(shift, dtype=np.uint64) for shift in
 _FACTOR_1, _FACTOR_2 = (np.array(factor, dtype=np.uint64) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def permute(index: NDArray[np.integer], *, n: int, key: int) -> NDArray[np.int64]:
-    """Return where the permutation `key` of range(n) sends `index`.
+def samples_at(numbers: NDArray[np.int64], *, n: int, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
+    """Return the data set indices of the global sample numbers `numbers`, int64 [B], in any order.
+
+    Sample number k is sample k % n of epoch k // n.
 
     Args:
-        index: integers [B], each in range(n).
-        n: size of the domain, 1 to 2^62.
-        key: number of the permutation; only its low 64 bits count.
-
-    Raises:
-        ConfigError: n is out of its range.
-        IndexError: an index is outside range(n).
-    """
-    _check_size(n)
-    if index.size and (index.min() < 0 or index.max() >= n):
-        raise IndexError(f"index {index.min() if index.min() < 0 else index.max()} is outside range({n})")
-    keys = np.full(index.shape, key & _MASK, dtype=np.uint64)
-    return _permute(index.astype(np.uint64), keys, n).astype(np.int64)
-
-
-def sample_ids(start: int, count: int, *, n: int, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
-    """Return the data set indices of the global sample numbers start ... start + count - 1, int64 [count].
-
-    Sample number k is sample k % n of epoch k // n; a range may cross any number of epochs.
-
-    Args:
-        start: first global sample number, from 0.
-        count: number of samples.
         n: samples in the data set.
         seed: determines the order of the whole run; each epoch has its own permutation.
         shuffle: False keeps the data set's own order in every epoch.
 
     Raises:
         ConfigError: the data set is empty, or larger than 2^62.
-    """
-    return samples_at(np.arange(start, start + count, dtype=np.int64), n=n, seed=seed, shuffle=shuffle)
-
-
-def samples_at(numbers: NDArray[np.int64], *, n: int, seed: int, shuffle: bool = True) -> NDArray[np.int64]:
-    """Return the data set indices of the global sample numbers `numbers`, int64 [B], in any order.
-
-    Otherwise as `sample_ids`.
     """
     _check_size(n)
     epochs, indices = np.divmod(numbers, np.int64(n))
@@ -85,23 +55,20 @@ class Order(Protocol):
 
     Attributes:
         once: number of samples at the beginning of the run among which none is repeated.
-        epoch: length of an epoch in samples; None if parts of the data are repeated at different times.
     """
 
     once: int
-    epoch: int | None
 
     def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the data set indices of the samples with these numbers in the run, int64 [B] both."""
 
 
 class EpochOrder:
-    """An order of epochs, each of all n samples; see `sample_ids`."""
+    """An order of epochs, each of all n samples; see `samples_at`."""
 
     def __init__(self, n: int, *, seed: int, shuffle: bool = True):
         _check_size(n)
         self.once = n
-        self.epoch: int | None = n
         self._seed, self._shuffle = seed, shuffle
 
     def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -149,73 +116,3 @@ def _check_size(n: int) -> None:
             f"a data set of {n} samples cannot be ordered",
             hint="give data with at least one sample" if n < 1 else "give data of at most 2^62 samples",
         )
-
-
-# Samples of different lengths: a batch has samples of similar length, and every rank gets about as much to do.
-
-
-Lengths = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-
-
-class ByLength:
-    """An order that sorts the samples of `steps` consecutive steps of another order by length.
-
-    Afterwards, it shuffles these steps.
-
-    Samples of different epochs are not mixed: each epoch still has every sample once.
-
-    Args:
-        lengths: returns the length in tokens of the samples with these indices, int64 [B] -> int64 [B].
-        global_batch_size: samples of a step.
-        steps: number of consecutive steps that are sorted together; 1 leaves each step its own samples.
-    """
-
-    def __init__(self, order: Order, lengths: Lengths, *, global_batch_size: int, steps: int, seed: int):
-        self._order, self._lengths = order, lengths
-        self._batch, self._steps, self._seed = global_batch_size, steps, seed
-        self._last: tuple[int, NDArray[np.int64]] | None = None
-        self.epoch = order.epoch
-        self.once = order.once if order.epoch else order.once // self._window_size * self._window_size
-
-    def at(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        windows, offsets = np.divmod(numbers, self._window_size)
-        result = np.empty(len(numbers), dtype=np.int64)
-        for window in np.unique(windows).tolist():
-            inside = windows == window
-            result[inside] = self._window(window)[offsets[inside]]
-        return result
-
-    @property
-    def _window_size(self) -> int:
-        return self._batch * self._steps
-
-    def _window(self, number: int) -> NDArray[np.int64]:
-        """Return the indices of the samples that are sorted together, int64 [samples]."""
-        if self._last is None or self._last[0] != number:
-            begin = number * self._window_size
-            numbers = np.arange(begin, begin + self._window_size)
-            ids, epochs = self._order.at(numbers), numbers // (self.epoch or MAX_SAMPLES)
-            steps = ids[np.lexsort((self._lengths(ids), epochs))].reshape(self._steps, self._batch)
-            steps = steps[self._shuffled(epochs.reshape(self._steps, self._batch), number)]
-            self._last = number, steps.reshape(-1)
-        return self._last[1]
-
-    def _shuffled(self, epochs: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-        """Return an order of the steps of a window in which only steps of the same epoch change places."""
-        steps = np.arange(self._steps)
-        first, last = epochs[:, 0], epochs[:, -1]
-        for epoch in np.unique(first):
-            own = np.flatnonzero((first == epoch) & (last == epoch))
-            if len(own):
-                steps[own] = own[permute(np.arange(len(own)), n=len(own), key=self._seed + number)]
-        return steps
-
-
-def balance_ranks(lengths: NDArray[np.int64], ranks: int, micro_batch_size: int) -> NDArray[np.int64]:
-    """Return which samples of a step [G] each rank gets in each micro batch, int64 [micro batches, ranks, micro_batch_size].
-
-    The longest samples come first. The samples of one micro batch are of similar length and are given to the ranks in
-    turn, so that the ranks' longest rows differ as little as possible.
-    """
-    longest_first = np.argsort(-lengths, kind="stable")
-    return longest_first.reshape(-1, micro_batch_size, ranks).transpose(0, 2, 1)

@@ -36,6 +36,10 @@ CHATML_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+PLAIN = {  # by their names in prepare.chat_template
+    CHATML: CHATML_TEMPLATE,
+    NO_TOKEN: "{% for message in messages %}{{ message.content }}{% endfor %}",  # questions and answers end to end
+}
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -55,49 +59,33 @@ class ChatTemplate:
     """A chat template with all that it is given, as plain values, so that processes can be handed it.
 
     Attributes:
-        source: the Jinja program; None: questions and answers are put end to end.
+        source: the Jinja program.
         tokens: name and text of each of NAMED_TOKENS that the tokenizer has.
         loss_on: which parts count.
     """
 
-    source: str | None
+    source: str
     tokens: tuple[tuple[str, str], ...]
     loss_on: LossOn
 
     @property
     def facts(self) -> ChatFacts:
         """What identifies the template in a manifest."""
-        digest = None if self.source is None else hashlib.sha256(self.source.encode()).hexdigest()
-        return ChatFacts(digest, str(self.loss_on))
+        return ChatFacts(hashlib.sha256(self.source.encode()).hexdigest(), str(self.loss_on))
 
     def render(self, conversation: Conversation) -> RenderedText | BadRecord:
         """Return the text of a conversation and the parts that count, or why the template refuses it."""
-        if self.source == CHATML_TEMPLATE and (reason := _beyond_chatml(conversation)):
+        if self.source in PLAIN.values() and (reason := _beyond_plain(conversation)):
             return BadRecord(reason)
         try:
-            chat = self._end_to_end(conversation) if self.source is None else self._rendered(conversation)
+            chat = self._rendered(conversation)
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             return BadRecord(f"the chat template refuses it: {str(error) or type(error).__name__}")
-        if isinstance(chat, BadRecord):
-            return chat
         try:
             chat.text.encode()
         except UnicodeEncodeError:
             return BadRecord("invalid Unicode (half of a surrogate pair)")
         return chat if chat.spans else BadRecord("the chat template leaves nothing of the answer")
-
-    def _end_to_end(self, conversation: Conversation) -> RenderedText | BadRecord:
-        if any(message.get("tool_calls") for message in conversation.messages):
-            return BadRecord("the assistant calls tools, which needs a chat template")
-        parts = [message["content"] for message in conversation.messages]
-        if not all(isinstance(part, str) for part in parts):
-            return BadRecord("a content is a list, which needs a chat template")
-        ends = [0]
-        for part in parts:
-            ends.append(ends[-1] + len(part))
-        spans = [(ends[index], ends[index + 1]) for index in self._counted(conversation)]
-        text = "".join(parts)
-        return RenderedText(text, _non_empty([(0, len(text))] if self.loss_on == LossOn.ALL else spans))
 
     def _rendered(self, conversation: Conversation) -> RenderedText:
         text = self._run(conversation.messages, conversation.tools)
@@ -174,7 +162,6 @@ class ChatTemplate:
         return end + len(calls) if calls and text.startswith(calls, end) else None
 
     def _run(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, **more: Any) -> str:
-        assert self.source is not None
         return _compiled(self.source).render(
             messages=list(messages),
             tools=tools,
@@ -183,13 +170,13 @@ class ChatTemplate:
         )
 
 
-def _beyond_chatml(conversation: Conversation) -> str | None:
-    """Return what of a conversation ChatML has no form for: its template would leave that out."""
+def _beyond_plain(conversation: Conversation) -> str | None:
+    """Return what of a conversation a template of PLAIN has no form for: it would leave that out."""
     messages = conversation.messages
     if conversation.tools or any(message.get("tool_calls") for message in messages):
-        return "it has tools, or calls them, and ChatML has no form for that: use the chat template of a model"
+        return "it has tools, or calls them, for which it needs the chat template of a model"
     if not all(isinstance(message["content"], str) for message in messages):
-        return "a content is no text, which ChatML has no form for"
+        return "a content is no text, for which it needs the chat template of a model"
     return None
 
 
@@ -208,11 +195,10 @@ def load_chat_template(choice: TokenizerChoice, given: str | None, loss_on: Loss
     tokens = tuple((name, text) for name in NAMED_TOKENS if (text := _text_of(settings.get(name))) is not None)
     source = _source(choice, given, folder, settings)
     template = ChatTemplate(source, tokens, loss_on)
-    if source is not None:
-        try:
-            _compiled(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template of {choice.name} is not a valid Jinja template: {error}") from None
+    try:
+        _compiled(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template of {choice.name} is not a valid Jinja template: {error}") from None
     return template
 
 
@@ -223,11 +209,9 @@ def files_beside(choice: TokenizerChoice) -> dict[str, bytes]:
     return {name: content for name in names if (content := _read(folder / name)) is not None}
 
 
-def _source(choice: TokenizerChoice, given: str | None, folder: Path, settings: Mapping[str, Any]) -> str | None:
-    if given == NO_TOKEN:
-        return None
-    if given == CHATML:
-        return CHATML_TEMPLATE
+def _source(choice: TokenizerChoice, given: str | None, folder: Path, settings: Mapping[str, Any]) -> str:
+    if given in PLAIN:
+        return PLAIN[given]
     if given is not None:
         content = _read(Path(given))
         if content is None:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from slurmtrain.data.format.manifest import InputRecord, Manifest, Split, replace_file
+from slurmtrain.data.format.manifest import Manifest, Split, replace_file
 from slurmtrain.data.format.tokenizers import load_tokenizer
 from slurmtrain.data.prepare.chat_template import TEMPLATE_FILE, files_beside
 from slurmtrain.data.prepare.unit import SPLITS, UnitRecord, read_records
@@ -58,9 +58,12 @@ def _finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
         for name, beside in {facts.file: content, **files_beside(plan.settings.tokenizer)}.items():
             replace_file(plan.output / name, beside)
     chat = plan.settings.chat
-    if chat is not None and chat.source is not None:
+    if chat is not None:
         replace_file(plan.output / TEMPLATE_FILE, chat.source.encode())
-    manifest = Manifest(facts, splits, tuple(_sources(plan, records)), chat.facts if chat else None)
+    pieces = [piece for record in records for piece in record.pieces]
+    read, empty = sum(piece.records for piece in pieces), sum(piece.empty for piece in pieces)
+    bad = sum(len(piece.bad) for piece in pieces)
+    manifest = Manifest(facts, splits, chat.facts if chat else None, read, empty, bad)
     manifest.write(plan.output)
     shutil.rmtree(plan.begun_folder, ignore_errors=True)  # left by processes that were killed
     return manifest
@@ -68,18 +71,6 @@ def _finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
 
 def _split(records: Sequence[UnitRecord], name: str) -> Split:
     return Split(tuple(record.shards[name] for record in records if name in record.shards))
-
-
-def _sources(plan: PreparePlan, records: Sequence[UnitRecord]) -> Iterator[InputRecord]:
-    counts: dict[str, list[int]] = {source.group: [0, 0, 0, 0] for source in plan.sources}
-    for source in plan.sources:
-        counts[source.group][0] += source.size
-    for unit, record in zip(plan.units, records, strict=True):
-        for piece, found in zip(unit.pieces, record.pieces, strict=True):
-            for place, count in enumerate((found.records, found.empty, len(found.bad)), start=1):
-                counts[piece.source.group][place] += count
-    for name, (size, read, empty, bad) in counts.items():
-        yield InputRecord(name, size, read, empty, bad)
 
 
 def _report_bad(plan: PreparePlan, records: Sequence[UnitRecord], max_bad_share: float) -> None:

@@ -17,7 +17,7 @@ FORMATS = {
     "parquet": (".parquet",),
     "text": (".txt", ".md"),
 }
-PACKINGS = {".gz": "gz", ".zst": "zst"}
+PACKINGS = {".gz": "gzip", ".zst": "zstd"}  # as pyarrow calls them
 TOO_LONG = 1 << 32  # bytes of a document, which the data set counts as uint32
 
 
@@ -28,7 +28,7 @@ class InputFile:
     Attributes:
         name: path relative to the folder that all inputs have in common, with slashes.
         format: one of FORMATS.
-        packing: compression of the file: "gz", "zst" or None.
+        packing: compression of the file: one of PACKINGS, or None.
         size: size of the file in bytes.
         modified: time of the last change in nanoseconds.
     """
@@ -44,11 +44,6 @@ class InputFile:
     def divisible(self) -> bool:
         """Whether reading may begin in the middle of the file."""
         return self.packing is None and self.format != RawFormat.TEXT
-
-    @property
-    def group(self) -> str:
-        """The name under which the manifest counts the file: text files by their folder, with a slash at the end."""
-        return self.name if self.format != RawFormat.TEXT else self.name.rpartition("/")[0] + "/"
 
 
 def find_sources(inputs: Sequence[str], format: str, output: Path) -> list[InputFile]:

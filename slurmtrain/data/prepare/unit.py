@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurmtrain.data.format.manifest import KINDS, LOSS_MASK, Shard, TokenizerFacts, replace_file, shard_file
-from slurmtrain.data.format.tokenizers import Ids, Spans, Tokenizer
+from slurmtrain.data.format.tokenizers import Ids, Tokenizer
 from slurmtrain.data.prepare.chat_template import ChatTemplate, RenderedText
 from slurmtrain.data.prepare.conversation import BadRecord, Conversation
 from slurmtrain.data.prepare.reading import records_of
@@ -129,15 +129,6 @@ def _fresh_folder(plan: PreparePlan, unit: Unit) -> Path:
 
 
 @dataclass(frozen=True)
-class _Text:
-    """A text, and of a conversation the parts that count as targets."""
-
-    text: str
-    spans: Spans | None
-    counts: PieceCounts
-
-
-@dataclass(frozen=True)
 class _Document:
     """The UTF-8 bytes of a text, its token ids, and of a conversation 1 for each token that counts as a target, else 0."""
 
@@ -146,9 +137,12 @@ class _Document:
     loss_mask: NDArray[np.uint8] | None = None
 
 
-def _batches(unit: Unit, pieces: Sequence[PieceCounts], settings: Settings) -> Iterator[list[_Text]]:
-    """Yield the unit's texts in batches, and update the counts on the way."""
-    batch: list[_Text] = []
+Batch = list[tuple[RenderedText, PieceCounts]]
+
+
+def _batches(unit: Unit, pieces: Sequence[PieceCounts], settings: Settings) -> Iterator[Batch]:
+    """Yield the unit's texts in batches, each with the counts of its piece, which are updated on the way."""
+    batch: Batch = []
     length = 0
     for piece, counts in zip(unit.pieces, pieces, strict=True):
         for number, record in records_of(piece, settings.text_field if settings.chat is None else None):
@@ -158,7 +152,7 @@ def _batches(unit: Unit, pieces: Sequence[PieceCounts], settings: Settings) -> I
             if isinstance(found, BadRecord):
                 counts.bad.append((number, found.reason))
             elif found is not None:
-                batch.append(_Text(found.text, found.spans, counts))
+                batch.append((found, counts))
                 length += len(found.text)
             if length >= BATCH:
                 yield batch
@@ -175,17 +169,17 @@ def _rendered(
     return RenderedText(record, None) if isinstance(record, str) else record
 
 
-def _tokenise(batch: Sequence[_Text], tokenizer: Tokenizer) -> list[_Document]:
+def _tokenise(batch: Batch, tokenizer: Tokenizer) -> list[_Document]:
     """Return the documents of a batch, without those that have no tokens."""
-    texts, spans = [each.text for each in batch], [each.spans for each in batch if each.spans is not None]
+    texts, spans = [each.text for each, _ in batch], [each.spans for each, _ in batch if each.spans is not None]
     encoded: Iterable[tuple[Ids, NDArray[np.uint8] | None]]
     encoded = tokenizer.encode_chats(texts, spans) if spans else ((ids, None) for ids in tokenizer.encode_batch(texts))
     documents = []
-    for each, (ids, loss_mask) in zip(batch, encoded, strict=True):
+    for (each, counts), (ids, loss_mask) in zip(batch, encoded, strict=True):
         if len(ids):
             documents.append(_Document(each.text.encode(), ids, loss_mask))
         else:
-            each.counts.empty += 1
+            counts.empty += 1
     return documents
 
 

@@ -21,13 +21,13 @@ from typing import Any
 
 from slurmtrain.choices import RawFormat, RecordKind
 from slurmtrain.config.schema import PrepareConfig
-from slurmtrain.data.format.manifest import SHARED_MODE, TokenizerFacts
+from slurmtrain.data.format.manifest import TokenizerFacts, replace_file
+from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokenizers import NO_TOKEN, Tokenizer, TokenizerChoice, load_tokenizer, needed
 from slurmtrain.data.prepare.chat_template import ChatTemplate, load_chat_template
 from slurmtrain.data.prepare.sources import InputFile, find_sources
 from slurmtrain.data.prepare.units_done import WORK_FOLDER, units_folder
-from slurmtrain.errors import ConfigError, DataError
-from slurmtrain.system.files import fsync_directory, give_name, temporary_beside, write_new
+from slurmtrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,9 @@ def make_plan(config: PrepareConfig) -> PreparePlan:
     assert config.output is not None
     output = Path(config.output)
     sources = find_sources(config.inputs, config.format, output)
-    for package, reason in _packages(sources).items():
-        needed(package, reason)
+    for source in sources:
+        if source.packing or source.format == RawFormat.PARQUET:
+            needed("pyarrow", str(source.path))
     choice = _tokenizer_choice(config)
     tokenizer, _ = load_tokenizer(choice)
     chat = _chat_template(config, choice, tokenizer, sources)
@@ -152,12 +153,12 @@ def agree_on(plan: PreparePlan) -> None:
     try:
         for folder in (plan.units_folder, plan.begun_folder):
             folder.mkdir(parents=True, exist_ok=True)
-        there = _read(path)
+        there = json.loads(path.read_bytes()) if path.exists() else mine
     except OSError as error:
         raise ConfigError(f"prepare.output={plan.output} cannot be used: {error.strerror}") from None
-    if there is None:
+    if there is mine:
         with file_errors_reported(plan.output):
-            there = _write_once(path, mine)
+            replace_file(path, json.dumps(mine, indent=1).encode())
     difference = _difference(there, mine)
     if difference is not None:
         raise ConfigError(
@@ -186,17 +187,6 @@ def _chat_template(
             )
     tokenizer.encode_chats([], [])  # refuses a kind without special tokens
     return load_chat_template(choice, config.chat_template, config.loss_on)
-
-
-def _packages(sources: Sequence[InputFile]) -> dict[str, str]:
-    """Return each Python package that the sources need, with the first file that needs it."""
-    needs: dict[str, str] = {}
-    for source in sources:
-        package = "pyarrow" if source.format == RawFormat.PARQUET else None
-        package = "zstandard" if source.packing == "zst" else package
-        if package is not None:
-            needs.setdefault(package, str(source.path))
-    return needs
 
 
 def _grouped(sources: Sequence[InputFile], unit_bytes: int) -> Iterator[tuple[InputPiece, ...]]:
@@ -237,31 +227,6 @@ def _facts(settings: Settings, sources: Sequence[InputFile]) -> dict[str, Any]:
 
 def _digest(settings: Settings, sources: Sequence[InputFile]) -> str:
     return hashlib.sha256(json.dumps(_facts(settings, sources), sort_keys=True).encode()).hexdigest()
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    if not text:  # a file system without links: see `give_name`
-        raise ConfigError(
-            f"{path} is empty: a process writes it just now, or was killed", hint="try again, or remove it"
-        )
-    value: dict[str, Any] = json.loads(text)
-    return value
-
-
-def _write_once(path: Path, value: dict[str, Any]) -> dict[str, Any]:
-    """Write the file unless another process is first, and return what it then holds."""
-    temporary = temporary_beside(path)
-    write_new(temporary, json.dumps(value, indent=1).encode(), mode=SHARED_MODE)
-    with contextlib.suppress(FileExistsError):
-        give_name(temporary, path)
-    fsync_directory(path.parent)
-    there = _read(path)
-    assert there is not None
-    return there
 
 
 def _difference(there: dict[str, Any], mine: dict[str, Any]) -> str | None:

@@ -9,22 +9,22 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import active_children, get_context, resource_tracker
-from queue import SimpleQueue
 from typing import Protocol
 
+from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokenizers import Tokenizer, load_tokenizer
 from slurmtrain.data.prepare.unit import UnitRecord, prepare_unit, read_records
 from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit, file_errors_reported
-from slurmtrain.errors import ConfigError, DataError
+from slurmtrain.errors import ConfigError
 from slurmtrain.system.process import be_killed_with
 from slurmtrain.system.signals import STOP_SIGNALS
 
+LOOK_EVERY_S = 0.2  # for a stop
 MAX_LEADING_BAD_RECORDS = 100  # bad records before the first good one
 
 
@@ -33,9 +33,6 @@ class Stop(Protocol):
 
     @property
     def requested(self) -> bool: ...
-
-    def wait(self) -> bool:
-        """Block until a stop is requested."""
 
 
 @dataclass
@@ -100,24 +97,25 @@ def work(
         min(workers, len(waiting)), get_context("spawn"), _begin, (replace(plan, sources=(), units=()), os.getpid())
     )
     try:
-        unit_of = _submit(pool, waiting)
-        ended: SimpleQueue[Future[UnitRecord] | None] = SimpleQueue()
-        for future in unit_of:
-            future.add_done_callback(ended.put)
-        threading.Thread(target=_tell, args=(stop, ended), name="when-told", daemon=True).start()
-        for _ in waiting:
-            done = ended.get()
-            if done is None or stop.requested:
-                return False
-            tally.add(unit_of[done], record := done.result())
-            if max_bad_share < 1 and not tally.documents and tally.bad >= MAX_LEADING_BAD_RECORDS:
-                raise ConfigError(
-                    f"none of the first {tally.bad} records can be used, such as in "
-                    f"{_first_bad(unit_of[done], record)}",
-                    hint="prepare.text_field, prepare.format",
-                )
-            show(tally)
-        return True
+        resource_tracker.ensure_running()  # while it starts, it would let the signals through again
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # which the processes inherit
+        try:
+            unit_of = {pool.submit(_prepare, unit): unit for unit in waiting}
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        left = set(unit_of)
+        while left and not stop.requested:
+            ended, left = wait(left, LOOK_EVERY_S, FIRST_COMPLETED)
+            for done in ended:
+                tally.add(unit_of[done], record := done.result())
+                if max_bad_share < 1 and not tally.documents and tally.bad >= MAX_LEADING_BAD_RECORDS:
+                    raise ConfigError(
+                        f"none of the first {tally.bad} records can be used, such as in "
+                        f"{_first_bad(unit_of[done], record)}",
+                        hint="prepare.text_field, prepare.format",
+                    )
+                show(tally)
+        return not left
     except BrokenProcessPool:
         raise DataError(
             "a process was killed, or has crashed, while it prepared a part of the inputs",
@@ -127,24 +125,6 @@ def work(
         for process in set(active_children()) - others:
             process.kill()
         pool.shutdown(cancel_futures=True)
-
-
-def _submit(pool: ProcessPoolExecutor, units: Sequence[Unit]) -> dict[Future[UnitRecord], Unit]:
-    """Hand out the units, for which the processes are started.
-
-    They inherit that stop signals are blocked, so that there is no moment at which these could reach them.
-    """
-    resource_tracker.ensure_running()  # while it starts, it would let the signals through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        return {pool.submit(_prepare, unit): unit for unit in units}
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _tell(stop: Stop, ended: SimpleQueue[Future[UnitRecord] | None]) -> None:
-    stop.wait()
-    ended.put(None)
 
 
 def _first_bad(unit: Unit, record: UnitRecord) -> str | None:

@@ -68,8 +68,8 @@ def prepared_folders(values: Mapping[str, Any]) -> Iterator[Path]:
 
 def _check_is_there(folder: Path) -> None:
     """Raise ConfigError if `folder` certainly holds no prepared data set; a folder that only compute nodes can see passes."""
+    from slurmtrain.config.sight import OF_EACH_NODE
     from slurmtrain.data.format.manifest import FILE_NAME, read_manifest
-    from slurmtrain.system.sight import OF_EACH_NODE
 
     if folder.parent in OF_EACH_NODE:
         return

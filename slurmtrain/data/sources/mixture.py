@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.data.loading.batches import Batch, fetch_batch, merge_batches, padded, with_documents
+from slurmtrain.data.loading.batches import Batch, fetch_batch, merge_batches, with_documents
 from slurmtrain.data.loading.order import MAX_SAMPLES, EpochOrder, Order, samples_at
 from slurmtrain.data.sources.config_check import shares_of
 from slurmtrain.data.sources.protocol import MapDataset, SourceSpec, inspect_dataset, inspect_source
@@ -27,13 +27,10 @@ class Mixture:
         sources: the data sources by name.
         weights: shares of the samples by name, of any sum; a source whose share is more samples than it has is
             repeated, shuffled anew. None: all samples of all sources, each once an epoch.
-        valid_each: also evaluate on each source's held-out samples separately, under the source's name, which cannot be
-            `valid`.
 
     Attributes:
         train: the samples of all sources, one source after the other; their `order` mixes them.
         valid: the held-out samples of all sources; None when there are none.
-        evals: evaluation sets by name: those of `valid_each`, and SOURCE_NAME for each set that a source itself has.
         fingerprint: digest of the names, the weights and the sources' own fingerprints.
 
     Raises:
@@ -41,9 +38,7 @@ class Mixture:
             vocabularies differ.
     """
 
-    def __init__(
-        self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, valid_each: bool = False
-    ):
+    def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None):
         shares = shares_of(list(sources), weights)
         specs = {name: inspect_source(source) for name, source in sources.items()}
         train: dict[str, MapDataset] = {}
@@ -57,14 +52,6 @@ class Mixture:
         self.train = MixedSamples(train, shares)
         held_out = {name: spec.valid for name, spec in specs.items() if spec.valid is not None}
         self.valid = MixedSamples(held_out) if held_out else None
-        if valid_each and "valid" in held_out:
-            raise ConfigError(
-                "data.sources.valid with data.valid_each=true: `valid` is the evaluation set of all sources together",
-                hint="choose another name for that source",
-            )
-        self.evals = dict(held_out) if valid_each else {}
-        for name, spec in specs.items():
-            self.evals |= {f"{name}_{own}": rows for own, rows in spec.evals.items()}
         self.vocab_size = _common_vocab_size(specs)
         parts = [f"{name} {weights and weights[name]} {spec.fingerprint}\n" for name, spec in specs.items()]
         self.fingerprint = hashlib.sha256("".join(parts).encode()).hexdigest()
@@ -87,7 +74,6 @@ class MixedSamples:
         self._names, self._weights = list(parts), weights
         self._parts = [inspect_dataset(part, f"data.sources.{name}") for name, part in parts.items()]
         self._ends = np.cumsum([len(part) for part in self._parts])
-        self.lengths = self._lengths if any(part.lengths is not None for part in self._parts) else None
         self.seq_len = _combined(max, [part.seq_len for part in self._parts])
         self.num_bytes = _combined(sum, [part.num_bytes for part in self._parts])
         self.document_mask = any(part.document_mask for part in self._parts)
@@ -111,9 +97,8 @@ class MixedSamples:
                 for part, rows, own in self._split(indices)
             ]
         )
-        # Every batch has the same names and, unless samples differ in length, the same width, whichever parts it has.
-        names = {"documents"} if self.document_mask else set()
-        return padded(with_documents(merged, names), (self.seq_len or 0) if self.lengths is None else 0)
+        # Every batch has the same names, whichever parts it has.
+        return with_documents(merged, {"documents"} if self.document_mask else set())
 
     def order(self, seed: int, shuffle: bool) -> Order:
         """Return an order of all samples once an epoch or, with weights, one that mixes the parts.
@@ -128,21 +113,6 @@ class MixedSamples:
             raise ConfigError(f"data.sources.{empty[0]} holds no samples", hint="leave it out, or give it data")
         seeds = [(seed + _key(name)) % 2**64 for name in self._names]
         return MixtureOrder(sizes, self._weights, seeds, shuffle=shuffle)
-
-    def _lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        result = np.zeros(len(indices), dtype=np.int64)
-        for part, rows, own in self._split(indices):
-            spec = self._parts[part]
-            if spec.lengths is not None:
-                result[rows] = spec.lengths(own)
-            elif spec.seq_len is not None:
-                result[rows] = spec.seq_len
-            else:
-                raise ConfigError(
-                    f"data.sources.{self._names[part]} does not say how long its samples are, but another source does",
-                    hint="give its `train` an attribute seq_len, or a method lengths(indices)",
-                )
-        return result
 
     def _split(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
         """Return (part, rows in the batch, indices in the part) for each part that has some of these samples."""
@@ -171,8 +141,6 @@ class MixtureOrder:
         weights: the parts' shares, adding up to one; multiples of 2^-30 or of 1/n for a smaller n.
         seeds: seed by which each part is shuffled.
     """
-
-    epoch: int | None = None
 
     def __init__(
         self, sizes: Sequence[int], weights: Sequence[Fraction], seeds: Sequence[int], *, shuffle: bool = True

@@ -7,7 +7,6 @@ is missing is done without.
 A data object (`data._target_`) has `train`, the samples to train on, and may have
 
     valid             the evaluation set "valid"
-    evals             further evaluation sets by name
     vocab_size        all token ids are below this number
     unigram_entropy   nats per token of `valid` for a model that ignores the context
     description       one line for a person
@@ -21,7 +20,6 @@ A data set has `len()` and `[i]`, and may have the following. Arrays of indices 
                                 are repeated after a restart only if the micro batch size is the same
     get_seeded_batch(indices, *, numbers, seed)
                                 the same, given the samples' numbers in the run and its seed; it seeds its generators itself
-    lengths(indices)            -> tokens of each sample; only for samples that differ in length
     order(seed, shuffle)        -> the data set's own `Order` of samples
     seq_len                     tokens of the longest sample
     num_bytes                   bytes of text that all targets stand for
@@ -34,13 +32,11 @@ are; the step then does not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
 from slurmtrain.data.loading.order import Order
@@ -79,7 +75,6 @@ class DatasetSpec:
 
     dataset: Any
     method: FetchMethod
-    lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None
     order: Callable[[int, bool], Order] | None = None
     seq_len: int | None = None
 
@@ -106,7 +101,6 @@ class SourceSpec:
 
     train: MapDataset | None
     valid: MapDataset | None
-    evals: Mapping[str, MapDataset]
     vocab_size: int | None
     unigram_entropy: float | None
     description: str | None
@@ -118,11 +112,6 @@ class SourceSpec:
         samples = 0 if self.train is None else len(self.train)
         return f"{samples} samples" if self.own_fingerprint is None else self.own_fingerprint
 
-    @property
-    def evaluation_sets(self) -> dict[str, MapDataset]:
-        """The held-out sets by name."""
-        return {**({} if self.valid is None else {"valid": self.valid}), **self.evals}
-
 
 def inspect_source(source: Any) -> SourceSpec:
     """Look at a data object."""
@@ -130,7 +119,6 @@ def inspect_source(source: Any) -> SourceSpec:
     return SourceSpec(
         train=getattr(source, "train", None),
         valid=getattr(source, "valid", None),
-        evals=getattr(source, "evals", None) or {},
         vocab_size=getattr(source, "vocab_size", None),
         unigram_entropy=getattr(source, "unigram_entropy", None),
         description=getattr(source, "description", None),
@@ -162,7 +150,6 @@ def inspect_dataset(dataset: Any, what: str = "the data set") -> DatasetSpec:
     return DatasetSpec(
         dataset,
         _fetch_method(dataset),
-        lengths=getattr(dataset, "lengths", None),
         order=getattr(dataset, "order", None),
         seq_len=getattr(dataset, "seq_len", None),
     )

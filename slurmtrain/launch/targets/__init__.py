@@ -23,7 +23,7 @@ from slurmtrain.launch.targets import objects
 from slurmtrain.launch.targets.pod import PodRun, check, labels
 from slurmtrain.runs import ownership
 from slurmtrain.runs.attempts import all_attempts
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files, kubectl
 

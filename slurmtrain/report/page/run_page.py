@@ -8,8 +8,9 @@ from typing import Any
 
 from slurmtrain.config.frozen import to_values
 from slurmtrain.config.schema import Config
+from slurmtrain.report.collect import step_times
 from slurmtrain.report.compare import MISSING, config_differences
-from slurmtrain.report.facts import RunFacts, step_times
+from slurmtrain.report.facts import RunFacts
 from slurmtrain.report.goodput import Goodput
 from slurmtrain.report.page import charts, sentences, units
 from slurmtrain.report.page.charts import Curve, Series, Span

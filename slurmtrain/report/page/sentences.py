@@ -7,15 +7,16 @@ from collections import Counter
 from collections.abc import Mapping
 
 from slurmtrain.choices import Backend
-from slurmtrain.report.facts import RunFacts, StepTimes, save_times, trouble, trouble_of_checkpoints
+from slurmtrain.report.collect import StepTimes, save_times
+from slurmtrain.report.facts import RunFacts
+from slurmtrain.report.findings import trouble, trouble_of_checkpoints
 from slurmtrain.report.goodput import HOLDS_NO_GPUS, Cause, Goodput
 from slurmtrain.report.page import units
 from slurmtrain.report.page.charts import Series
 from slurmtrain.report.progress import at_about
 from slurmtrain.report.status.state import WAITING, RunStatus
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.events import Event
-from slurmtrain.runs.reasons import Reason, Verdict
+from slurmtrain.runs.reasons import Event, Reason, Verdict
 from slurmtrain.system.texts import roughly
 
 WORTH_SAYING = 0.05  # share of the time that nodes were held: what took less needs no advice

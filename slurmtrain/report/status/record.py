@@ -4,36 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from slurmtrain.choices import Backend
-from slurmtrain.errors import ClusterError, UnavailableRecordError
-from slurmtrain.runs import attempts, requests
-from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.events import Event
+from slurmtrain.errors import UnavailableRecordError
+from slurmtrain.runs.attempts import Attempt, all_attempts
 from slurmtrain.runs.ownership import check_parts
-from slurmtrain.runs.reasons import RunAction, Verdict
+from slurmtrain.runs.reasons import Event, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.command_environment import trusted_slurm_conf
-from slurmtrain.slurm.job_facts import JobState
 from slurmtrain.system.records import is_job_id
-
-USER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]{0,63}")
-
-
-class Owner(NamedTuple):
-    """The cluster and the user to ask SLURM about.
-
-    Attributes:
-        slurm_conf: path of the cluster's slurm.conf; None: the machine's own.
-        user: the user who submitted, if that is somebody else.
-    """
-
-    slurm_conf: str | None
-    user: str | None
 
 
 @dataclass(frozen=True)
@@ -48,8 +29,6 @@ class Record:
         copied_from: the path of the original, if this is a copy that nobody has resumed: its jobs and processes are not
             its own.
         following: jobs of the chain that wait for the latest job.
-        owner: the user and cluster to ask SLURM about it.
-        distrust: why that cluster's slurm.conf is not used; None if it is.
     """
 
     run_dir: RunDir
@@ -58,23 +37,16 @@ class Record:
     last: Attempt | None
     job_id: str | None
     chain: list[str]
-    owner: Owner
     local: bool
     in_pods: bool
     packed: bool
     copied_from: str | None
     following: tuple[str, ...] = ()
-    distrust: str | None = None
 
     @property
     def possible_jobs(self) -> list[str]:
         """The jobs of which one should be in the queue, if the run has not ended."""
         return self.chain or ([self.job_id] if self.job_id is not None else [])
-
-    @property
-    def own_job(self) -> bool:
-        """Whether it was submitted as this job, or its script was passed to sbatch: only that makes such a log."""
-        return self.job_id in self.info["job_ids"] or self.run_dir.job_log(self.job_id or "") is not None
 
     @property
     def has_begun(self) -> bool:
@@ -116,49 +88,31 @@ class Record:
             return False
         return self.last.verdict in (Verdict.DONE, Verdict.END) or self.setup_failed is not None
 
-    def cancelled(self, queued: str) -> bool:
-        """Return whether the job was cancelled, by scancel or by `cancel RUN` after the last attempt could notice."""
-        return queued == JobState.CANCELLED or requests.ended_after(self.run_dir, self.last) is not None
-
     @property
-    def pruned(self) -> bool:
-        """Whether its search has pruned it after the last attempt could notice."""
-        return requests.ended_after(self.run_dir, self.last) == RunAction.PRUNE
+    def ended_by(self) -> str | None:
+        """The `RunAction` by which somebody ended it after the last attempt could notice; None if nobody did."""
+        from slurmtrain.runs.requests import ended_after  # which most runs do without
+
+        return ended_after(self.run_dir, self.last)
 
 
-def read_record(run_dir: RunDir, me: str | None, known: dict[str, str | None]) -> Record:
-    """Read the record of a run.
-
-    Args:
-        me: the name of this user, if there is one.
-        known: as for `trust.why_distrusted`.
-    """
+def read_record(run_dir: RunDir) -> Record:
+    """Read the record of a run."""
     check_parts(run_dir)
-    info, tries = run_dir.info(whole=True), attempts.all_attempts(run_dir)
+    info, tries = run_dir.info(whole=True), all_attempts(run_dir)
     job_id = None if info.get("copied_from") else _latest_job_id(run_dir, info["job_ids"], tries)
     chain: list[str] = info.get("chain") or []
-    conf = distrust = None
-    if info["slurm_conf"] is not None:
-        try:
-            conf = trusted_slurm_conf(info["slurm_conf"], named_by=run_dir.info_file, known=known)
-        except ClusterError as error:
-            distrust = error.message
-    chain = chain if job_id in chain else []
-    foreign = me not in (None, info["user"]) and USER_NAME.fullmatch(info["user"])
-    owner = Owner(conf, info["user"] if foreign else None)
     return Record(
         run_dir,
         info,
         tries,
         tries[-1] if tries else None,
         job_id,
-        chain,
-        owner,
+        chain if job_id in chain else [],
         local=info["backend"] == Backend.LOCAL,
         in_pods=info["backend"] == Backend.KUBERNETES,
         packed=bool(info.get("packed")),
         copied_from=info.get("copied_from"),
-        distrust=distrust,
     )
 
 

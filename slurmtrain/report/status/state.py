@@ -1,24 +1,21 @@
-"""The state of a run: one word, why, and what comes next, from its record and the entry of its job."""
+"""The state of a run: one word, why, and what comes next, from its own files. Of a job in SLURM, `queued` says more."""
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from slurmtrain.errors import ClusterError, UnreadableRecordError
-from slurmtrain.report.progress import Progress, at_about, read_progress
-from slurmtrain.report.status.record import Record
+from slurmtrain.report.progress import Progress, read_progress
+from slurmtrain.report.status.record import Record, read_record
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.lookup import is_sweep
 from slurmtrain.runs.reasons import PRUNED_BY_SEARCH, LastWord, Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.job_facts import GONE, JobState, QueuedJob
-from slurmtrain.slurm.parse_values import parse_time
-from slurmtrain.slurm.pending_reasons import in_words, is_held
 from slurmtrain.system import kubectl
 from slurmtrain.system.records import read_text
 from slurmtrain.system.texts import roughly
@@ -141,54 +138,60 @@ def unreadable(error: UnreadableRecordError) -> RunState:
     return RunState(RunStatus.UNREADABLE, error.message, [], None)
 
 
-def state_of(record: Record, job: QueuedJob, doubt: str | None) -> RunState:
-    """Return the state of a run.
+def states(run_dirs: Iterable[RunDir]) -> dict[RunDir, RunState]:
+    """Return the state of every run, from its own files first: they are there when SLURM's answer is late.
 
-    Args:
-        job: squeue's entry of its job; an empty one if that is not in the queue.
-        doubt: why SLURM could not be asked; None if it could.
+    A run whose files cannot be used is "unreadable", and its sentence says why.
     """
-    without_slurm = record.local or record.in_pods or record.job_id is None
-    if record.copied_from:
-        word, sentence = _copy(record)
-    elif record.in_pods:
-        word, sentence = _in_pods(record)
-    elif without_slurm:
-        word, sentence = _without_slurm(record)
-    elif doubt is not None:
-        word, sentence = _unasked(record)
-    else:
-        word, sentence = _asked(record, job)
+    found: dict[RunDir, RunState] = {}
+    in_slurm: list[Record] = []
+    for run_dir in run_dirs:
+        try:
+            record = read_record(run_dir)
+            if not (record.local or record.in_pods or record.job_id is None):
+                in_slurm.append(record)
+                continue
+            of_kind = _copy if record.copied_from else _in_pods if record.in_pods else _without_slurm
+            found[run_dir] = state_of(record, *of_kind(record), own_job=record.job_id in record.info["job_ids"])
+        except UnreadableRecordError as error:
+            found[run_dir] = unreadable(error)
+    if in_slurm:
+        from slurmtrain.report.status.queued import states_of_jobs
+
+        found |= states_of_jobs(in_slurm)
+    return found
+
+
+def state(run_dir: RunDir) -> RunState:
+    """Return the state of one run.
+
+    Raises:
+        UnreadableRecordError: its files cannot be used.
+    """
+    now = states([run_dir])[run_dir]
+    if not now.readable:
+        raise UnreadableRecordError(now.explanation)
+    return now
+
+
+def is_over(run_dir: RunDir) -> bool:
+    """Return whether the run's own files say that it has ended. SLURM is not asked; `state` may know more."""
+    return read_record(run_dir).over
+
+
+def state_of(record: Record, word: RunStatus, sentence: str, **more: Any) -> RunState:
+    """Return the state of a run for which word and sentence are known, with its progress and other fields."""
     running_since = record.last.started if word == RunStatus.RUNNING and record.last is not None else None
     steps, own = record.info.get("steps"), record.info.get("own_checkpoints")
-    ended = word not in ALIVE and not (record.chain or record.packed or without_slurm)
-    return RunState(
-        word,
-        sentence,
-        record.attempts,
-        record.job_id,
-        progress=read_progress(record.run_dir, steps, own, running_since=running_since),
-        own_job=record.own_job,
-        packed=record.packed,
-        slurm_error=None if without_slurm else doubt,
-        following=record.following,
-        queued_again=ended and job.state == JobState.PENDING,
-        reason=job.reason if word in WAITING else None,
-        expected_start=_expected_start(job) if word in WAITING else None,
-        copied_from=record.copied_from,
-    )
-
-
-def _expected_start(job: QueuedJob) -> float | None:
-    """Return when SLURM expects to start the job; a time in the past is an outdated estimate, and gives None."""
-    start = parse_time(job.start)
-    return start if start is not None and start > time.time() else None
+    progress = read_progress(record.run_dir, steps, own, running_since=running_since)
+    more |= {"packed": record.packed, "following": record.following, "copied_from": record.copied_from}
+    return RunState(word, sentence, record.attempts, record.job_id, progress, **more)
 
 
 def _copy(record: Record) -> tuple[RunStatus, str]:
     """Return word and sentence of a copy of a run: whatever goes on belongs to the original."""
     if record.over:
-        word, sentence = _ended(record)
+        word, sentence = ended(record)
         return word, f"{sentence}; this is a copy of {record.copied_from}"
     goes_on = how_to_continue(record.run_dir, record.info)
     return RunStatus.STOPPED, f"this is a copy of {record.copied_from}, and has no job of its own. {goes_on}"
@@ -200,25 +203,25 @@ def _without_slurm(record: Record) -> tuple[RunStatus, str]:
     if last is None:
         return RunStatus.PREPARED, _how_to_begin(record)
     if record.over:
-        return _ended(record)
+        return ended(record)
     if last.started and last.verdict is None:
         lives = last.rank_0_lives
         if lives is None:
             words = f"attempt {last.number} began on {last.host}, and only there can be seen what became of it"
             return RunStatus.UNKNOWN, words
-        return (RunStatus.RUNNING, f"attempt {last.number} on {last.host}") if lives else _ended(record)
+        return (RunStatus.RUNNING, f"attempt {last.number} on {last.host}") if lives else ended(record)
     since = last.ended or record.run_dir.attempt(last.number).path.stat().st_mtime
     if time.time() - since < LOCAL_START_S:
         number = last.number if record.setting_up else last.number + 1
         return RunStatus.STARTING, f"attempt {number} is setting up"
-    return _ended(record)
+    return ended(record)
 
 
 def _in_pods(record: Record) -> tuple[RunStatus, str]:
     """Return word and sentence of a run on Kubernetes: kubectl tells whether its pods run, and its files all else."""
     last, name = record.last, record.job_id or "its object"
     if record.over:
-        return _ended(record)
+        return ended(record)
     number = (last.number if last is not None else 0) + 1
     at_work = last is not None and record.has_begun and last.verdict is None
     known = f"attempt {number - 1} has not ended as far as its files say" if at_work else f"attempt {number} is next"
@@ -232,7 +235,7 @@ def _in_pods(record: Record) -> tuple[RunStatus, str]:
         return RunStatus.UNKNOWN, f"{known}; ask what started it, such as `ray job list`"
     why = f": {said}" if said else ""
     if state not in ("suspended", "active"):
-        word, sentence = _ended(record)
+        word, sentence = ended(record)
         return word, f"{sentence} (its object on Kubernetes, {name}: {state or 'gone'}{why})"
     before = f"{last.sentence}; " if last is not None and record.has_begun and last.verdict is not None else ""
     if state == "suspended":
@@ -257,105 +260,26 @@ def _how_to_begin(record: Record) -> str:
     return f"not submitted yet: sbatch {record.run_dir.script}"
 
 
-def _unasked(record: Record) -> tuple[RunStatus, str]:
-    """Return word and sentence of a run when SLURM does not answer: a run without a recorded end may be alive."""
-    last = record.last
-    if record.over or ((record.waits or record.setting_up) and record.cancelled("")):
-        return _ended(record)
-    if last is None or not record.has_begun:
-        known = f"job {record.job_id} was submitted and has left no attempt yet"
-    elif record.setting_up:
-        known = f"attempt {last.number} was setting up"
-    elif last.verdict is not None:
-        known = str(last.sentence)
-    else:
-        known = f"attempt {last.number} has not ended as far as its files say"
-    return RunStatus.UNKNOWN, f"SLURM cannot be asked; {known}"
-
-
-def _asked(record: Record, job: QueuedJob) -> tuple[RunStatus, str]:
-    """Return word and sentence of a run from squeue's entry of its job, which is empty when SLURM has forgotten it."""
-    last, job_id, queued = record.last, record.job_id, job.state
-    waits = record.waits or queued == JobState.PENDING
-    if record.packed and (record.over or (waits and record.cancelled(""))):
-        return _ended(record)  # whatever the job does for the others
-    if queued == JobState.PENDING and record.over and not record.chain:
-        word, sentence = _ended(record)
-        return word, f"{sentence}; {_queued_again(record)}"
-    if queued == JobState.PENDING and not record.over:
-        return _pending(record, job)
-    if not queued or queued in GONE or record.over:  # a job may outlive the run: an allocation does
-        return _ended(record, queued if queued in GONE else "")
-    if queued == JobState.SUSPENDED:
-        goes_on = "lets it go on when those that took its place are done"
-        return RunStatus.SUSPENDED, f"SLURM has suspended job {job_id}, and {goes_on}"
-    if queued == JobState.COMPLETING:
-        return RunStatus.STOPPING, f"job {job_id}: the last ranks are leaving"
-    if last is not None and last.verdict in (Verdict.RESUBMIT, Verdict.NEXT) and last.job_id == job_id:
-        return RunStatus.STOPPING, f"{last.sentence}; job {job_id} is about to leave"
-    if record.packed and last is not None and last.verdict == Verdict.REQUEUE and last.job_id == job_id:
-        return RunStatus.STOPPING, f"{last.sentence} when the others of its pack have left job {job_id}"
-    if last is not None and record.setting_up:
-        return RunStatus.STARTING, f"attempt {last.number} is setting up, job {job_id}"
-    if last is None or not record.has_begun or last.verdict is not None:
-        number = (last.number if last is not None else 0) + 1
-        before = f"{last.sentence}; " if last is not None and record.has_begun else ""
-        return RunStatus.STARTING, f"{before}attempt {number} is about to begin, job {job_id}"
-    if not record.own_job and last.rank_0_lives is False:
-        return _ended(record)
-    return RunStatus.RUNNING, f"attempt {last.number}, job {job_id}"
-
-
-def _queued_again(record: Record) -> str:
-    return (
-        f"SLURM has put job {record.job_id} into the queue once more{_why_again(record)}: it will leave as soon as it "
-        f"starts, and `cancel {record.run_dir.id}` takes it out"
-    )
-
-
-def _why_again(record: Record) -> str:
-    preempted = any(each.reason == Reason.PREEMPTED for each in record.attempts if each.job_id == record.job_id)
-    return ", as SLURM does from 24.05 on with a job that was preempted before" if preempted else ""
-
-
-def _pending(record: Record, queued: QueuedJob) -> tuple[RunStatus, str]:
-    why = in_words(queued.reason, record.run_dir.id)
-    if is_held(queued.reason):
-        return RunStatus.HELD, f"SLURM holds it: {why}"
-    last = record.last
-    job = f"job {record.job_id}"
-    if record.chain:
-        job += f", {record.chain.index(record.job_id or '') + 1} of {len(record.chain)} of its chain,"
-    start = _expected_start(queued)
-    if start is not None:
-        why += f"; SLURM expects to start it {at_about(start, time.time())}"
-    if last is None or not record.has_begun:
-        return RunStatus.WAITING, f"{job} is pending: {why}"
-    before = last.sentence or (
-        f"attempt {last.number} ended while it was set up" if record.setting_up else "was requeued"
-    )
-    as_job = f" as {job.rstrip(',')}" if record.job_id != last.job_id and last.job_id is not None else ""
-    return RunStatus.REQUEUED, f"{before}; waiting to start again{as_job}: {why}"
-
-
-def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
+def ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
     """Return word and sentence for a run that nobody runs any more."""
     last = record.last
+    if last is not None and record.over and last.verdict == Verdict.DONE:
+        return RunStatus.FINISHED, last.sentence or "finished"
+    if record.over and record.setup_failed is not None:
+        return RunStatus.FAILED, read_text(record.setup_failed).strip()
     resume = how_to_continue(record.run_dir, record.info)
-    if not record.over and record.pruned:
+    ended_by = None if record.over else record.ended_by
+    if ended_by == "prune":  # a RunAction
         return RunStatus.PRUNED, f"{PRUNED_BY_SEARCH} while it waited. {resume}"
+    cancelled = queued == "CANCELLED" or ended_by is not None
     if last is None or not record.has_begun:
         what = f"job {record.job_id}" if record.job_id else "it"
-        if record.cancelled(queued):
+        if cancelled:
             return RunStatus.STOPPED, f"cancelled while it waited. {resume}"
         if queued:
             logs = f"see {record.run_dir.path}/slurm-*.log"
             return RunStatus.FAILED, f"{what} ended as {queued} before its first attempt; {logs}. {resume}"
         return RunStatus.LOST, f"{what} is gone and left no attempt; {resume}"
-    if record.setup_failed is not None:
-        return RunStatus.FAILED, read_text(record.setup_failed).strip()
-    if last.verdict == Verdict.DONE:
-        return RunStatus.FINISHED, last.sentence or "finished"
     if last.verdict == Verdict.END and last.reason == Reason.PRUNED:
         return RunStatus.PRUNED, f"{last.sentence}. {resume}"
     if last.verdict == Verdict.END:
@@ -366,7 +290,7 @@ def _ended(record: Record, queued: str = "") -> tuple[RunStatus, str]:
     if last.verdict is None and last.said == LastWord.FINISHED:
         unrecorded = "but its supervisor was killed before it recorded that"
         return RunStatus.FINISHED, f"attempt {last.number} finished, {unrecorded}"
-    if record.cancelled(queued):
+    if cancelled:
         if last.verdict is not None:
             return RunStatus.STOPPED, f"cancelled while it waited to start again. {resume}"
         when = "while it was set up" if record.setting_up else "and left no word"

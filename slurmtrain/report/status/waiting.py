@@ -5,14 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from slurmtrain.errors import WaitTimeoutError
-from slurmtrain.report.status.look import is_over, states
-from slurmtrain.report.status.state import RunState
+from slurmtrain.errors import SlurmtrainError
+from slurmtrain.report.status.state import RunState, is_over, states
 from slurmtrain.runs.run_dir import RunDir
 
 LOOK_EVERY_S = 0.5  # at the runs' own files, which say that they have ended
 LOOKS_PER_S = 200  # at most, at the files of all runs together
 ASK_EVERY_S = 20.0  # SLURM, about those that have not: a job may be gone without a word
+
+
+class RunFailedError(SlurmtrainError):
+    """A run has ended without a result: it failed, or its job is gone."""
+
+
+class RunStoppedError(RunFailedError):
+    """A run was cancelled, or something else has ended it before it had finished; `resume` continues it."""
+
+
+class WaitTimeoutError(SlurmtrainError, TimeoutError):
+    """What was waited for has not happened in the given time. It goes on."""
 
 
 class EndWatch:

@@ -20,9 +20,8 @@ from slurmtrain.config.launched_program import script_and_module
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE, ConfigError, signal_name
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.failures import Failure, record_failure
-from slurmtrain.runs.reasons import LastWord
+from slurmtrain.runs.reasons import Event, LastWord
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.addresses import hold_port
 from slurmtrain.runtime.attempt_context import AttemptContext
@@ -99,7 +98,8 @@ def run_command(
         if said is not None:
             attempt_context.record_last_word(context, said, program_code=code)
         else:
-            _record_code(context, code)
+            with undeterred("record how the program has ended"):
+                attempt_context.update_attempt(context, program_code=code)
     return left_with if left_with >= 0 else 128 - left_with
 
 
@@ -118,12 +118,6 @@ def _check_node(config: Config, environment: Environment) -> None:
             f"job.command: there is no {script} on {environment.node}, in {Path.cwd()}",
             hint="is its file system mounted there, and is it in the snapshot?",
         )
-
-
-def _record_code(context: AttemptContext, code: int) -> None:
-    """Record the exit code of rank 0's program."""
-    with undeterred("record how the program has ended"):
-        attempt_context.update_attempt(context, program_code=code)
 
 
 def _record_crash(attempt_dir: AttemptDir, rank: int, name: str, code: int, when: float) -> None:

@@ -21,8 +21,8 @@ from slurmtrain.runtime.attempt_context import AttemptContext, Timeline, update_
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.build_model import build, distribute_model
 from slurmtrain.runtime.jobs.train import build_evaluator
-from slurmtrain.system.files import read_json, write_json
-from slurmtrain.system.records import append_line
+from slurmtrain.system.files import write_json
+from slurmtrain.system.records import append_line, read_json
 from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import build_forward_backward
 from slurmtrain.training.seeds import seed_everything

@@ -16,7 +16,6 @@ from pathlib import Path
 from slurmtrain.checkpoint.format.directory import newest_committed_step
 from slurmtrain.config.schema import Config
 from slurmtrain.runs import attempts
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.program_checkpoints import (
     UNREADABLE,
     ProgramCheckpoint,
@@ -24,6 +23,7 @@ from slurmtrain.runs.program_checkpoints import (
     move_aside,
     newest_complete,
 )
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
 from slurmtrain.runtime.attempt_context import AttemptContext

@@ -110,8 +110,7 @@ def summary(plan: PreparePlan, manifest: Manifest | None) -> str:
         f"{name}: {format_count(split.documents)} documents, {format_count(split.tokens)} tokens"
         for name, split in manifest.splits.items()
     )
-    left_out = sum(source.bad for source in manifest.sources)
-    bad = f"; {left_out} bad records left out" if left_out else ""
+    bad = f"; {manifest.bad} bad records left out" if manifest.bad else ""
     return f"prepared {plan.output} ({splits}){bad}"
 
 

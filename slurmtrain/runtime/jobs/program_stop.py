@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.runs.attempt_dir import AttemptDir
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.slurm.job_facts import JobFacts, JobState
 from slurmtrain.system import process
-from slurmtrain.system.files import read_json
-from slurmtrain.system.records import typed_or_none
+from slurmtrain.system.records import read_json, typed_or_none
 from slurmtrain.system.signals import StopCause, StopFlag
 
 log = logging.getLogger(__name__)

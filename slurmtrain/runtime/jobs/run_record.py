@@ -10,7 +10,7 @@ from typing import Any
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.runs import attempts
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runtime.attempt_context import AttemptContext, Timeline, update_attempt
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.system.patience import BestEffort

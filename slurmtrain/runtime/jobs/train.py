@@ -17,13 +17,12 @@ from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import EvalMode
 from slurmtrain.config.fields import profiled_steps
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
-from slurmtrain.config.schema import Config, ParallelConfig, TrainConfig
-from slurmtrain.data.loading.loader import BatchLoader, RowLength
+from slurmtrain.config.schema import Config, TrainConfig
+from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.data.sources.config_check import check_vocabulary
 from slurmtrain.data.sources.protocol import (
     MapDataset,
     SourceSpec,
-    inspect_dataset,
     inspect_evaluation_set,
     inspect_source,
 )
@@ -33,7 +32,7 @@ from slurmtrain.observe.phases import CudaTimer, HostTimer, PhaseClock
 from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
-from slurmtrain.planner.gpus import FP32, TF32, Peak, peak_of
+from slurmtrain.planner.hardware import FP32, TF32, Peak, peak_of
 from slurmtrain.runs import attempts
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runtime.attempt_context import AttemptContext, Timeline
@@ -169,8 +168,7 @@ def _build_loader(
         num_workers=train.data_workers,
         shuffle=train.shuffle,
         ahead=train.data_ahead,
-        sorted_steps=train.length_sorted_steps,
-        row_length=row_length_of(dims, config.parallel),
+        fixed_rows=dims.pp > 1 or config.parallel.compile,
     )
     _check_repetition(loader, train)
     return loader
@@ -194,7 +192,6 @@ def _build_checkpointer(
         changed=context.run_dir.changed_keys(),
         keep=Keep(keeping.keep_last, keeping.keep_every, keeping.keep_best, keeping.best_metric, keeping.best_mode),
         max_failures=keeping.max_failures,
-        on_replica_drift=keeping.on_replica_drift,
         mirror=f"{keeping.mirror.rstrip('/')}/{config.job.name}/{context.run_dir.id}" if keeping.mirror else None,
         local=keeping.local,
         node=distributed.environment.node if keeping.local else None,
@@ -234,7 +231,7 @@ def _utilisation(flops: ModelFlops | None, peak: Peak) -> dict[str, Any]:
         "peak_tflops": peak.tflops,
         "why": peak.why
         if flops is not None
-        else "the model does not say what a token takes: it has no `flops_per_token(seq_len)` that works",
+        else "the model does not say what a token takes: it has no `flops_per_token(seq_len)`",
     }
 
 
@@ -254,14 +251,6 @@ def _configured_hooks(config: Config) -> list[TrainingHook]:
             )
         hooks.append(hook)
     return hooks
-
-
-def row_length_of(dims: ParallelDims, parallel: ParallelConfig) -> RowLength:
-    """Return how long rows have to be when samples differ in length.
-
-    Ranks have to share a row evenly, and for stages and compiled code all rows are alike.
-    """
-    return RowLength(multiple=dims.sequence_ranks(parallel), fixed=dims.pp > 1 or parallel.compile)
 
 
 def _check_repetition(loader: BatchLoader, train: TrainConfig) -> None:
@@ -288,23 +277,13 @@ def _bound(config: Config, source: SourceSpec) -> dict[str, Any]:
                 "seed": train.seed,
                 "global_batch_size": train.global_batch_size,
                 "steps": train.steps,
-                **_order_of_samples(train, source),
+                **({} if train.shuffle else {"shuffle": False}),  # some would come twice, and others never
             },
             FINGERPRINT: source.fingerprint,
             **({"lora": msgspec.to_builtins(config.lora)} if config.lora.r else {}),
         }
     )
     return bound
-
-
-def _order_of_samples(train: TrainConfig, source: SourceSpec) -> dict[str, Any]:
-    """Return the further settings that decide the order of samples.
-
-    In another order some samples would come twice, and others never.
-    """
-    if not train.shuffle:
-        return {"shuffle": False}
-    return {} if inspect_dataset(source.train).lengths is None else {"length_sorted_steps": train.length_sorted_steps}
 
 
 def _mtbf_s(config: Config, context: AttemptContext) -> float:
@@ -352,8 +331,8 @@ def build_evaluator(
 
 
 def _evaluation_sets(config: Config, source: SourceSpec) -> dict[str, MapDataset]:
-    """Return the data source's own evaluation sets, and those of eval.sets."""
-    found = source.evaluation_sets
+    """Return the data source's own evaluation set, and those of eval.sets."""
+    found: dict[str, MapDataset] = {} if source.valid is None else {"valid": source.valid}
     for name, values in config.eval.sets.items():
         if name in found:
             raise ConfigError(f"eval.sets.{name}: the data source has a set of this name", hint="choose another name")

@@ -17,8 +17,8 @@ import msgspec
 
 from slurmtrain.choices import PreflightMode
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import PreflightError
-from slurmtrain.runs.events import Event
+from slurmtrain.errors import EnvironmentMismatchError
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runtime.addresses import Pauses, look
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
@@ -37,7 +37,7 @@ def run_preflight(
     """Check what this attempt needs before it trains. All ranks call it together.
 
     Raises:
-        PreflightError: training must not begin; the same on all ranks.
+        EnvironmentMismatchError: training must not begin; the same on all ranks.
     """
     environment, mode = distributed.environment, config.preflight.mode
     if mode == PreflightMode.OFF:
@@ -123,14 +123,14 @@ def _with_clock(rank: RankFacts, received: float) -> RankFacts:
     return replace(rank, of_node=replace(rank.of_node, clock=(sent - received, ahead_at_most)))
 
 
-def _agree(distributed: DistributedContext, found: Sequence[Finding]) -> PreflightError | None:
+def _agree(distributed: DistributedContext, found: Sequence[Finding]) -> EnvironmentMismatchError | None:
     """Return on all ranks the error that ends the attempt, by what rank 0 has found; None: it may go on."""
     error = error_of(found)
     text = distributed.broadcast_text(json.dumps([error.message, error.hint, error.nodes]) if error else "")
     if not text:
         return None
     message, hint, nodes = json.loads(text)
-    return PreflightError(message, hint=hint, nodes=tuple(nodes), told_all=True)
+    return EnvironmentMismatchError(message, hint=hint, nodes=tuple(nodes), told_all=True)
 
 
 def _record_and_log(

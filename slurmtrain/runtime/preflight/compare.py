@@ -15,7 +15,7 @@ from typing import Any
 
 from slurmtrain.choices import Backend, FindingKind, JobKind
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import PreflightError
+from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.runtime.preflight.facts import MISSING, NodeFacts, RankFacts, gpus_of
 from slurmtrain.system.gpu import GpuFacts
 
@@ -133,7 +133,7 @@ def sorted_by_weight(found: Iterable[Finding]) -> list[Finding]:
     return sorted(found, key=lambda each: (not each.fatal, each.fault is Fault.NODE, each.kind, each.nodes))
 
 
-def error_of(found: Sequence[Finding]) -> PreflightError | None:
+def error_of(found: Sequence[Finding]) -> EnvironmentMismatchError | None:
     """Return the error that ends an attempt with these findings; None if it may go on.
 
     Where only nodes are at fault, it names them, so that another start leaves them out. A fault of the config would be
@@ -147,7 +147,7 @@ def error_of(found: Sequence[Finding]) -> PreflightError | None:
     nodes = () if of_config else tuple(dict.fromkeys(node for each in fatal for node in each.nodes))
     more = len(fatal) - 1
     also = f" (and {more} more: {', '.join(dict.fromkeys(str(each.kind) for each in fatal[1:]))})" if more else ""
-    return PreflightError(
+    return EnvironmentMismatchError(
         f"preflight, {first.kind}: {first.sentence}{also}",
         hint=f"{first.advice}; preflight.ignore=[{first.kind}] ignores it",
         nodes=nodes,

@@ -49,8 +49,9 @@ from slurmtrain.slurm.environment import (
 from slurmtrain.supervise.loop import supervise
 from slurmtrain.supervise.platforms.local import LocalRanks, Place
 from slurmtrain.system import kubectl
-from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.files import write_json
 from slurmtrain.system.patience import may_pass
+from slurmtrain.system.records import read_json
 from slurmtrain.system.signals import StopCause
 
 log = logging.getLogger(__name__)
@@ -198,7 +199,7 @@ class FirstPod:
     def begin(self) -> int | None:
         """Return the exit code where nothing is left to do for the run, else None."""
         run_dir = self._run_dir
-        tries = [read_claim(run_dir.attempt(number)).job_id for number in run_dir.attempt_numbers()]
+        tries = [read_claim(run_dir.attempt(number))[0] for number in run_dir.attempt_numbers()]
         os.environ[RESTART_VARIABLE] = str(tries.count(own_job_id()))
         last = _last_attempt(run_dir)
         if last is not None and last.reason is None:  # whoever was to judge it is gone
@@ -302,7 +303,7 @@ def exit_code_at_start(run_dir: RunDir) -> int | None:
         return EXIT_CONFIG
     if last is None or not came_to_an_end(run_dir, last):
         return None
-    job = last.job_id or read_claim(run_dir.attempt(last.number)).job_id
+    job = last.job_id or read_claim(run_dir.attempt(last.number))[0]
     return EXIT_CONFIG if job in (own_job_id(), None) else None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.system.activity import HOOK, doing
 from slurmtrain.training.state import StepResult, TrainingState
 

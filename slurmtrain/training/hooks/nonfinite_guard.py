@@ -9,8 +9,8 @@ from torch import Tensor
 from slurmtrain.choices import OnNonfinite
 from slurmtrain.config.schema import TrainConfig
 from slurmtrain.errors import DivergedError
-from slurmtrain.runs.events import Event
-from slurmtrain.training.health import HINT, Action, Finding
+from slurmtrain.runs.reasons import Event
+from slurmtrain.training.health import HINT, Action
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState
 from slurmtrain.training.step_numbers import StepNumbers
@@ -20,7 +20,7 @@ SAMPLES_NAMED = 8  # of a step's samples, at most
 
 
 class NonfiniteGuard(TrainingHook):
-    """Skips updates that are not finite, looks for spikes of the loss, and asks to go back, or ends the run.
+    """Skips updates that are not finite, and asks to go back, or ends the run.
 
     It judges by numbers that are the same on all ranks, after the same step on all of them; see `training/health.py`.
     """
@@ -46,17 +46,15 @@ class NonfiniteGuard(TrainingHook):
         still unread when a checkpoint was written, in the attempt that goes on from there.
         """
         health = state.counters.health
-        finding = health.look(numbers, self._train)
-        if finding is None:
+        action = health.look(numbers, self._train)
+        if action is None:
             return
-        if finding.spike is None and (health.in_a_row <= ALL_TOLD or health.in_a_row % 100 == 0):
+        if health.in_a_row <= ALL_TOLD or health.in_a_row % 100 == 0:
             self._tell_skip(state, numbers)
-        elif finding.spike is not None:
-            self._tell_spike(state, numbers, finding.spike)
-        if finding.action is Action.GO_ON:
+        if action is Action.GO_ON:
             return
-        why = _sentence(state, numbers, finding, self._train)
-        if finding.action is Action.STOP:
+        why = _sentence(state, numbers, self._train)
+        if action is Action.STOP:
             self._error = DivergedError(f"{why}; train.on_nonfinite=stop", hint=HINT)
         else:
             health.due = why
@@ -85,11 +83,6 @@ class NonfiniteGuard(TrainingHook):
         if health.in_a_row == 1:
             state.hooks.message(skip_sentence(numbers, self._train))
 
-    def _tell_spike(self, state: TrainingState, numbers: StepNumbers, spike: float) -> None:
-        values = {"step": numbers.step, "samples": list(numbers.samples), "loss": numbers.loss, "deviations": spike}
-        state.hooks.event(Event.LOSS_SPIKE, values)
-        state.hooks.message(f"step {numbers.step}: {_spike(numbers, spike, self._train)}")
-
 
 def skip_sentence(numbers: StepNumbers, train: TrainConfig) -> str:
     """Return what is said of the first step in a row whose update was left out, and what will be done about more of them."""
@@ -100,12 +93,10 @@ def skip_sentence(numbers: StepNumbers, train: TrainConfig) -> str:
     )
 
 
-def _sentence(state: TrainingState, numbers: StepNumbers, finding: Finding, train: TrainConfig) -> str:
+def _sentence(state: TrainingState, numbers: StepNumbers, train: TrainConfig) -> str:
     """Return what went wrong, where, and with which samples."""
     health = state.counters.health
-    if finding.spike is not None:
-        what = f"{_spike(numbers, finding.spike, train)} in step {numbers.step}"
-    elif health.in_a_row > 1:
+    if health.in_a_row > 1:
         many = f" (train.max_skipped={train.max_skipped})" if health.in_a_row == train.max_skipped else ""
         what = (
             f"loss or gradient norm are not finite for {health.in_a_row} steps in a row{many}: from step {health.first} on; "
@@ -120,13 +111,6 @@ def _where(numbers: StepNumbers) -> str:
     if numbers.failed_rank is not None:
         return f", by the loss of rank {numbers.failed_rank}"
     return f", by the losses of {numbers.failed_ranks} ranks" if numbers.failed_ranks else ""
-
-
-def _spike(numbers: StepNumbers, spike: float, train: TrainConfig) -> str:
-    return (
-        f"the loss {numbers.loss:.4g} is {spike:.3g} standard deviations above the median of the {train.spike_window} steps "
-        "before"
-    )
 
 
 def _samples(state: TrainingState, numbers: StepNumbers) -> str:

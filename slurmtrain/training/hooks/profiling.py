@@ -7,7 +7,7 @@ from typing import Any
 
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.observe.profiling import ProfileSwitch, Profiling
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState

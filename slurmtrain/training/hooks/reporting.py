@@ -14,7 +14,7 @@ from slurmtrain.observe.logger import Ending
 from slurmtrain.observe.logger_thread import CLOSE_S, LoggerThread, follow, loggers_of
 from slurmtrain.observe.phases import Phase, PhaseTimes, Window
 from slurmtrain.observe.reporter import Reporter
-from slurmtrain.planner.gpus import Peak
+from slurmtrain.planner.hardware import Peak
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.state import StepResult, TrainingState

@@ -94,10 +94,6 @@ def test_many_tensors_come_back_wherever_the_blocks_end(tmp_path: Path, seed: in
     check_round_trip(tmp_path, *(choice.randrange(3 * BLOCK) for _ in range(choice.randrange(2, 12))))
 
 
-def test_files_of_real_blocks_come_back(tmp_path: Path) -> None:
-    check_digest(check_round_trip(tmp_path, 16 << 20), 16 << 20)  # the size of a block is a part of the format
-
-
 @pytest.mark.usefixtures("small_blocks")
 def test_one_changed_bit_is_found_wherever_it_is_and_nothing_live_is_touched(tmp_path: Path) -> None:
     shard = save(tmp_path, model_of(2 * BLOCK + 77, 5))

@@ -12,7 +12,6 @@ from torch import nn
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed, set_aside, step_of
-from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from tests.support.checkpoint_files import manifest_of, record_of
@@ -68,11 +67,6 @@ def test_what_older_incarnations_left_behind_is_removed_by_the_next(directory: P
     assert sorted(found.name for found in directory.glob("checkpoint_*")) == ["checkpoint_0000003"]
 
 
-def test_a_failed_save_of_the_same_incarnation_is_begun_afresh(directory: Path) -> None:
-    (commit.begin(directory, 4, FIRST) / "half").write_text("half")
-    assert list(commit.begin(directory, 4, FIRST).iterdir()) == []
-
-
 def test_after_a_save_a_power_cut_loses_no_byte_and_no_name_of_the_checkpoint_and_the_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,12 +102,6 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(directory: Pa
     with pytest.raises(CheckpointError, match=r"MB left, and a checkpoint of 1000000000.0 MB wants 1.2 times its size"):
         commit.begin(directory, 1, FIRST, size=10**15)
     assert not list(directory.glob("checkpoint_*"))
-
-
-def test_a_manifest_of_another_step_under_this_name_is_no_checkpoint(directory: Path) -> None:
-    save(directory, 1).rename(directory / "checkpoint_0000009")
-    with pytest.raises(CheckpointError, match=r"manifest\.json is of step 1, so it belongs to another checkpoint"):
-        read_manifest(directory / "checkpoint_0000009")
 
 
 def test_a_checkpoint_that_is_set_aside_is_out_of_sight_but_kept(directory: Path) -> None:

@@ -51,7 +51,6 @@ class Forged:
         self.body = content[8 + length :]
         self.beginning: bytes | None = None  # of the file, in place of the header
         self.text: bytes | None = None
-        self.more_files: dict[str, Any] = {}
         self.changes: Callable[[Any], None] = lambda manifest: None
 
     @property
@@ -73,7 +72,7 @@ class Forged:
             beginning = len(text).to_bytes(8, "little") + text
         (self.path / RANK).write_bytes(beginning + self.body)
         record = record_of(self.path / RANK)
-        self.manifest["files"] = {RANK: {"size": record.size, "digests": record.digests}, **self.more_files}
+        self.manifest["files"] = {RANK: {"size": record.size, "digests": record.digests}}
         self.manifest["headers"] = {RANK: hashlib.sha256(beginning).hexdigest()}
         self.changes(self.manifest)
         manifest = self.text if self.text is not None else json.dumps(self.manifest).encode()
@@ -83,14 +82,6 @@ class Forged:
 
 Attack = Callable[[Forged], None]
 ATTACKS: dict[str, Attack] = {}
-
-
-def attack(name: str) -> Callable[[Attack], Attack]:
-    def add(function: Attack) -> Attack:
-        ATTACKS[name] = function
-        return function
-
-    return add
 
 
 def each(name: str, values: Iterable[Any], act: Callable[[Forged, Any], Any]) -> None:
@@ -130,31 +121,16 @@ def tensors(forged: Forged) -> Any:
 
 # Code where data belongs.
 
-
-@attack("a pickle as the shard")
-def _(forged: Forged) -> None:
-    forged.beginning, forged.body = forged.evil, b""
-
-
-@attack("a pickle as the safetensors header")
-def _(forged: Forged) -> None:
-    forged.beginning = len(forged.evil).to_bytes(8, "little") + forged.evil
-
-
-@attack("a pickle as the rank's own state")
-def _(forged: Forged) -> None:
-    forged.change_own_state(forged.evil)
-
-
-@attack("nonsense as the rank's own state")
-def _(forged: Forged) -> None:
-    forged.change_own_state(json.dumps({"own/random": {"python": "x", "torch": {"__tensor__": "nowhere"}}}).encode())
-
-
-@attack("a pickle as manifest.json")
-def _(forged: Forged) -> None:
-    forged.text = forged.evil
-
+OWN_STATE = {"own/random": {"python": "x", "torch": {"__tensor__": "nowhere"}}}
+ATTACKS |= {
+    "a pickle as the shard": lambda forged: forged.__dict__.update(beginning=forged.evil, body=b""),
+    "a pickle as the header": lambda forged: forged.__dict__.update(
+        beginning=len(forged.evil).to_bytes(8, "little") + forged.evil
+    ),
+    "a pickle as the rank's own state": lambda forged: forged.change_own_state(forged.evil),
+    "nonsense as the rank's own state": lambda forged: forged.change_own_state(json.dumps(OWN_STATE).encode()),
+    "a pickle as manifest.json": lambda forged: forged.__dict__.update(text=forged.evil),
+}
 
 # Names that lead elsewhere.
 
@@ -162,10 +138,7 @@ NAMES = {
     "a relative path": "../../secret",
     "an absolute path": "/proc/self/environ",
     "a null byte": "a\0b",
-    "a lone surrogate": "\ud800",
     "nothing": "",
-    "a dot": ".",
-    "an endless name": "x" * 5000,
 }
 
 
@@ -174,7 +147,6 @@ def in_place_of_the_shard(manifest: Any, name: str) -> None:
         manifest[key] = {name: manifest[key][RANK]}
 
 
-each("{} in manifest.json", NAMES, lambda forged, name: forged.more_files.update({name: {"size": 6, "sha256": "00"}}))
 each("{} in the manifest in place of the shard", NAMES, change(in_place_of_the_shard))
 each("{} in the header", NAMES, lambda forged, name: forged.rename(WEIGHT, name))
 
@@ -182,76 +154,42 @@ each("{} in the header", NAMES, lambda forged, name: forged.rename(WEIGHT, name)
 
 HEADERS: dict[str, Callable[[bytes], bytes]] = {
     "a length beyond the end": lambda text: HUGE.to_bytes(8, "little") + text,
-    "a length of nothing": lambda text: bytes(8) + text,
     "a deep one": lambda text: len(DEEP).to_bytes(8, "little") + DEEP.encode(),
     "a list": lambda text: (2).to_bytes(8, "little") + b"[]",
-    "an empty one": lambda text: (2).to_bytes(8, "little") + b"{}",
     "four bytes": lambda text: b"abcd",
-    "numbers without end": lambda text: (9_002).to_bytes(8, "little") + b"[" + b"9" * 9_000 + b"]",
 }
-METADATA: list[Any] = [[], None, 5, "x", {}, {"format": DEEP}]
-PLACES = {"first": WEIGHT, "in the midst": MOMENT, "last": "own/"}
-RANGES: list[Any] = [[-1, 5], [0, -1], [0, HUGE], [HUGE, HUGE], [0, 0], [0.5, 1], ["0", "1"], [0], [[0], 1]]
-RANGES += [None, 1, {}, [1, 2, 3]]
-BOXES = ["[0:4, 0:8]", "[4:12, 0:8]", "[-8:0, 0:8]", "[0:0, 0:8]", "[8:0, 8:0]", "[0:64]", "[0:8, 0:8, 0:1]", "[]", "["]
-OTHERS: list[Any] = [[], None, 5, "x", {}]
+RANGES: list[Any] = [[-1, 5], [0, HUGE], [HUGE, HUGE], [0.5, 1], ["0", "1"], None]
+BOXES = ["[4:12, 0:8]", "[-8:0, 0:8]", "[8:0, 8:0]", "[0:64]", "[", f"[0:8, 0:{'9' * 19}]", f"[0:8, 0:{'9' * 5000}]"]
+OTHERS: list[Any] = [[], None, "x", {}]
 each(
     "a header: {}",
     HEADERS,
     lambda forged, change: setattr(forged, "beginning", change(json.dumps(forged.header).encode())),
 )
-each("metadata {:.40}", {str(value): value for value in METADATA}, put(header, "__metadata__"))
-for place, key in PLACES.items():
-    each(f"{place} at {{}}", RANGES, put(header, key, "data_offsets"))
-    each(f"an entry {{}} {place}", OTHERS, put(header, key))
-for digits in ("", "9" * 19, "9" * 5000):
-    boxes = {box + digits[:30]: box.replace("8]", f"{digits}]") if digits else box for box in BOXES}
-    each("a box {}", boxes, lambda forged, box: forged.rename(WEIGHT, WEIGHT + box))
+for key in (MOMENT, "own/"):
+    each(f"{key} at {{}}", RANGES, put(header, key, "data_offsets"))
+    each(f"an entry {{}} as {key}", OTHERS, put(header, key))
+each("a box {:.40}", BOXES, lambda forged, box: forged.rename(WEIGHT, WEIGHT + box))
 
+# Absurd tensors, values in manifest.json, and state.
 
-@attack("a header of tiny pieces")
-def _(forged: Forged) -> None:
-    entry = {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 0]}
-    forged.header |= {f"{WEIGHT}[0:1, 0:1{' ' * count}]": entry for count in range(20_000)}
-
-
-# Absurd tensors.
-
-SHAPES: list[Any] = [[1 << 40], [HUGE, HUGE], [-1], [-8, -8], [0], [8.0, 8.0], "88", None, [8] * 500, [0, HUGE * 4]]
-SHAPES += [[HUGE // 2, HUGE // 2, 0]]
-DTYPES: list[Any] = ["load", "__class__", "complex32", "quint8", "float64", "", 5, None, []]
-
-
-for key in (WEIGHT, MOMENT, "own/00000/random.torch"):
-    each(f"{key} of shape {{:.40}}", {str(shape): shape for shape in SHAPES}, put(tensors, key, "shape"))
-    each(f"{key} of dtype {{}}", {repr(dtype): dtype for dtype in DTYPES}, put(tensors, key, "dtype"))
-    each(f"{key} is {{}}", OTHERS, put(tensors, key))
-
-# Absurd values in manifest.json.
+SHAPES: list[Any] = [[1 << 40], [HUGE, HUGE], [-8, -8], [8.0, 8.0], [8] * 500, [HUGE // 2, HUGE // 2, 0]]
+DTYPES: list[Any] = ["load", "quint8", "float64", 5]
+each("a shape {:.40}", {str(shape): shape for shape in SHAPES}, put(tensors, WEIGHT, "shape"))
+each("a dtype {}", DTYPES, put(tensors, WEIGHT, "dtype"))
+each("a tensor {}", OTHERS, put(tensors, WEIGHT))
 
 VALUES: dict[str, list[Any]] = {
-    "format": [1, "2", None, [2]],
-    "run_id": [5, None, {"a": 1}],
-    "step": ["1000", -1, 1.5, float("inf"), None, True, 10**30],
-    "incarnation": ["x", None, -1],
-    "incarnation_label": [5, None, "\x1b[31mred\x1b[0m\x07", "x" * 100_000],
-    "world_size": ["many", None, -1, 0, 2, 1 << 62],
-    "torch_version": [5, None, {"a": 1}],
-    "files": [None, [], {}, "x", {RANK: 5}, {RANK: {"size": 1}}, {RANK: {"size": 1, "digests": "", "more": 1}}],
-    "headers": [None, [], {}, "x", {RANK: 5}, {RANK: ""}],
-    "tensors": [None, [], {}, 5, "x"],
-    "state": [None, [], 5, "x", {}],
-    "config": [None, [5], "x"],
-    "metrics": [None, [], 5, {"valid_loss": {"a": 1}}, {"valid_loss": "\x1b[31m"}],
-    "created": [None, "now", float("nan")],
-    "more": [1],
-}
-TEXTS = {
-    "deep": DEEP.encode(),
-    "deep state": b'{"format": 4, "state": ' + DEEP.encode(),
-    "a list": b"[]",
-    "not text": b"\xff\xfe\x00",
-    "nothing": b"",
+    "format": ["2", None],
+    "run_id": [5],
+    "step": ["1000", -1, float("inf"), 10**30],
+    "incarnation_label": [5, "\x1b[31mred\x1b[0m\x07", "x" * 100_000],
+    "world_size": [-1, 2, 1 << 62],
+    "files": [None, {}, {RANK: 5}, {RANK: {"size": 1}}],
+    "headers": [{}, {RANK: 5}, {RANK: ""}],
+    "state": [None, "x"],
+    "metrics": [5, {"valid_loss": {"a": 1}}, {"valid_loss": "\x1b[31m"}],
+    "created": ["now", float("nan")],
 }
 for key, values in VALUES.items():
     each(
@@ -259,37 +197,20 @@ for key, values in VALUES.items():
         {repr(value): {key: value} for value in values},
         change(lambda manifest, new: manifest.update(new)),
     )
-each(
-    "a shard of {} bytes",
-    [-1, 1.5, None, 10**30],
-    change(lambda manifest, size: manifest["files"][RANK].update(size=size)),
-)
-each(
-    "a shard with the digest {!r}",
-    [5, "", None, "00" * 32],
-    change(lambda manifest, digest: manifest["files"][RANK].update(digests=digest)),
-)
-each("manifest.json: {}", TEXTS, lambda forged, text: setattr(forged, "text", text))
-
-# Absurd state.
+each("a shard of {} bytes", [-1, 10**30], change(lambda manifest, size: manifest["files"][RANK].update(size=size)))
+each("manifest.json: {:.20}", [DEEP, "[]", ""], lambda forged, text: setattr(forged, "text", text.encode()))
 
 BOTH = ["model.weight", "model.bias"]
-RATES: list[Any] = [
-    {"__tensor__": "nowhere"},
-    {"__tensor__": ["x"]},
-    {"__dict__": [[[1], 2]]},
-    {"__dict__": 5},
-    {"__tuple__": 5},
-]
-GROUPS: list[Any] = [None, 5, "x", [], [5], [{}], [{"params": 5}], [{"params": []}]]
+GROUPS: list[Any] = [5, [], [{"params": 5}], [{"params": []}]]
+GROUPS += [[{"params": BOTH, "lr": rate}] for rate in ({"__tensor__": ["x"]}, {"__dict__": [[[1], 2]]})]
 each(
     "the optimiser's groups are {:.100}",
-    {str(groups): groups for groups in [*GROUPS, *([{"params": BOTH, "lr": rate}] for rate in RATES)]},
+    {str(groups): groups for groups in GROUPS},
     put(lambda forged: forged.manifest["state"], "optimizer"),
 )
 each(
     "the optimiser's state of a parameter is {}",
-    [None, 5, [], {"__tuple__": []}, {"exp_avg": {"__tensor__": "nowhere"}}],
+    [5, {"__tuple__": []}],
     put(lambda forged: forged.manifest["state"]["optimizer"]["state"], WEIGHT),
 )
 
@@ -307,17 +228,15 @@ def only(act: Callable[[Path], None]) -> Attack:
     return attack
 
 
-def replaced(path: Path, make: Callable[[Path], None]) -> None:
+def as_a_pipe(path: Path) -> None:
     path.unlink()
-    make(path)
+    os.mkfifo(path)
 
 
 ATTACKS |= {
-    "a shard that is a pipe": only(lambda path: replaced(path / RANK, os.mkfifo)),
-    "a manifest that is a pipe": only(lambda path: replaced(path / "manifest.json", os.mkfifo)),
-    "a shard that is a folder": only(lambda path: replaced(path / RANK, Path.mkdir)),
+    "a shard that is a pipe": only(lambda path: as_a_pipe(path / RANK)),
+    "a manifest that is a pipe": only(lambda path: as_a_pipe(path / "manifest.json")),
     "an endless manifest": only(lambda path: os.truncate(path / "manifest.json", 1 << 36)),
-    "an endless COMPLETE": only(lambda path: os.truncate(path / "COMPLETE", 1 << 36)),
 }
 
 
@@ -359,8 +278,7 @@ ACTIONS: dict[str, Callable[[Path, Path], None]] = {
     "list": verb("list"),
     "verify": verb("verify"),
     "prune": verb("prune", "--keep-last", "2"),
-    "export": verb("export", "out.safetensors", "--force"),
-    "export to torch": verb("export", "out.pt", "--force"),
+    "export": verb("export", "out.safetensors"),
     "differences": compare,
     "restore by path": lambda directory, path: restore(directory, path=path),
     "restore": lambda directory, path: restore(directory),
@@ -445,7 +363,7 @@ def test_it_stays_harmless(name: str, sound: Path, tmp_path: Path, monkeypatch: 
     before = {file.name for file in tmp_path.iterdir()}
     found = outcomes(everything(path))
     written = {file.name for file in tmp_path.iterdir()} - before
-    assert written <= {"out.safetensors", "out.pt"}, "something was run, or written elsewhere"
+    assert written <= {"out.safetensors"}, "something was run, or written elsewhere"
     assert not harm(found)
     for text in found.values():
         assert "\n" not in text.partition("\n  hint: ")[0], "more than one sentence"
@@ -471,7 +389,7 @@ def test_a_file_outside_is_not_read_as_weights(name: str, sound: Path, tmp_path:
 
 
 @pytest.mark.parametrize("folder", [".incarnations", ".readers"])
-@pytest.mark.parametrize("name", ["²", "9" * 200, "-1", "x\x1b", "checkpoint_0001000.host.99999999999999999999.ab"])
+@pytest.mark.parametrize("name", ["²", "9" * 200, "x\x1b"])
 def test_junk_beside_the_checkpoints_is_no_harm(
     folder: str, name: str, sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,25 +404,16 @@ UNRESTORABLE: dict[str, Attack] = {
     "a header that does not parse": lambda forged: setattr(forged, "beginning", b"not a header"),
     "a box with fewer elements": lambda forged: forged.rename(WEIGHT, f"{WEIGHT}[0:7, 0:8]"),
     "a tensor too many": lambda forged: forged.manifest["tensors"].update(more={"shape": [3], "dtype": "float32"}),
-    "a tensor under another name": lambda forged: forged.rename(MOMENT, f"{WEIGHT}[0:8, 0:8]"),
-    "an element type that is none": lambda forged: forged.manifest["tensors"][WEIGHT].update(dtype="float33"),
-    "an empty tensor beyond measure": lambda forged: forged.manifest["tensors"].update(
-        more={"shape": [HUGE // 2, HUGE // 2, 0], "dtype": "float32"}
-    ),
     "a rank without a file": lambda forged: setattr(forged, "changes", lambda manifest: manifest.update(world_size=2)),
     "a manifest of other tensors": lambda forged: forged.manifest["tensors"].pop("model.bias"),
 }
 
 
 @pytest.mark.parametrize("name", UNRESTORABLE)
-def test_what_cannot_be_restored_is_not_called_sound_and_set_aside_by_a_restore(
-    name: str, sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_restored_is_set_aside_by_a_restore(name: str, sound: Path, tmp_path: Path) -> None:
     """Though every digest fits."""
     forged = Forged(copy(sound, tmp_path))
     UNRESTORABLE[name](forged)
     forged.write()
-    assert main(["checkpoints", str(forged.path.parent), "verify"]) == 1
-    assert "DAMAGED" in capsys.readouterr().out
     with pytest.raises(SlurmtrainError, match=r"every checkpoint in .* is damaged"):
         restore(forged.path.parent)

@@ -17,7 +17,6 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import UnreadableError
-from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.store.retention import Keep, prune
 from slurmtrain.cli import main
@@ -80,15 +79,6 @@ def test_a_failure_that_passes_costs_nothing(
     assert (restored.step, weight, restored.set_aside, outage.left) == (2, 2.0, (), 0)
 
 
-@pytest.mark.parametrize("function", ["open", "stat"])
-def test_a_file_that_is_seen_late_is_waited_for(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
-    outage = Outage(monkeypatch, function, errno.ENOENT, calls=2)
-    restored, _ = restore(directory)
-    assert (restored.step, restored.set_aside, outage.left) == (2, (), 0)
-
-
 @pytest.mark.parametrize("function", ["preadv", "open", "stat"])
 def test_an_outage_that_lasts_ends_the_attempt_and_leaves_all_checkpoints_as_they_are(
     directory: Path, monkeypatch: pytest.MonkeyPatch, function: str
@@ -111,18 +101,6 @@ def test_a_file_that_is_gone_is_damage(directory: Path) -> None:
     assert "No such file" in restored.set_aside[0]
 
 
-def test_what_cannot_be_read_back_is_kept_and_nothing_older_is_removed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(patience, "RESTORE", Patience((0.1,), within_s=0.2))
-    Outage(monkeypatch, "preadv", errno.EIO, calls=float("inf"))
-    with closing(Checkpointer(directory)) as checkpointer:
-        for step in (3, 4):
-            checkpointer.save(step, model=nn.Linear(2, 2)).result()
-    assert [step_of(path) for path in committed(directory)] == [1, 2, 3, 4]
-    assert any("older checkpoints than checkpoint_0000004 are kept" in line for line in caplog.messages)
-
-
 def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
     """torch.set_default_device("cuda") is what many scripts begin with; "meta" stands for a device that has no bytes here."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -142,16 +120,6 @@ def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-@pytest.mark.parametrize("function", ["preadv", "open", "stat"])
-def test_verify_asks_again_as_a_restore_does(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], function: str
-) -> None:
-    outage = Outage(monkeypatch, function, errno.EIO, calls=2)
-    assert main(["checkpoints", str(directory), "verify"]) == 0
-    said = capsys.readouterr().out
-    assert (said.count(": sound"), outage.left) == (2, 0), said
-
-
 def test_verify_calls_nothing_damaged_that_it_could_not_read(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,24 +131,6 @@ def test_verify_calls_nothing_damaged_that_it_could_not_read(
     assert [line.partition(":")[0] for line in said.splitlines() if "NOT READ" in line] == names(directory)
     assert main(["checkpoints", str(directory), "verify", "--json"]) == 1
     assert [each["sound"] for each in json.loads(capsys.readouterr().out)] == [None, None]
-
-
-@pytest.mark.parametrize("number", OUTAGES)
-@pytest.mark.parametrize("function", ["open", "stat"])
-@pytest.mark.parametrize("words", [["list"], ["prune", "--keep-last", "2", "--dry-run"]])
-def test_list_and_prune_call_nothing_damaged_for_a_failure_that_passes(
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    function: str,
-    number: int,
-) -> None:
-    outage = Outage(monkeypatch, function, number, calls=2)
-    assert main(["checkpoints", str(directory), *words]) == 0
-    said = capsys.readouterr().out
-    assert "damaged" not in said and "cannot be read" not in said
-    assert said.count("complete") == (2 if words == ["list"] else 0) and outage.left == 0, said
 
 
 def test_list_says_what_it_could_not_read_and_prune_removes_nothing(

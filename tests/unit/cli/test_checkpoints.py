@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.format.directory import committed, set_aside
@@ -220,29 +221,31 @@ def test_a_config_that_says_nothing_removes_nothing(text: str, run: RunDir) -> N
 
 
 def test_export_takes_the_newest_or_the_step_that_is_named(run: RunDir) -> None:
-    assert last("export", "new.pt").startswith("new.pt: 2 tensors of model from checkpoint_0000040, ")
-    last("export", "old.pt", "--step", "10", "--dtype", "bfloat16")
-    new, old = (torch.load(name, weights_only=True) for name in ("new.pt", "old.pt"))
+    assert last("export", "new.safetensors").startswith("new.safetensors: 2 tensors of model from checkpoint_0000040, ")
+    last("export", "old.safetensors", "--step", "10", "--dtype", "bfloat16")
+    new, old = (load_file(f"{name}.safetensors") for name in ("new", "old"))
     assert new["weight"].dtype == torch.float32 and old["weight"].dtype == torch.bfloat16
-    assert "new.pt exists\n  hint: choose another name, or replace it with --force" in refused("export", "new.pt")
-    last("export", "new.pt", "--force")
-    refused("export", "x.pt", "--only", "optimizer")
-    refused("export", "x.bin")
+    assert "new.safetensors exists\n  hint: choose another name, or remove it" in refused("export", "new.safetensors")
+    refused("export", "x.safetensors", "--only", "optimizer")
     flip(committed(run.checkpoints)[-1])
-    refused("export", "x.pt", code=1)
-    assert not Path("x.pt").exists()
+    refused("export", "x.safetensors", code=1)
+    assert not Path("x.safetensors").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
         (["out", "--format", "hf"], 1, "it does not say what model it holds"),
-        (["out.pt", "--format", "hf"], 2, "--format hf writes a folder, and out.pt is the name of a file"),
-        (["out.pt", "--format", "safetensors"], 2, "out.pt is not a valid name for --format safetensors"),
+        (
+            ["o.safetensors", "--format", "hf"],
+            2,
+            "--format hf writes a folder, and o.safetensors is the name of a file",
+        ),
+        (["out"], 2, "out is not the name of a file of weights"),
     ],
 )
 def test_an_export_that_cannot_be_is_one_sentence(words: list[str], code: int, message: str, run: RunDir) -> None:
-    assert message in refused("export", *words, code=code) and not list(Path().glob("out*"))
+    assert message in refused("export", *words, code=code) and not list(Path().glob("o*"))
 
 
 # What RUN may be.
@@ -254,7 +257,7 @@ def test_a_directory_of_own_checkpoints_or_one_checkpoint_will_do(run: RunDir, m
     path = directory / "checkpoint_0000020"
     assert [row[0] for row in rows(printed("checkpoints", str(path)))] == [path.name]
     assert printed("checkpoints", str(path), "verify").startswith("checkpoint_0000020: sound")
-    assert "from checkpoint_0000020, " in printed("checkpoints", str(path), "export", "out.pt")
+    assert "from checkpoint_0000020, " in printed("checkpoints", str(path), "export", "out.safetensors")
     refusal("checkpoints", str(path), "prune")
     printed("checkpoints", str(set_aside(path)), "verify")
     monkeypatch.chdir(directory)
@@ -265,6 +268,6 @@ def test_a_directory_of_own_checkpoints_or_one_checkpoint_will_do(run: RunDir, m
 def test_a_run_without_any_is_one_sentence(tmp_path: Path) -> None:
     run_dir = create_run_dir(tmp_path, "train")
     run_dir.info_file.write_text("{}")
-    for words in ([], ["verify"], ["export", str(tmp_path / "out.pt")]):
+    for words in ([], ["verify"], ["export", str(tmp_path / "out.safetensors")]):
         assert "has no checkpoint yet" in refusal("checkpoints", str(run_dir.path), *words)
     printed("checkpoints", str(run_dir.path), "prune")

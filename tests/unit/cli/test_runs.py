@@ -19,8 +19,8 @@ from slurmtrain.checkpoint.store import retention
 from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.report import prune
 from slurmtrain.report.compare import divergences
-from slurmtrain.runs.events import Event
 from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system.files import disk_usage
 from tests.support.commands import refusal

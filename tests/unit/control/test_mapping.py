@@ -14,7 +14,8 @@ import pytest
 import slurmtrain
 from slurmtrain.cli import main
 from slurmtrain.control.mapping import MapRun
-from slurmtrain.errors import ConfigError, RunFailedError, RunStoppedError, UsageError
+from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.report.status.waiting import RunFailedError, RunStoppedError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.failures import Failures
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE

@@ -20,16 +20,10 @@ from slurmtrain.cli.json_output import run_object
 from slurmtrain.config.compose import compose, register_schema
 from slurmtrain.config.frozen import config_hash, load_frozen
 from slurmtrain.control.runs import Status
-from slurmtrain.errors import (
-    ConfigError,
-    RunFailedError,
-    RunStoppedError,
-    SlurmtrainError,
-    UsageError,
-    WaitTimeoutError,
-)
+from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
 from slurmtrain.observe.metrics import MetricsLog
-from slurmtrain.report.status import look
+from slurmtrain.report.status import queued, state
+from slurmtrain.report.status.waiting import RunFailedError, RunStoppedError, WaitTimeoutError
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.fake_slurm import FakeSlurm
@@ -141,12 +135,12 @@ def test_wait_ends_in_time_without_asking_slurm_again_and_again(
     with pytest.raises(TimeoutError, match=r"not ended after 1\.2 s") as raised:
         slurmtrain.open_run(run_dir.id).wait(timeout_s=1.2)
     assert isinstance(raised.value, WaitTimeoutError)
-    assert (slurm.directory / "asked").read_text().count("asked") <= look.CONFIRMATIONS
+    assert (slurm.directory / "asked").read_text().count("asked") <= queued.CONFIRMATIONS
 
 
 def test_the_status_has_the_names_and_values_of_status_json(project: Path) -> None:
     run = ended_run(project, verdict="done", reason="finished", sentence="finished", last_step=7)
-    now = look.state(RunDir(run.path))
+    now = state.state(RunDir(run.path))
     as_json = json.loads(json.dumps(run_object(RunDir(run.path), now)))
     for name in Status.__dataclass_fields__:
         if name != "attempts":

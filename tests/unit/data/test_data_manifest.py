@@ -12,7 +12,6 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.data.format.manifest import (
     KINDS,
-    InputRecord,
     Manifest,
     Shard,
     Split,
@@ -27,7 +26,7 @@ from tests.support.prepared import write_prepared
 
 TOKENIZER = TokenizerFacts("tokenizers", "tokenizer.json", "ab" * 32, 300, None, 0)
 SHARDS = (Shard("00000", 2, 7, 5, dict.fromkeys(KINDS, "cd")), Shard("00002", 1, 4, 3, dict.fromkeys(KINDS, "ef")))
-MANIFEST = Manifest(TOKENIZER, {"train": Split(SHARDS)}, (InputRecord("a.jsonl", 100, 4, 0, 1),))
+MANIFEST = Manifest(TOKENIZER, {"train": Split(SHARDS)}, bad=1)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ def test_the_smallest_type_holds_the_vocabulary(vocabulary: int, dtype: str) -> 
     ("written", "instead", "said"),
     [
         ('"eos": 0', '"eos": "</s>"', "Expected `int | null`, got `str` - at `$.tokenizer.eos`"),
-        ('"bytes": 100', '"bytes": -1', "Expected `int` >= 0 - at `$.sources[0].bytes`"),
+        ('"bad": 1', '"bad": -1', "Expected `int` >= 0 - at `$.bad`"),
         ('"name": "00000"', '"name": "../0"', "matching regex '^[^./][^/]*$' - at `$.splits[...].shards[0].name`"),
         ('"train": {', '"../x": {', "matching regex '^[^./][^/]*$' - at `key` in `$.splits`"),
         ('"kind": "tokenizers"', '"kind": "sentences"', "Invalid enum value 'sentences' - at `$.tokenizer.kind`"),

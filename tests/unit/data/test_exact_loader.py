@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
 import subprocess
 import sys
@@ -24,7 +22,6 @@ from torch.utils.data import (
 import slurmtrain
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.errors import UsageError
-from slurmtrain.system.signals import SLURM_STOP_SIGNALS
 
 SAMPLES = 24
 
@@ -162,31 +159,6 @@ def test_after_init_no_signal_of_a_stop_ends_a_data_worker() -> None:
     """As those of Trainer or Lightning, which make their DataLoaders themselves, and workers anew for each epoch."""
     done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "4 " * 12 + "False\n"), done.stderr
-
-
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_workers_of_torchs_own_loader_read_on_after_the_signals_of_a_stop(context: str) -> None:
-    """SLURM sends them to every process of a step, and only the ranks act on them."""
-    ours: dict[str, Any] = {
-        "worker_init_fn": slurmtrain.ignore_stop_signals,
-        "multiprocessing_context": context,
-        "num_workers": 1,
-    }
-    others = multiprocessing.active_children()
-    batches = iter(torch.utils.data.DataLoader(Noisy(), batch_size=1, **ours))
-    seen = [next(batches)]  # it has begun
-    (worker,) = [process for process in multiprocessing.active_children() if process not in others]
-    for number in SLURM_STOP_SIGNALS:
-        os.kill(worker.pid or 0, number)
-    seen += batches
-    assert [int(batch[0, 0]) for batch in seen] == list(range(SAMPLES))
-
-
-def test_what_it_wraps_can_be_looked_at() -> None:
-    loader = slurmtrain.DataLoader(Noisy(), batch_size=4, shuffle=True)
-    assert len(loader.dataset) == SAMPLES and loader.dataset[3][0] == 3  # type: ignore[arg-type]
-    assert loader.dataset.reads == [3]  # type: ignore[attr-defined]
-    assert loader.batch_sampler.batch_size == 4  # type: ignore[union-attr]
 
 
 class Stream(IterableDataset[int]):

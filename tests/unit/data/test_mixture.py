@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from fractions import Fraction
 from typing import Any
@@ -14,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slurmtrain.data.loading.batches import concatenate
-from slurmtrain.data.loading.loader import BatchLoader, RowLength
-from slurmtrain.data.loading.order import ByLength, EpochOrder, sample_ids
-from slurmtrain.data.sources.mixture import MixedSamples, Mixture, MixtureOrder
+from slurmtrain.data.loading.loader import BatchLoader
+from slurmtrain.data.loading.order import EpochOrder
+from slurmtrain.data.sources.mixture import Mixture, MixtureOrder
 from slurmtrain.errors import ConfigError
 
 
@@ -41,17 +40,6 @@ class _Rows:
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = torch.full((self.seq_len,), self.token)
         return {"inputs": row, "targets": torch.full((self.seq_len,), index)}
-
-
-class Marked(MixedSamples):
-    def get_batch(self, indices: NDArray[np.int64]) -> Any:
-        return {**super().get_batch(indices), "marked": torch.ones(len(indices))}
-
-
-def test_a_class_may_build_on_the_batches_of_a_mixture() -> None:
-    mixed = Marked({"left": _Rows(1, 3, 4), "right": _Rows(2, 5, 4)})
-    batch = next(BatchLoader(mixed, seed=0, shuffle=False, global_batch_size=4, micro_batch_size=4)).micro_batches[0]
-    assert batch["marked"].tolist() == [1.0] * 4 and batch["inputs"][:, 0].tolist() == [1, 1, 1, 2]
 
 
 def stretch(start: int, count: int) -> NDArray[np.int64]:
@@ -80,16 +68,6 @@ def test_any_stretch_of_the_run_has_every_parts_share_to_a_few_samples(
     levels = (len(weights) - 1).bit_length()
     for part, weight in enumerate(weights):
         assert abs(seen[part] - count * weight / sum(weights)) <= levels
-
-
-@settings(max_examples=40, deadline=None)
-@given(weights=st.lists(st.integers(1, 50), min_size=2, max_size=6), cuts=st.lists(st.integers(0, 60), max_size=8))
-def test_a_mixture_read_in_pieces_is_the_mixture_read_at_once(weights: list[int], cuts: list[int]) -> None:
-    order, at, pieces = interleaved(weights), 7, []
-    for count in cuts:
-        pieces.append(order.at(stretch(at, count)))
-        at += count
-    assert np.concatenate([np.empty(0, dtype=np.int64), *pieces]).tolist() == order.at(stretch(7, at - 7)).tolist()
 
 
 @settings(max_examples=40, deadline=None)
@@ -124,7 +102,7 @@ def test_what_a_part_gives_depends_on_its_own_name_alone() -> None:
 
 def test_a_mixture_from_a_loader_has_the_shares_and_the_samples_it_says() -> None:
     mixture = Mixture({"web": Source(1, 40, valid=3), "code": Source(2, 10, valid=2)}, {"web": 0.75, "code": 0.25})
-    assert len(mixture.train) == 50 and mixture.valid is not None and len(mixture.valid) == 5 and mixture.evals == {}
+    assert len(mixture.train) == 50 and mixture.valid is not None and len(mixture.valid) == 5
     batches = BatchLoader(mixture.train, seed=0, global_batch_size=8, micro_batch_size=4)
     steps = [torch.cat([batch["inputs"][:, 0] for batch in next(batches).micro_batches]) for _ in range(10)]
     assert [int((step == 2).sum()) for step in steps] == [2] * 10
@@ -133,7 +111,7 @@ def test_a_mixture_from_a_loader_has_the_shares_and_the_samples_it_says() -> Non
 
 def test_without_weights_all_samples_come_once_an_epoch() -> None:
     train = Mixture({"a": Source(1, 7), "b": Source(2, 5)}).train
-    assert train.order(3, True).at(stretch(0, 24)).tolist() == sample_ids(0, 24, n=12, seed=3).tolist()
+    assert train.order(3, True).at(stretch(0, 24)).tolist() == EpochOrder(12, seed=3).at(stretch(0, 24)).tolist()
 
 
 def test_rows_of_different_length_are_filled_up_beside_each_other() -> None:
@@ -150,20 +128,6 @@ def test_micro_batches_become_one_though_only_some_tell_documents_apart() -> Non
     for batches in ([masked, plain], [plain, masked]):
         rows = [batch.get("documents", torch.zeros(1, 4)).tolist() for batch in batches]
         assert concatenate(batches)["documents"].tolist() == rows[0] + rows[1]
-
-
-def test_valid_each_names_the_held_out_samples_of_every_source() -> None:
-    mixture = Mixture({"a": Source(1, 3, valid=2), "b": Source(2, 3)}, valid_each=True)
-    assert {name: len(data) for name, data in mixture.evals.items()} == {"a": 2}
-
-
-def test_evaluation_sets_of_a_source_are_the_mixtures_too() -> None:
-    web = Source(1, 3, valid=2)
-    web.evals = {"short": _Rows(1, 1, 4)}  # type: ignore[attr-defined]
-    assert set(Mixture({"web": web}).evals) == {"web_short"}
-    assert set(Mixture({"web": web}, valid_each=True).evals) == {"web", "web_short"}
-    with pytest.raises(ConfigError, match=r"data\.sources\.valid with data\.valid_each=true"):
-        Mixture({"valid": web}, valid_each=True)
 
 
 @pytest.mark.parametrize(
@@ -197,86 +161,3 @@ def test_a_source_without_samples_and_other_vocabularies_are_refused() -> None:
         Mixture({"a": Source(1, 3), "b": other})
     with pytest.raises(ConfigError, match="is empty"):
         Mixture({})
-
-
-LENGTHS = np.clip(np.random.default_rng(0).lognormal(4.0, 1.0, 5000), 1, 512).astype(np.int64)
-
-
-class Documents:
-    """Sample i has LENGTHS[i] tokens, all of them i."""
-
-    seq_len = 512
-
-    def __len__(self) -> int:
-        return len(LENGTHS)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = torch.full((int(LENGTHS[index]),), index)
-        return {"inputs": row, "targets": row}
-
-    def lengths(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        return LENGTHS[indices]
-
-
-def steps(count: int, **changes: Any) -> list[list[dict[str, Tensor]]]:
-    arguments: dict[str, Any] = {
-        "seed": 3,
-        "global_batch_size": 64,
-        "micro_batch_size": 4,
-        "sorted_steps": 32,
-        **changes,
-    }
-    batches = BatchLoader(Documents(), **arguments)
-    try:
-        return [next(batches).micro_batches for _ in range(count)]
-    finally:
-        batches.close()
-
-
-def samples(step: list[dict[str, Tensor]]) -> list[int]:
-    return [int(row[0]) for batch in step for row in batch["inputs"]]
-
-
-def test_a_step_has_the_same_samples_under_any_layout() -> None:
-    alone = [sorted(samples(step)) for step in steps(12)]
-    for dp_size, micro, workers in ((2, 4, 0), (4, 1, 2), (8, 8, 0)):
-        ranks = [
-            steps(12, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro, num_workers=workers)
-            for rank in range(dp_size)
-        ]
-        assert [sorted(itertools.chain(*map(samples, step))) for step in zip(*ranks, strict=True)] == alone
-
-
-def test_all_ranks_have_as_much_to_do_and_little_of_it_is_padding() -> None:
-    ranks = [steps(40, dp_rank=rank, dp_size=8) for rank in range(8)]
-    slots = np.array([[sum(batch["inputs"].numel() for batch in step) for step in rank] for rank in ranks])
-    real = sum(int((batch["targets"] != -100).sum()) for rank in ranks for step in rank for batch in step)
-    slowest = slots.max(axis=0).sum() / slots.mean(axis=0).sum()
-    plain = LENGTHS[: 64 * 40].reshape(-1, 4)
-    assert slowest < 1.03
-    assert 1 - real / slots.sum() < 0.1 < 1 - plain.sum() / (plain.max(axis=1).sum() * 4)
-
-
-def test_what_takes_rows_of_one_length_has_to_be_told_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {batch["inputs"].shape[1] for batch in steps(1, row_length=RowLength(fixed=True))[0]} == {512}
-    monkeypatch.delattr(Documents, "seq_len")
-    with pytest.raises(ConfigError, match="samples differ in length"):
-        steps(1, row_length=RowLength(fixed=True))
-
-
-@settings(max_examples=40, deadline=None)
-@given(batch=st.integers(1, 12), window=st.integers(1, 5), cuts=st.lists(st.integers(1, 30), min_size=1, max_size=8))
-def test_sorted_steps_read_in_pieces_are_those_read_at_once(batch: int, window: int, cuts: list[int]) -> None:
-    def order() -> ByLength:
-        epochs = EpochOrder(97, seed=1)
-        return ByLength(epochs, lambda ids: ids % 7, global_batch_size=batch, steps=window, seed=1)
-
-    total = sum(cuts)
-    pieces, at = [], 0
-    for count in cuts:
-        pieces.append(order().at(stretch(at, count)))
-        at += count
-    assert np.concatenate(pieces).tolist() == order().at(stretch(0, total)).tolist()
-    together = -(-total // (batch * window)) * batch * window
-    assert sorted(order().at(stretch(0, together))) == sorted(EpochOrder(97, seed=1).at(stretch(0, together)))
-    assert len(set(order().at(stretch(0, order().once)).tolist())) == order().once

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from slurmtrain.cli import main
 from slurmtrain.config.schema import Config, PrepareConfig
 from slurmtrain.data.format.manifest import Manifest, read_manifest
+from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
 from slurmtrain.data.prepare import reading
 from slurmtrain.data.prepare.conversation import BadRecord
@@ -38,7 +39,7 @@ from slurmtrain.data.prepare.unit import prepare_unit
 from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on, make_plan
 from slurmtrain.data.prepare.units_done import recorded
 from slurmtrain.data.prepare.worker_pool import Tally, work
-from slurmtrain.errors import ConfigError, DataError, SlurmtrainError
+from slurmtrain.errors import ConfigError, SlurmtrainError
 from slurmtrain.observe.progress import Preparing
 from slurmtrain.runtime.jobs.prepare import workers_of
 from slurmtrain.slurm.environment import Environment
@@ -112,8 +113,7 @@ def test_every_document_of_every_format_is_there_once_and_in_order(unit_mb: floa
     assert manifest is not None and manifest == read_manifest(tmp_path / "out")
     expected = [([*text.encode(), 0], len(text.encode())) for text in documents]
     assert list(documents_of(tmp_path / "out")) == expected
-    assert sum(source.records for source in manifest.sources) == len(documents)
-    assert [source.name for source in manifest.sources][-2:] == ["e/e.parquet", "f/"]
+    assert manifest.records == len(documents)
     assert len(manifest.splits["train"].shards) > {1.0: 0, 0.004: 8, 0.0005: 60}[unit_mb]
 
 
@@ -151,16 +151,6 @@ def test_a_file_cut_anywhere_gives_the_records_and_line_numbers_of_the_whole(
         before += len(piece)
     assert found == whole
     assert [number for number, _ in whole] == list(range(1, len(whole) + 1))
-
-
-def test_a_line_that_would_not_fit_into_memory_is_a_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurmtrain.data.prepare.reading.LONGEST_LINE", 100)
-    texts = ["a", "b" * 500, "c" * (100 - len(json_lines([""]))), "d", "e" * 500]
-    (tmp_path / "a.jsonl").write_bytes(json_lines(texts)[:-1])
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(texts)))
-    long = BadRecord("longer than 100 bytes; a JSON array is no JSON lines")
-    for name in ("a.jsonl", "b.jsonl.gz"):
-        assert records_of(tmp_path / name) == list(enumerate([texts[0], long, *texts[2:4], long], start=1))
 
 
 def test_held_out_are_a_share_of_the_documents_and_duplicates_together(tmp_path: Path) -> None:
@@ -376,20 +366,10 @@ def test_bad_records_are_listed_with_their_lines_and_fail_the_job_past_the_share
     assert work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.2)
     manifest = finish(plan, 0.2)
     assert manifest is not None and {path: path.stat().st_mtime_ns for path in when} == when
-    assert [(one.records, one.empty, one.bad) for one in manifest.sources] == [(1, 0, 0), (39, 1, len(BAD))]
+    assert (manifest.records, manifest.empty, manifest.bad) == (40, 1, len(BAD))
     kept = [bytes(ids[:-1]).decode() for ids, _ in documents_of(output)]
     good = [f"line {number}" for number in range(1, 41) if number not in {3, 4, *BAD}]
     assert kept == ["after a byte order mark", *good]
-
-
-def test_of_many_bad_records_the_first_twenty_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "a.jsonl").write_text("{\n" * 50 + '{"text": "x"}\n')
-    plan = plan_of(tmp_path / "a.jsonl", tmp_path / "out")
-    do_units(plan)
-    with pytest.raises(ConfigError):
-        finish(plan, 0.5)
-    assert len(caplog.messages) == 21 and caplog.messages[-1] == f"bad: 30 more in {tmp_path}/out/bad.jsonl"
-    assert len((tmp_path / "out/bad.jsonl").read_text().splitlines()) == 50
 
 
 def test_when_no_record_is_any_good_it_is_told_at_once(tmp_path: Path) -> None:
@@ -400,22 +380,14 @@ def test_when_no_record_is_any_good_it_is_told_at_once(tmp_path: Path) -> None:
     assert len(recorded(plan.units_folder)) < len(plan.units)
 
 
-def test_a_zstd_file_may_have_the_longest_window_there_is(tmp_path: Path) -> None:
-    packer = zstandard.ZstdCompressor().compressobj()
-    data = bytearray(packer.compress(json_lines(["one", "two"])) + packer.flush())
-    data[5] = (31 - 10) << 3  # the frame's window, as `zstd --long=31` declares it
-    path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(data)
-    assert records_of(path) == [(1, "one"), (2, "two")]
-
-
 @pytest.mark.parametrize("packing", ["gz", "zst"])
 @pytest.mark.parametrize("damage", ["torn", "flipped"])
 def test_a_packed_file_that_is_torn_or_damaged_is_a_bad_record_where_it_ends(
     packing: str, damage: str, tmp_path: Path
 ) -> None:
     pack = gzip.compress if packing == "gz" else zstandard.ZstdCompressor(write_checksum=True).compress
-    first, second = (json_lines(each) for each in halves(texts(200, seed=3)))
+    documents = texts(200, seed=3) * 200  # of which what is read together with the damage is lost: a megabyte
+    first, second = (json_lines(each) for each in halves(documents))
     data = bytearray(pack(first) + pack(second))
     if damage == "torn":
         del data[-7:]
@@ -424,22 +396,10 @@ def test_a_packed_file_that_is_torn_or_damaged_is_a_bad_record_where_it_ends(
     path = tmp_path / f"a.jsonl.{packing}"
     path.write_bytes(data)
     *good, (number, last) = records_of(path)
-    assert isinstance(last, BadRecord) and ("is truncated" if damage == "torn" else "is damaged") in last.reason
-    assert number == len(good) + 1 > 100
-    assert [record for _, record in good] == texts(200, seed=3)[: len(good)]
-
-
-@pytest.mark.parametrize("zeros", [1, 511, 3 << 20])
-def test_zeros_behind_a_gzip_frame_are_padding_and_in_front_of_it_damage(zeros: int, tmp_path: Path) -> None:
-    first, second = (gzip.compress(json_lines(each)) for each in halves(texts(200, seed=3)))
-    path = tmp_path / "a.jsonl.gz"
-
-    def records(data: bytes) -> list[Any]:
-        path.write_bytes(data)
-        return [record for _, record in records_of(path)]
-
-    assert records(first + bytes(zeros) + second + bytes(zeros)) == texts(200, seed=3)
-    assert "is damaged" in records(bytes(zeros) + first)[-1].reason
+    reason = "file is damaged: " + ("Truncated compressed stream" if damage == "torn" else "")
+    assert isinstance(last, BadRecord) and reason in last.reason
+    assert number == len(good) + 1 > len(documents) / 2
+    assert [record for _, record in good] == documents[: len(good)]
 
 
 @pytest.mark.parametrize("as_dictionary", [False, True])
@@ -467,7 +427,7 @@ def write_sparse(path: Path, size: int) -> None:
     [
         (lambda raw: raw.joinpath("a.parquet").write_bytes(b"PAR1 nothing"), "cannot be read as Parquet"),
         (lambda raw: pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), raw / "a.parquet"), "has no column 'text'"),
-        (lambda raw: pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), raw / "a.parquet"), "'text' is int64"),
+        (lambda raw: pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), raw / "a.parquet"), "1 of 1 records are bad"),
         (lambda raw: raw.joinpath("a.arrow").write_bytes(b"x"), "its suffix is '.arrow'"),
         (lambda raw: raw.joinpath("a.bin").write_bytes(b"x"), "it is not known what is in"),
         (lambda raw: raw.joinpath("a.parquet.gz").write_bytes(b"x"), "is compressed as a whole"),

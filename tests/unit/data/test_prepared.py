@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import errno
-import functools
 import itertools
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +20,12 @@ from slurmtrain.cli import main
 from slurmtrain.data.format import reading
 from slurmtrain.data.format.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
 from slurmtrain.data.format.packing import best_fit_rows
+from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokens import DocumentTokens
-from slurmtrain.data.loading.batches import concatenate, padded
+from slurmtrain.data.loading.batches import concatenate
 from slurmtrain.data.sources.mixture import Mixture
 from slurmtrain.data.sources.prepared import PreparedText
-from slurmtrain.errors import ConfigError, DataError
+from slurmtrain.errors import ConfigError
 from tests.support.descriptors import open_below
 from tests.support.prepared import write_prepared
 
@@ -81,7 +79,6 @@ def test_masks_and_packings_as_configured(data: Path) -> None:
     assert (
         len(best_fit) == 6 and (everything(best_fit)["targets"] != -100).sum() == 48
     )  # each shard is packed on its own
-    assert not hasattr(best_fit, "lengths")
 
 
 def test_a_document_a_sample_is_as_long_as_it_is(data: Path) -> None:
@@ -89,7 +86,8 @@ def test_a_document_a_sample_is_as_long_as_it_is(data: Path) -> None:
     long_enough = [document for document in DOCUMENTS if len(document) > 1]
     assert len(train) == len(long_enough)
     assert isinstance(train, DocumentTokens)
-    assert train.lengths(np.arange(len(train))).tolist() == [min(len(d) - 1, 6) for d in long_enough]
+    found = [int((train[index]["targets"] != -100).sum()) for index in range(len(train))]
+    assert found == [min(len(d) - 1, 6) for d in long_enough]
     batch = train.get_batch(np.array([0, 2, 3]))
     assert batch["inputs"].tolist() == [[0, 1, 2, 3], [30, 31, 0, 0], [40, 0, 0, 0]]
     assert batch["targets"].tolist() == [[1, 2, 3, 4], [31, 32, -100, -100], [41, -100, -100, -100]]
@@ -121,7 +119,7 @@ def test_batches_of_a_mixture_are_its_samples_stacked(data: Path, other: str, ma
     train = Mixture({"plain": PreparedText(str(data), 10), "masked": masked}).train
     for of_batch in np.random.default_rng(0).integers(0, len(train), (500, 4)).tolist():
         rows = [{name: row[None] for name, row in train[index].items()} for index in of_batch]
-        expected = padded(concatenate(rows), 0 if other == "documents" else 10)  # documents: as long as the longest
+        expected = concatenate(rows)  # as long as the longest
         if mask:  # whichever samples it has
             expected.setdefault("documents", torch.zeros_like(expected["inputs"], dtype=torch.int32))
         got = train.get_batch(np.array(of_batch))
@@ -303,30 +301,6 @@ def test_a_short_read_is_completed(data: Path, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(everything(train)["inputs"], expected["inputs"])
 
 
-def test_threads_that_read_more_files_than_are_open_get_what_is_in_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    size = 1 << 16
-    for number in range(16):
-        (tmp_path / str(number)).write_bytes(bytes([number]) * size)
-    files = [reading.DataFile(tmp_path / str(number), size) for number in range(16)]
-    monkeypatch.setattr(reading, "_opened", functools.lru_cache(maxsize=2)(reading._Descriptor))
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-
-    def read(seed: int) -> None:
-        block = np.empty(size, dtype=np.uint8)
-        for number in np.random.default_rng(seed).integers(0, len(files), 1000).tolist():
-            files[number].read_into(block, 0)
-            assert block.min() == block.max() == number
-
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(read, range(8)))
-    finally:
-        sys.setswitchinterval(interval)
-
-
 def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
     write_prepared(tmp_path, {"train": [[[n] * 3] for n in range(2 * reading.OPEN_FILES)]})
     train = PreparedText(str(tmp_path), 3).train
@@ -399,7 +373,7 @@ def sparse(tmp_path: Path) -> Path:
             with open(shard_file(tmp_path, "train", shard.name, kind), "wb") as file:
                 file.truncate(size)
     tokenizer = TokenizerFacts(kind="bytes", file=None, sha256=None, vocab_size=257, bos=None, eos=None)
-    Manifest(tokenizer, {"train": Split(tuple(shards))}, ()).write(tmp_path)
+    Manifest(tokenizer, {"train": Split(tuple(shards))}).write(tmp_path)
     return tmp_path
 
 

@@ -91,12 +91,12 @@ def test_a_data_set_is_asked_by_the_way_that_the_most_derived_class_defines() ->
 
 
 def test_an_object_that_has_only_train_is_a_data_object_and_a_member_that_is_none_counts_as_missing() -> None:
-    nothing = SourceSpec([1, 2], None, {}, None, None, None, None)
+    nothing = SourceSpec([1, 2], None, None, None, None, None)
     assert inspect_source(Source(train=[1, 2])) == nothing and nothing.fingerprint == "2 samples"
-    members = ("valid", "evals", "vocab_size", "unigram_entropy", "description", "fingerprint")
+    members = ("valid", "vocab_size", "unigram_entropy", "description", "fingerprint")
     assert inspect_source(Source(train=[1, 2], **dict.fromkeys(members))) == nothing
-    named = inspect_source(Source(train=[1], valid=[2], evals={"more": [3]}, fingerprint=7))
-    assert named.evaluation_sets == {"valid": [2], "more": [3]} and named.fingerprint == "7"
+    named = inspect_source(Source(train=[1], valid=[2], fingerprint=7))
+    assert named.valid == [2] and named.fingerprint == "7"
 
 
 def test_a_mixture_in_a_mixture_does_not_have_to_know_its_vocabulary() -> None:

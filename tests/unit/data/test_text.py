@@ -36,13 +36,6 @@ def test_every_byte_after_the_first_is_a_target_exactly_once() -> None:
     assert len(windows) == 5 and (targets == -100).sum() == 3
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 5, 6, 7, 11])
-def test_no_target_is_lost_at_any_length(size: int) -> None:
-    windows = ByteWindows(np.full(size, 7, dtype=np.uint8), seq_len=5)
-    kept = sum(int((windows[i]["targets"] != -100).sum()) for i in range(len(windows)))
-    assert kept == windows.num_targets == max(size - 1, 0)
-
-
 def test_whole_files_are_held_out_and_nothing_is_lost(tmp_path: Path) -> None:
     contents = {f"part{i:02d}/{i}.txt": chr(ord("A") + i) * (20 + i) for i in range(26)}
     write_files(tmp_path, contents)
@@ -72,16 +65,6 @@ def test_a_single_file_is_split_within(tmp_path: Path) -> None:
     assert "its end held out" in text.description
 
 
-def test_the_fingerprint_changes_with_the_bytes_and_with_what_a_sample_is() -> None:
-    files = [("a", b"one"), ("b", b"other")]
-    prints = {
-        ByteText(content, seq_len=seq_len, valid_fraction=0.4, source="").fingerprint
-        for content, seq_len in ((files, 4), (files, 8), ([("a", b"onE"), ("b", b"other")], 4))
-    }
-    assert len(prints) == 3
-    assert ByteText(files[::-1], seq_len=4, valid_fraction=0.4, source="").fingerprint in prints
-
-
 def test_unigram_entropy_is_the_loss_of_guessing_by_frequency() -> None:
     text = ByteText([("a", b"xxxx"), ("b", b"y")], seq_len=4, valid_fraction=0.2, source="")
     # Training text x x x x 0: counts + 1 are 5 for x, 2 for the separator, 1 for y, of 5 + 256 in all.
@@ -105,13 +88,6 @@ def test_the_standard_library_is_read_fast_and_the_same_everywhere() -> None:
         check=True,
     )
     assert text.fingerprint == again.fingerprint == other.stdout.strip()
-
-
-def test_no_more_is_read_than_was_asked_for() -> None:
-    text = StdlibText(64, max_bytes=50_000)
-    separators = int((text.train.get_batch(np.arange(len(text.train)))["targets"] == 0).sum())
-    separators += int((text.valid.get_batch(np.arange(len(text.valid)))["targets"] == 0).sum())
-    assert text.train.num_targets + text.valid.num_targets - separators == 50_000
 
 
 @pytest.mark.parametrize("name", ["stdlib", "stdlib_tiny"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slurmtrain.checkpoint.state import RANDOM_STATE
 from slurmtrain.integrations.transformers import newest_complete, torn
 
 
@@ -89,33 +87,3 @@ def test_a_checkpoint_of_an_older_trainer_is_complete(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, 10)
     (checkpoint / "trainer_state.json").write_text('{"global_step": 10}')
     assert newest_complete(tmp_path) == checkpoint
-
-
-def test_folders_that_were_torn_twice_at_a_step_are_both_kept(tmp_path: Path) -> None:
-    for _ in range(2):
-        without("trainer_state.json")(write(tmp_path, 5))
-        assert newest_complete(tmp_path) is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".incomplete-checkpoint-5-attempt-0",
-        ".incomplete-checkpoint-5-attempt-0-1",
-    ]
-
-
-# The loaders of an Accelerator, when a training goes on in the midst of an epoch.
-
-
-class Stateful(list[int]):
-    """A loader that has loaded its place already, as torchdata's StatefulDataLoader does: it yields what is left."""
-
-    use_stateful_dataloader = True
-
-
-def test_a_loader_that_knows_its_place_is_not_told_to_skip() -> None:
-    accelerate = pytest.importorskip("slurmtrain.integrations.accelerate", reason="the extra `accelerate` is missing")
-    checkpointer = object.__new__(accelerate.AcceleratorCheckpointer)
-    checkpointer._random_state = RANDOM_STATE.state_dict()
-    checkpointer._place = accelerate._Place(None)
-    next_draw = random.random()
-    assert list(checkpointer.skip_first_batches(Stateful([3, 4, 5]), 3)) == [3, 4, 5]
-    assert random.random() == next_draw, "the random state is the restored one after the first batch"
-    assert list(checkpointer.skip_first_batches(Stateful([1, 2]), 0)) == [1, 2]

@@ -63,8 +63,7 @@ def test_what_leaves_the_checkpoints_as_they_are_may_change(word: str) -> None:
 MUST_NOT = {
     "weights": "model.dim=128 model.n_layers=2 model.rope_theta=1000 +model.extra=1 "
     "lora.r=8 lora.alpha=32 lora.target_modules=[query]",
-    "order": "data.seq_len=32 data.max_bytes=1000000 +data.other=1 train.seed=1 train.shuffle=false "
-    "train.length_sorted_steps=8",
+    "order": "data.seq_len=32 data.max_bytes=1000000 +data.other=1 train.seed=1 train.shuffle=false",
     "global batches": "train.global_batch_size=32",
     "no effect": "checkpoint.restore_from=/home/me/other",
 }

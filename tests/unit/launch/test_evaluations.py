@@ -21,8 +21,8 @@ from slurmtrain.launch.evaluations import submit_due
 from slurmtrain.report.collect import Point, metrics_of, table_of
 from slurmtrain.report.compare import compare
 from slurmtrain.report.prune import plan
-from slurmtrain.report.status.look import state
-from slurmtrain.runs.events import Event
+from slurmtrain.report.status.state import state
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.end_of_attempt import finish_attempt
 from tests.support.fake_slurm import FakeSlurm

@@ -12,8 +12,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.runs.attempts import Attempt
-from slurmtrain.runs.reasons import RunAction
-from slurmtrain.runs.requests import write_request
+from slurmtrain.runs.requests import RunAction, write_request
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, judged, printed, refused, started, submitted_run

@@ -171,7 +171,14 @@ def test_what_only_the_nodes_can_know_is_said_in_one_sentence_unless_it_is_meant
 
 
 def test_a_sweep_says_once_what_only_the_nodes_can_know(project: Path, slurm: FakeSlurm) -> None:
-    words = ("-m", CLUSTER, "data=files", "data.paths=[/only/on/nodes/*.txt]", "optim.lr=1e-3,1e-4", "submit")
+    words: tuple[str, ...] = (
+        "-m",
+        CLUSTER,
+        "data=files",
+        "data.paths=[/only/on/nodes/*.txt]",
+        "optim.lr=1e-3,1e-4",
+        "submit",
+    )
     assert "only the nodes can know" not in refusal(*words, "--dry-run", code=0), "a dry run looks at no files"
     assert refusal(*words, code=0).count("only the nodes can know") == 1
     missing = ("-m", CLUSTER, "checkpoint.restore_from=none/at/all", "optim.lr=1e-3,1e-4", "submit")

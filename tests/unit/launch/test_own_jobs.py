@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import signal
 import subprocess
@@ -11,22 +9,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.launch import submit_once
-from slurmtrain.report.status import look
-from slurmtrain.runs.events import Event
+from slurmtrain.launch import claims, submit_once
+from slurmtrain.launch.claims import claimed, is_claimed
+from slurmtrain.report.status import queued, state
 from slurmtrain.runs.lookup import all_runs
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.supervise.platforms import local
-from slurmtrain.system import file_claims
-from slurmtrain.system.file_claims import claimed, is_claimed
 from slurmtrain.system.files import write_json
-from slurmtrain.system.process import wait_until
+from slurmtrain.system.process import ProcessMark
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
@@ -53,7 +51,7 @@ def cancelled(slurm: FakeSlurm) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(look, "CONFIRM_EVERY_S", 0.0)
+    monkeypatch.setattr(queued, "CONFIRM_EVERY_S", 0.0)
 
 
 @pytest.fixture
@@ -195,7 +193,7 @@ def test_cancel_and_resume_of_an_old_run_leave_alone_another_runs_job_that_has_i
     old, new = make("5", "2"), make("2")
     failed(old, "2")
     in_queue(slurm, f"2 RUNNING slurmtrain:{new.id}:s0")
-    assert look.state(old).status == "failed" and look.state(new).alive
+    assert state.state(old).status == "failed" and state.state(new).alive
     assert main(["cancel", old.id]) == 0
     assert cancelled(slurm) == []
     assert main(["resume", old.id]) == 0
@@ -226,63 +224,38 @@ def test_resume_submits_a_run_whose_only_job_has_ended_since_the_shell_that_subm
 # Claims.
 
 
-def claim_elsewhere(folder: Path, *, age_s: float) -> Path:
-    claim = folder / "claim-0001.json"
-    claim.write_text(json.dumps({"host": "another-host", "pid": 1, "born": "1"}))
-    os.utime(claim, (time.time() - age_s,) * 2)
-    return claim
+def test_one_process_at_a_time_holds_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "POLL_S", 0.01)
+    held, most, gate = [0], [0], threading.Barrier(6)
+
+    def work() -> None:
+        gate.wait()
+        with claimed(tmp_path, lambda owner: None):
+            held[0] += 1
+            most[0] = max(most[0], held[0])
+            assert is_claimed(tmp_path) and claims.holder_here(tmp_path) == os.getpid()
+            held[0] -= 1
+
+    with ThreadPoolExecutor(6) as pool:
+        for done in [pool.submit(work) for _ in range(6)]:
+            done.result()
+    assert most == [1] and not is_claimed(tmp_path) and claims.holder_here(tmp_path) is None
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_claims, "HEARTBEAT_S", 0.2)
-    monkeypatch.setattr(file_claims, "CLAIM_LASTS_S", 2.0)
-    monkeypatch.setattr(file_claims, "POLL_S", 0.02)
+def test_the_claim_of_a_shell_ends_with_it_however_it_ends(tmp_path: Path) -> None:
+    """Whoever waits is told once who that is. A file that is torn, as after a power cut, does no harm."""
+    (tmp_path / "claim").write_text('{"host": "a')
+    holds = (
+        "import pathlib, sys, time; from slurmtrain.launch.claims import claimed\n"
+        "with claimed(pathlib.Path(sys.argv[1]), print): print('held', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", holds, str(tmp_path)], stdout=subprocess.PIPE, text=True) as shell:
+        assert shell.stdout is not None and shell.stdout.readline() == "held\n" and is_claimed(tmp_path)
+        told: list[int] = []
 
+        def busy(owner: ProcessMark) -> None:
+            told.append(owner.pid)
+            shell.kill()
 
-@pytest.mark.parametrize("text", [None, '{"host": "a'])
-def test_the_claim_of_a_shell_that_died_on_another_host_is_taken_over_soon_even_a_torn_one(
-    tmp_path: Path, quick: None, text: str | None
-) -> None:
-    claim = claim_elsewhere(tmp_path, age_s=0.0)
-    if text is not None:
-        claim.write_text(text)
-    assert is_claimed(tmp_path)
-    with claimed(tmp_path, lambda owner: None) as somebody_before:
-        assert somebody_before
-
-
-def test_the_claim_of_a_shell_that_lives_on_another_host_is_kept_by_its_heartbeat(tmp_path: Path, quick: None) -> None:
-    """Whatever its clock says: here it is an hour behind."""
-    claim = claim_elsewhere(tmp_path, age_s=3600.0)
-    over = threading.Event()
-
-    def beat() -> None:
-        for beats in range(30):
-            os.utime(claim, (time.time() - 3600.0 + beats,) * 2)
-            over.wait(0.1)
-        claim.with_suffix(".over").touch()
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    told: list[str] = []
-    with claimed(tmp_path, lambda owner: told.append(owner.host)):
-        assert claim.with_suffix(".over").exists() and told == ["another-host"]
-    thread.join()
-
-
-@pytest.mark.parametrize("hard_links", [True, False])
-def test_whoever_has_a_claim_gives_signs_of_life(
-    hard_links: bool, tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_links(source: Path, target: Path) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), source)
-
-    if not hard_links:
-        monkeypatch.setattr(os, "link", no_links)
-    with claimed(tmp_path, lambda owner: None):
-        (claim,) = file_claims.claims(tmp_path)
-        os.utime(claim, (0, 0))
-        assert wait_until(lambda: claim.stat().st_mtime >= time.time() - 60, timeout_s=60)
-        assert is_claimed(tmp_path)
-    assert not is_claimed(tmp_path)
+        with claimed(tmp_path, busy):
+            assert told == [shell.pid]

@@ -15,7 +15,8 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.frozen import freeze, load_frozen
 from slurmtrain.errors import ConfigError
 from slurmtrain.system import redaction
-from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.files import write_json
+from slurmtrain.system.records import read_json
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import refused
@@ -140,13 +141,11 @@ def test_what_is_written_has_a_stand_in(tmp_path: Path, monkeypatch: pytest.Monk
     written = {name: io.BytesIO() for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
     for name, stream in written.items():
         monkeypatch.setattr(sys, name, io.TextIOWrapper(stream))
-    redaction.redact_output()
+    secrets.redact_output()
     assert sys.stdout.buffer.write(b"<abcdefgh>") == 10
     sys.stdout.buffer.writelines([b"<", b"abcdefgh"])
     print("x", "abcdefgh", end="!", flush=True)
-    assert sys.__stderr__ is not None
-    sys.__stderr__.writelines(["abcdefghij", "\n"])
-    sys.__stderr__.flush()
+    print("abcdefghij", file=sys.__stderr__, flush=True)
     assert written["stdout"].getvalue() == b"<***A***><***A***x ***A***!"
     assert written["__stderr__"].getvalue() == b"***B***\n"
 
@@ -163,5 +162,6 @@ def test_a_crash_with_a_secret_in_its_words_tells_it_nowhere(cli: Cli, project: 
     assert done.returncode == 1 and VALUE not in done.stdout + done.stderr
     assert not files_with(VALUE, project / "runs")
     (log,) = project.glob("runs/*/*/attempts/0001/hook.log")
-    said = "***MY_LOGIN***: crashed: rank 0: ValueError: no login as ***MY_LOGIN***; it is not requeued"
-    assert log.read_text() == f"{said} (requeue.mode=off)\n"
+    assert log.read_text() == "***MY_LOGIN***: crashed: rank 0: ValueError: no login as ***MY_LOGIN***; it is not " + (
+        "requeued (requeue.mode=off)\n"
+    )

@@ -17,9 +17,8 @@ import pytest
 
 from slurmtrain.choices import WandbMode
 from slurmtrain.observe import Ending, Held, LoggedRun, Logger, logger_thread
-from slurmtrain.observe.logger_thread import LoggerThread, numbers_of, read_records
+from slurmtrain.observe.logger_thread import LoggerThread
 from slurmtrain.observe.metrics import MetricsLog
-from slurmtrain.observe.mlflow_logger import shown
 from slurmtrain.observe.textfile import TextFileLogger, render
 from slurmtrain.observe.wandb_logger import why_offline
 from slurmtrain.runtime.leaving import close_client_loggers
@@ -59,7 +58,7 @@ class Fake(Logger):
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logger_thread, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(logger_thread, "PAUSE_S", 0.0)
 
 
 def ship(
@@ -136,13 +135,6 @@ def test_a_logger_that_fails_for_a_while_misses_nothing(tmp_path: Path) -> None:
     assert [step for _, step in backend.given] == [1, 2, 3, 4]
 
 
-def test_a_record_that_a_logger_always_refuses_holds_up_no_other(tmp_path: Path) -> None:
-    backend = Backend(fails_at=lambda step: step == 2)
-    write(tmp_path, -1, *steps(1, 2, 3))
-    ship(tmp_path, backend, until_flushed=True)
-    assert ("train", 3) in backend.given
-
-
 def test_after_a_rollback_the_steps_that_a_logger_has_are_not_logged_again(tmp_path: Path) -> None:
     backend = Backend()
     write(tmp_path, -1, *steps(1, 2, 3, 4))
@@ -150,20 +142,6 @@ def test_after_a_rollback_the_steps_that_a_logger_has_are_not_logged_again(tmp_p
     write(tmp_path, 2, *steps(3, 4, 5))
     ship(tmp_path, backend, rewound=True)
     assert [step for _, step in backend.given] == [1, 2, 3, 4, 5]
-
-
-def test_a_torn_line_is_logged_when_it_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 1}\n{"step": 2, "lo')
-    found, end = read_records(path, 0)
-    with path.open("a") as file:
-        file.write('ss": 1}\nno json\n{"step": "x"}\n{"step": 3}\n')
-    assert [record["step"] for record in (*found, *read_records(path, end)[0])] == [1, 2, 3]
-
-
-def test_numbers_only_go_to_a_logger() -> None:
-    record = {"step": 1, "loss": 2.0, "data_hash": "ab", "flag": True, "tokens": 3, "none": None}
-    assert numbers_of(record) == {"loss": 2.0, "tokens": 3}
 
 
 @pytest.mark.parametrize(
@@ -190,19 +168,6 @@ def test_wandb_is_online_only_where_it_can_be(
     usual = {"NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": f"http://{host}", "HTTPS_PROXY": "http://p"}
     found = why_offline(WandbMode(wanted), usual | variables)
     assert found is None if why is None else found is not None and why in found
-
-
-def test_the_command_that_shows_a_database_of_mlflow_installs_the_server_if_only_the_client_is_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    command = "mlflow ui --backend-store-uri sqlite:////r/mlflow.db"
-    for server, said in ((None, f"pip install mlflow && {command}"), (object(), command)):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name, found=server: found)
-        assert shown("sqlite:////r/mlflow.db") == said
-    assert shown("https://me:pass@mlflow.example/x") == "https://mlflow.example/x"
-    assert shown("sqlite:////home/ann@site/runs/a b/mlflow.db").endswith(
-        "'sqlite:////home/ann@site/runs/a b/mlflow.db'"
-    )
 
 
 def test_the_text_for_prometheus_has_one_labelled_gauge_for_each_number() -> None:

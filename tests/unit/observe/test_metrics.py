@@ -27,17 +27,6 @@ def test_an_interrupted_run_leaves_the_log_of_an_uninterrupted_one(tmp_path: Pat
     assert [record["step"] for record in read_metrics(tmp_path / "parts.jsonl")] == list(range(1, 11))
 
 
-def test_a_line_torn_by_a_kill_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, 1, 3, resume_step=0)
-    whole = path.read_bytes()
-    for torn in (b'{"step": 4, "lo', b'{"step": 4, "loss": 0.25}', b"\x00\x00\x00"):
-        path.write_bytes(whole + torn)
-        assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
-        write_steps(path, 4, 4, resume_step=10)
-        assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4]
-
-
 def test_a_kill_while_dropping_records_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 1, 5, resume_step=0)
@@ -51,16 +40,6 @@ def test_a_kill_while_dropping_records_loses_none(tmp_path: Path, monkeypatch: p
     assert len(read_metrics(path)) == 5
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"step": 9000, "lo'])
-def test_what_a_rank_that_was_cut_off_has_added_late_is_dropped(torn: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write_steps(path, 1, 500, resume_step=0)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:480], b'{"step": 700, "loss": 1.0}\n', *lines[480:], torn]))
-    MetricsLog(path, 500).close()
-    assert [record["step"] for record in read_metrics(path)] == list(range(1, 501))
-
-
 def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for resume_step, last, loss in ((0, 7, 9.0), (5, 8, 1.0)):
@@ -71,18 +50,6 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> No
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     points = [(event.step, event.value) for event in events.Scalars("loss")]
     assert points == [(step, 9.0) for step in range(1, 6)] + [(step, 1.0) for step in range(6, 9)]
-
-
-def test_without_tensorboard_the_run_goes_on_and_says_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for _ in range(2):
-        log = TensorBoardLog(tmp_path / "tensorboard", 0)
-        log.write(1, loss=2.0)
-        log.close()
-    assert capsys.readouterr().err == ""
-    assert not (tmp_path / "tensorboard").exists()
 
 
 def test_throughput_is_taken_over_the_last_steps_and_leaves_pauses_out() -> None:

@@ -91,12 +91,3 @@ def test_marks_of_a_device_are_read_only_when_it_has_passed_them(clock: Clock) -
     times = phases.read(window)
     assert times is not None and times.steps == 6
     assert sum(times.seconds.values()) == clock.now - 100.0
-
-
-def test_a_new_beginning_forgets_what_was_before(clock: Clock) -> None:
-    phases = PhaseClock(HostTimer(clock))
-    step(phases, clock, data=50.0)  # a pass that warms up
-    phases.start()
-    step(phases, clock)
-    times = read(phases)
-    assert (times.steps, times.seconds[Phase.DATA]) == (1, 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from slurmtrain.observe.phases import Phase
-from slurmtrain.observe.stragglers import NUMBERS, WATCHED, StragglerDetector, summary
+from slurmtrain.observe.stragglers import WATCHED, StragglerDetector, summary
 
 # Seconds of a step's parts, in the proportions of a training whose data wait is hidden by half.
 USUAL = {Phase.DATA: 0.04, Phase.FORWARD_BACKWARD: 0.3, Phase.OPTIMIZER: 0.05, Phase.OTHER: 0.005}
@@ -110,35 +109,9 @@ def test_a_rank_that_has_recovered_is_told_once_and_can_be_named_again() -> None
     assert [rank for rank, _ in detector.named] == [1]
 
 
-def test_two_slow_ranks_of_one_node_are_both_named() -> None:
-    slow = {(2, Phase.FORWARD_BACKWARD): 1.5, (3, Phase.FORWARD_BACKWARD): 1.6}
-    assert sorted(rank for rank, _ in named_after(StragglerDetector([0] * 8), 10, 3, 8, normal, slow)) == [2, 3]
-
-
 def test_stages_with_different_work_are_compared_within_their_own_kind() -> None:
     groups = [0, 0, 1, 1]  # the last stage also predicts tokens
     work = {(2, Phase.FORWARD_BACKWARD): 2.0, (3, Phase.FORWARD_BACKWARD): 2.0}
     assert named_after(StragglerDetector(groups), 20, 4, 4, normal, work) == {}
     slow = {**work, (3, Phase.FORWARD_BACKWARD): 3.0}
     assert list(named_after(StragglerDetector(groups), 20, 4, 4, normal, slow)) == [(3, Phase.FORWARD_BACKWARD)]
-
-
-def test_what_a_rank_does_besides_the_others_is_not_held_against_it() -> None:
-    slow = {(0, Phase.OTHER): 20.0}  # it writes the files of the run
-    assert list(named_after(StragglerDetector([0] * 4), 20, 5, 4, normal, slow)) == [(0, Phase.OTHER)]
-    assert named_after(StragglerDetector([0] * 4, {0: [Phase.OTHER]}), 20, 5, 4, normal, slow) == {}
-
-
-def test_a_part_that_hardly_takes_time_names_nobody() -> None:
-    slow = {(1, Phase.OTHER): 3.0}  # 0.01 s of a step of 0.4 s
-    assert named_after(StragglerDetector([0] * 4), 20, 6, 4, normal, slow) == {}
-
-
-def test_windows_without_steps_or_with_numbers_that_are_none_do_not_count() -> None:
-    detector = StragglerDetector([0, 0])
-    assert summary([]) == pytest.approx([math.nan] * NUMBERS, nan_ok=True)
-    good = window(np.random.default_rng(0), 2, normal, {(1, Phase.FORWARD_BACKWARD): 2.0})
-    for number in range(20):
-        new, _ = detector.look(good if number % 2 else [good[0], [math.nan] * NUMBERS])
-        assert bool(new) == (number == 9)  # the fifth that counts
-    assert detector.look([[0.0] * NUMBERS] * 2) == ([], [])

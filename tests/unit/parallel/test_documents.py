@@ -74,17 +74,6 @@ def test_loss_and_gradients_of_packed_rows_are_those_of_the_documents_one_by_one
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6 * theirs.grad.norm().item())
 
 
-def test_all_layers_share_one_mask() -> None:
-    model: Any = decoder()
-    seen = []
-    for block in model.blocks.values():
-        block.register_forward_pre_hook(lambda _, args: seen.append(args[2]))
-    model(TOKENS, documents=DOCUMENTS)
-    assert len(seen) == 3 and seen[0] is seen[1] is seen[2] is not None
-    model(TOKENS)
-    assert seen[3:] == [None] * 3
-
-
 def test_blocks_let_through_what_the_dense_mask_does() -> None:
     """What a GPU computes, in uncompiled form, and with parts of blocks: rows of 300 in blocks of 128."""
     generator = torch.Generator().manual_seed(3)
@@ -110,14 +99,6 @@ def straight(model: nn.Module) -> ForwardBackward:
 
 
 BATCH = {"inputs": TOKENS, "targets": TARGETS, "documents": DOCUMENTS}
-
-
-def test_training_and_evaluation_tell_the_model_of_documents() -> None:
-    model = decoder()
-    expected = loss(model(TOKENS, documents=DOCUMENTS), TARGETS).detach()
-    assert torch.equal(straight(model).train([BATCH], global_tokens=lambda: 1), expected)
-    measured = straight(model).evaluate(BATCH, lambda logits, targets, batch: loss(logits, targets))
-    assert measured is not None and torch.equal(measured, expected)
 
 
 def test_a_pipeline_s_last_batch_is_filled_up_with_rows_that_do_not_count() -> None:

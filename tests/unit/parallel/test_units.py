@@ -20,15 +20,14 @@ def decoder() -> Decoder:
 
 
 class Net(nn.Module):
-    """An embedding, which is tied; a large module that has to be taken apart; small layers; and a norm."""
+    """As nanoGPT's: a dict of an embedding, which is tied, of layers and of a norm."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(100, 16)
-        self.body = nn.Sequential(*(nn.Linear(16, 16) for _ in range(16)))
-        self.norm = nn.LayerNorm(2)
+        layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) for _ in range(4))
+        self.parts = nn.ModuleDict({"tokens": nn.Embedding(100, 16), "drop": nn.Dropout(), "layers": layers})
         self.head = nn.Linear(16, 100, bias=False)
-        self.head.weight = self.embedding.weight
+        self.head.weight = self.parts["tokens"].weight  # type: ignore[assignment]
 
 
 def test_a_decoder_says_itself_what_its_units_are() -> None:
@@ -42,9 +41,9 @@ def test_by_name_the_outermost_are_taken() -> None:
     assert units(model, ["Block", "Linear"]) == list(model.blocks.values())
 
 
-def test_by_size_neither_tied_nor_tiny_modules_are_units() -> None:
-    model = Net()
-    assert units(model) == list(model.body)
+def test_without_names_the_units_are_what_lists_hold_but_no_embedding() -> None:
+    model: Any = Net()
+    assert units(model) == [layer[place] for layer in model.parts["layers"] for place in (0, 2)]
 
 
 def test_a_class_that_the_model_does_not_have_is_refused() -> None:

@@ -52,43 +52,6 @@ def built(config: Config) -> list[tuple[int, int]]:
     return found
 
 
-def test_72b_on_16_nodes_of_8_gpus_is_what_one_counts_by_hand() -> None:
-    """128 ranks: TP 8 x PP 2 x FSDP 8. 64 micro batches of one sequence go through two stages."""
-    config = compose(
-        [
-            *("cluster=a100x8", "cluster.nodes=16", "model=qwen2_5_72b", "data.seq_len=4096"),
-            *("parallel=fsdp_tp", "parallel.tp=8", "parallel.pp=2", "parallel.param_dtype=bfloat16"),
-            *("parallel.activation_checkpointing=full", "train.global_batch_size=512", "train.micro_batch_size=1"),
-        ]
-    )
-    assert str(parallel_dims_of(config)) == "128 ranks = 8 data-parallel groups (8 shards) x TP 8 x PP 2"
-    first, last = counted(config)
-    assert (first.stage, first.rank, last.stage, last.rank) == (0, 0, 1, 64)
-
-    query_and_out, key_and_value, feed_forward = 2 * 8192 * 8192, 2 * 1024 * 8192, 3 * 29568 * 8192
-    biases, norms = 8192 + 2 * 1024, 2 * 8192  # norms are cut by FSDP alone
-    of_a_layer, vocabulary = query_and_out + key_and_value + feed_forward + biases, 152064 * 8192
-    held = 40 * (of_a_layer // 64 + norms // 8) + vocabulary // 64  # 40 layers and the embedding
-    assert first.parameters == first.gradients == FLOAT32 * held == 2_272_355_328
-    assert first.optimizer == 2 * FLOAT32 * held
-    held += 8192 // 8  # 40 layers, the output, and the last norm
-    assert last.parameters == last.gradients == FLOAT32 * held
-    assert last.optimizer == 2 * FLOAT32 * held
-
-    # Kept over the micro batches of a step: whole parameters in bfloat16, whole gradients in float32, of a TP rank.
-    whole = 40 * (of_a_layer // 8 + norms) + vocabulary // 8
-    assert first.gathered == whole * (2 + FLOAT32)
-    assert last.gathered == (whole + 8192) * (2 + FLOAT32)
-    # A token, elements: the input of each layer, and all of one layer that is computed again: two pieces of the residual
-    # stream, two gathered inputs, q k v and their result, four of the feed-forward.
-    inputs = 40 * 8192 // 8
-    again = 2 * 8192 // 8 + 2 * 8192 + (64 + 8 + 8 + 64) * 128 // 8 + 4 * 29568 // 8
-    assert first.activations == 4096 * 2 * (2 * inputs + again)  # two micro batches in flight, bfloat16
-    logits = 152064 // 8 * (4 + 4 + 2)
-    assert last.activations == 4096 * (2 * (inputs + again) + logits + (8192 // 8 + 8192) * 2)
-    assert first.total == sum((first.parameters, first.gradients, first.optimizer, first.gathered, first.activations))
-
-
 def test_of_a_model_with_adapters_these_alone_have_gradients() -> None:
     pytest.importorskip("peft")
     config = compose(["cluster=a100x4", "model=llama3_1b", "parallel=fsdp", "lora.r=8"])

@@ -9,16 +9,6 @@ from slurmtrain.config.rules import validate
 from slurmtrain.planner.plan import Plan, on_nodes, plan_of
 
 EIGHT_B = ["cluster=h100x8", "model=llama3_8b", "parallel=fsdp", "parallel.param_dtype=bfloat16", "data.seq_len=8192"]
-QWEN = [
-    *("cluster=h100x8", "cluster.nodes=16", "model=qwen2_5_72b", "parallel.param_dtype=bfloat16", "data.seq_len=4096"),
-    *(
-        "parallel=fsdp_tp_pp",
-        "parallel.tp=8",
-        "parallel.pp=2",
-        "train.global_batch_size=512",
-        "train.micro_batch_size=1",
-    ),
-]
 
 
 def planned(words: list[str]) -> Plan:
@@ -34,12 +24,6 @@ def test_the_cost_follows_from_speed_and_goodput() -> None:
     assert plan.gpu_hours == pytest.approx(128 * seconds / 3600)
     shorter = planned([*EIGHT_B, "train.steps=100", "train.global_batch_size=16"])
     assert shorter.tokens == 100 * 16 * 8192
-
-
-def test_an_interval_is_never_shorter_than_a_save() -> None:
-    """Saves that hold training up for an instant could be made all the time, but not while the one before is written."""
-    plan = planned([*EIGHT_B, "cluster.storage_gb_per_s=0.1", "checkpoint.mtbf_hours=0.5"])
-    assert plan.saving.daly_s < plan.saving.write_s == plan.interval_s
 
 
 # More nodes.
@@ -61,18 +45,6 @@ def test_a_global_batch_ends_with_one_sequence_for_each_rank() -> None:
     assert [each.after.nodes for each in plan.more_nodes] == [2, 4]
     assert plan.no_further is not None
     assert plan.no_further.startswith("8 nodes: train.global_batch_size=32 does not divide by 64 ranks")
-
-
-def test_this_machine_is_not_planned_to_be_several() -> None:
-    plan = planned(["cluster=local", "cluster.peak_tflops=1"])
-    assert (plan.more_nodes, plan.no_further) == ([], "with cluster.backend=local there is one node")
-
-
-def test_a_pipeline_runs_out_of_micro_batches() -> None:
-    plan = planned(QWEN)
-    assert plan.more_nodes[-1].cause == "bubble" or plan.no_further is None
-    causes = [each.cause for each in plan.more_nodes]
-    assert "bubble" in causes
 
 
 def test_a_layout_without_an_open_axis_grows_by_its_data_parallel_one() -> None:

@@ -119,8 +119,3 @@ def test_communication_that_takes_longer_than_computation_shows() -> None:
     hidden = slow.traffic_s["dp_shard"] - slow.seconds["dp_shard"]
     assert slow.seconds["dp_shard"] > slow.seconds["computation"]
     assert hidden == pytest.approx((1 - SLOWED) * slow.seconds["computation"], rel=0.2)
-
-
-def test_without_a_peak_there_is_no_time() -> None:
-    config = compose(["experiment=smoke"])
-    assert step_time(config, validate(config), hardware_of(config)) is None

@@ -11,7 +11,8 @@ import pytest
 
 from slurmtrain.choices import FindingKind
 from slurmtrain.cli.other_jobs import print_record
-from slurmtrain.report.facts import read_preflight
+from slurmtrain.report.findings import read_preflight
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runtime.preflight.check import record_of
 from slurmtrain.runtime.preflight.compare import Fault, Finding, Gathered
 from slurmtrain.runtime.preflight.facts import NodeFacts, RankFacts
@@ -43,18 +44,16 @@ def straggler(**changes: Any) -> dict[str, Any]:
     return {**usual, "ratio": 1.62, "excess_s": 0.2, "step_s": 0.5, "sporadic": False, **changes}
 
 
-def test_skips_spikes_and_rollbacks_are_one_phrase_and_foreign_events_do_no_harm(job: Job) -> None:
+def test_skips_and_rollbacks_are_one_phrase_and_foreign_events_do_no_harm(job: Job) -> None:
     assert "numbers" not in lines(job, {"event": "checkpoint", "step": 4})
     said = lines(
         job,
         {"event": "update skipped", "step": 6, "skipped": 1},
         {"event": "update skipped", "step": 12, "skipped": 4},
-        {"event": "loss spike", "step": 13},
         {"event": "rolled back", "step": 8, "from_step": 14},
     )
     assert said["numbers"] == (
-        "4 updates skipped (the last in step 12), 1 spike of the loss (the last in step 13), "
-        "went back once (the last time from step 14 to 8)"
+        "4 updates skipped (the last in step 12), went back once (the last time from step 14 to 8)"
     )
     odd = {"event": "update skipped", "skipped": "many"}
     assert lines(job, odd)["numbers"] == "1 update skipped (the last in step None)"
@@ -91,6 +90,7 @@ RATES = {"tflops": {"0": 1.5, "1": 1.4}, "all_reduce": 0.7, **LINKS}
 
 def test_what_the_checks_have_found_is_shown_with_what_to_do(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     number = job.attempt({"preflight.json": record_of("full", FACTS, [FINDING], 0.05, RATES)}, **ENDED)
+    job.run.event(Event.PREFLIGHT, attempt=number, findings=1, kinds=["disk_full"])
     said = "disk_full: n1: /tmp? has 0 GB left; expected: at least 0.05 GB"
     assert said in printed("status", RUN_ID)
     found = read_preflight(job.run.attempt(number))

@@ -206,32 +206,6 @@ def test_an_attempt_that_is_gone_counts_until_it_last_wrote_something(
     assert not found["running"] and found["interruptions"] == {"not recorded": 1}
 
 
-def test_launching_a_run_on_this_machine_is_start_up_of_the_attempt_that_it_leads_to(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = RunFiles(runs / "train" / RUN_ID, backend="local", job_ids=[])
-    files.event(0, "submitted")
-    here: dict[str, Any] = {"nodes": ["laptop"], "job": None, "gpus": 0.0, "start_up_s": {"restore": 1.0}}
-    files.attempt(
-        1, 3, started=4, stepping=9, ended=59, reason="cancelled", verdict="end", first_step=0, last_step=5, **here
-    )
-    files.event(159, "resume asked")
-    files.attempt(2, 161, started=162, stepping=166, ended=200, **FINISHED, first_step=5, last_step=9, **here)
-    found = goodput(monkeypatch)
-    assert rounded(found["seconds"]) == {"startup": 9 + 7, "productive": 50 + 34, "stopped": 100}
-    assert rounded(found["lost_s"]) == {"cancelled": 7}
-    assert found["held_s"] == pytest.approx(100)
-
-
-def test_an_attempt_that_ended_before_it_could_say_its_gpus_had_those_of_the_others(
-    files: RunFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files.attempt(1, 10, started=0, ended=20, reason="bad node", verdict="requeue", gpus=None)
-    files.attempt(2, 40, restart=1, started=42, stepping=50, ended=120, **FINISHED, gpus=8.0)
-    found = goodput(monkeypatch)
-    assert found["gpu_seconds"]["startup"] == 8 * (10 + 10) and found["gpu_count"] == 8
-
-
 def test_a_program_is_productive_between_its_reports_and_unknown_without_any(
     files: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,18 +230,6 @@ def test_a_program_is_productive_between_its_reports_and_unknown_without_any(
         "productive": 60 + 90,
         "redone": 60,
     }
-
-
-def test_many_saves_are_told_apart_and_added_up(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of 100,000 steps that saves every ten."""
-    files.attempt(1, 0, started=0, stepping=0, ended=100_000, **FINISHED, first_step=0, last_step=100_000)
-    files.events += [
-        {"time": T0 + at + 3, "event": "checkpoint", "attempt": 1, "step": at, "seconds": 3.0, "stall_s": 1.0}
-        for at in range(10, 100_000, 10)
-    ]
-    files.event(100_000, "training finished", 1, step=100_000)
-    found = goodput(monkeypatch, 200_000)
-    assert rounded(found["seconds"]) == {"checkpoint": 9999, "productive": 100_000 - 9999}
 
 
 def test_the_sum_over_runs_is_that_of_each_and_weighs_them_by_their_gpu_hours(tmp_path: Path) -> None:

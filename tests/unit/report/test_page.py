@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -17,15 +15,12 @@ from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_USAGE, UnreadableRecordError
 from slurmtrain.report.facts import RunFacts
 from slurmtrain.report.page import units
-from slurmtrain.report.page.charts import Series, averaged, thinned
 from slurmtrain.report.page.render import Chart, Page, render
 from slurmtrain.report.page.run_page import run_page
-from slurmtrain.report.status.look import state
+from slurmtrain.report.status.state import state
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files
-from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.interrupted_run import RunFiles
 from tests.support.interrupted_run import interrupted_run as run_of_files
 from tests.support.report_runs import (
     BEGAN,
@@ -148,30 +143,6 @@ def test_a_report_tells_waiting_in_the_queue_from_a_run_that_nobody_had_resumed(
     assert re.search(
         r"In addition, it waited for 1\d min.* in the queue and was stopped for 53 min.*, until somebody resumed", said
     )
-
-
-@pytest.mark.parametrize("backend", ["slurm", "local"])
-def test_start_up_comes_with_advice_only_where_a_setting_would_have_shortened_it(runs: Path, backend: str) -> None:
-    files = RunFiles(runs / "train" / "20260101-000000-000aa")
-    write_config(files.run, cluster__backend=backend)
-    cut: dict[str, Any] = {"reason": "time limit", "verdict": "requeue", "sentence": "the time limit is near"}
-    files.attempt(1, 0, started=1, stepping=1000, ended=1010, **cut)
-    files.attempt(2, 1010, started=1011, stepping=2010, ended=2020, reason="finished", verdict="done")
-    advice = [each for each in told()["advice"] if "of the allocated time went into starting up" in each]
-    if backend == "slurm":
-        assert "a longer cluster.time_limit_min makes restarts rarer" in advice[0]
-    else:
-        assert advice == []  # where there is no limit
-
-
-@pytest.mark.parametrize(("shards", "said"), [(1, "micro_batch_size) may"), (-1, "or sharding only within a node")])
-def test_only_a_run_that_shards_over_nodes_is_advised_to_shard_within_one(runs: Path, shards: int, said: str) -> None:
-    run = interrupted_run(runs)
-    write_config(run, parallel__dp_shard=shards)
-    slow = {"step_time_s": 1.0, "time_forward_backward_s": 0.5, "time_communication_s": 0.5}
-    log(run, *({"step": step, **slow} for step in range(3001, 3400)))
-    advice = next(each for each in told()["advice"] if each.startswith("Steps spend 50 % of their time on communi"))
-    assert said in advice
 
 
 def test_a_failed_run_is_explained_up_to_what_to_do_about_it(runs: Path) -> None:
@@ -320,12 +291,6 @@ def test_values_that_are_not_finite_leave_a_gap_and_are_counted(runs: Path) -> N
     json.dumps(chart.figure, allow_nan=False)
 
 
-def test_a_run_that_has_not_started_has_a_page_that_says_so(runs: Path) -> None:
-    words = shown(new_run(runs)).words
-    assert "It has not started yet." in words and "The config cannot be read." in words
-    assert "Nothing has been logged yet." in words
-
-
 def test_a_program_that_logs_nothing_has_a_page_without_curves(runs: Path) -> None:
     run = new_run(runs, job_ids=["4711"])
     write_config(run, job__kind="command", job__command="python my_train.py --lr <3>")
@@ -356,20 +321,6 @@ def test_a_file_that_cannot_be_used_leaves_its_part_out(runs: Path, name: str, k
     assert "root:" not in words
     if kind in ("a link", "a folder"):
         assert "Parts could not be read:" in words
-
-
-def test_a_metric_of_a_persons_own_is_drawn_whose_name_begins_as_one_of_ours(runs: Path) -> None:
-    run = finished_run(runs / "lm", "20260921-141320-000ab")
-    log(run, *({"step": step, "time_per_epoch": 5.0} for step in (1010, 1020)))
-    assert "Time_per_epoch" in [chart.title for chart in charts_of(page_of(run)).values()]
-
-
-def test_a_metric_with_a_name_for_each_step_does_not_fill_the_page(runs: Path) -> None:
-    run = finished_run(runs / "lm", "20260921-141320-000ab", steps=10)
-    log(run, *({"step": step, f"m{step}": 1.0, "x" * 5000: 2.0} for step in range(20, 3020)))
-    html = render(page_of(run), library=False)
-    assert len(html) < 1_000_000
-    assert "Further metrics are not drawn; metrics.jsonl contains all of them." in Read(html).words
 
 
 def test_a_run_of_many_attempts_shows_the_last_ones(runs: Path) -> None:
@@ -404,20 +355,6 @@ def test_a_sweep_has_its_points_their_results_over_each_key_and_curves_together(
     assert "rank 3: RuntimeError: CUDA error" in read.words
 
 
-def test_a_sweep_is_found_by_a_part_of_its_name_and_compared_by_another_metric(runs: Path) -> None:
-    sweep_of_eight(runs)
-    assert main(["report", "4f1c2a", "--metric", "tokens_per_s", "--mode", "max", "--out", "sweep.html"]) == 0
-    assert "The highest tokens per second is" in Read(Path("sweep.html").read_text()).words
-
-
-def test_tab_completes_runs_and_sweeps_after_report(runs: Path, cli: Cli) -> None:
-    interrupted_run(runs)
-    sweep = sweep_of_eight(runs)
-    words = cli("-sc", "query=bash", COMP_LINE="slurmtrain report ", SLURMTRAIN_RUNS=str(runs)).stdout.split()
-    assert {"last", "--serve", "20260921-141320-512a0", sweep.name} <= set(words)
-    assert words.count("last") == 1
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -439,46 +376,4 @@ def test_a_wrong_command_is_refused_in_a_sentence(runs: Path, words: list[str], 
     assert len(shown.splitlines()) <= 3
 
 
-def test_a_report_goes_to_standard_output_or_into_the_directory_of_the_run(
-    runs: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = interrupted_run(runs)
-    assert main(["report", "last", "--out", "-"]) == 0
-    assert capsys.readouterr().out.startswith("<!DOCTYPE html>")
-    name = "report-20260921-141320-512a0.html"
-    assert main(["report", "last"]) == 0
-    assert (run.path / name).exists() and capsys.readouterr().out.startswith(f"{run.path / name}: ")
-    assert not Path(name).exists()
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != run.path)  # root may write anywhere
-    assert main(["report", "last"]) == 0
-    assert Path(name).exists()
-
-
 # What is drawn.
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_of_each_part_of_a_long_curve_the_least_and_greatest_value_are_drawn(seed: int) -> None:
-    random = Random(seed)
-    steps = sorted(random.sample(range(100_000), 20_000))
-    values = [random.gauss(0, 1) for _ in steps]
-    kept = thinned(Series.of(steps, values), 200)
-    assert len(kept.steps) <= 3 * 200 and list(kept.steps) == sorted(kept.steps)
-    parts = [values[begin : begin + 100] for begin in range(0, len(values), 100)]
-    assert {value for part in parts for value in (min(part), max(part))} <= set(kept.values.tolist())
-
-
-def test_a_part_with_a_value_that_is_not_finite_keeps_a_gap_and_means_pass_over_it() -> None:
-    values = [1.0] * 10_000
-    values[5000:5050] = [math.nan] * 50
-    values[7000] = math.inf
-    series = Series.of(range(10_000), values)
-    kept = thinned(series, 100)
-    assert sum(map(math.isnan, kept.values.tolist())) == 2 and len(kept.steps) <= 3 * 100
-    assert set(averaged(series).values.tolist()) == {1.0}
-    assert averaged(Series.of(range(5), [1.0, 3.0, math.nan, 5.0, math.inf]), 2).values.tolist() == [2.0, 5.0]
-
-
-def test_numbers_are_short_and_exact_enough() -> None:
-    numbers = {0.0: "0", 1234567.0: "1,234,567", 0.00012: "0.00012", 1.23456789: "1.2346", 2.5e20: "2.5e+20"}
-    assert {value: units.number(value) for value in numbers} == numbers and units.number(math.nan) == "nan"

@@ -20,7 +20,7 @@ from slurmtrain.report.facts import RunFacts
 from slurmtrain.report.page.render import Page, render
 from slurmtrain.report.page.run_page import run_page
 from slurmtrain.report.page.serve import Latest, Server
-from slurmtrain.report.status.look import state
+from slurmtrain.report.status.state import state
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.report_runs import BEGAN, interrupted_run, sweep_of_eight

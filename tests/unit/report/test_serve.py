@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import http.client
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from slurmtrain.errors import UnreadableRecordError, UsageError
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.report.page.render import Page
-from slurmtrain.report.page.serve import Latest, Server, is_own_host, serve
+from slurmtrain.report.page.serve import Latest, Server, is_own_host
 
 SENTENCES = (("It goes on.",), ("Nothing needs to be done.",))
 PAGE = Page("a run", "run", "running", "busy", *SENTENCES, (), "Made now", alive=True)
@@ -101,15 +99,6 @@ def test_a_page_has_what_is_known_now_and_is_not_asked_for_again_when_its_run_ha
     assert '<meta name="slurmtrain-refresh-s"' not in ask(server)[2]  # it is not asked for again
 
 
-def test_the_last_page_stays_while_files_cannot_be_read(server: Server, run: Run) -> None:
-    run.broken = True
-    assert ask(server)[0] == 503
-    run.broken = False
-    assert ask(server)[0] == 200
-    run.broken = True
-    assert "It goes on." in ask(server)[2]
-
-
 def test_a_run_is_looked_at_only_so_often_however_many_ask_and_less_often_where_a_look_is_slow(run: Run) -> None:
     now, takes = [0.0], [0.0]
 
@@ -130,27 +119,9 @@ def test_a_run_is_looked_at_only_so_often_however_many_ask_and_less_often_where_
         assert run.looks == looks
 
 
-@pytest.mark.parametrize("words", [b"", b"GET / HT", b"GET /wrong/ HTTP/1.1\r\nHost: localhost\r\nX: "])
-def test_who_holds_all_connections_open_keeps_nobody_out(server: Server, words: bytes) -> None:
-    held = [socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) for _ in range(64)]
-    try:
-        for each in held:
-            each.sendall(words)
-        for _ in range(3):  # again and again, as a page that refreshes itself
-            assert ask(server)[0] == 200
-    finally:
-        for each in held:
-            each.close()
-
-
 def test_it_listens_on_this_machine_alone_and_two_servers_have_other_tokens(server: Server, run: Run) -> None:
     assert server.server_address[0] == "127.0.0.1"
     with Server(Latest(run.make, 5.0), 0) as other:
         assert other.token != server.token
     assert len(server.token) >= 32
     assert re.fullmatch(rf"http://127\.0\.0\.1:\d+/{re.escape(server.token)}/", server.url)
-
-
-def test_a_port_that_is_taken_is_said_in_a_sentence(server: Server, run: Run, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be used"):
-        serve(run.make, port=int(server.server_address[1]), every_s=5.0)

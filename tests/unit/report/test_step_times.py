@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.report.facts import step_times
+from slurmtrain.report.collect import step_times
 
 
 def record(step: int, step_time_s: float = 1.0, **parts: float) -> dict[str, Any]:

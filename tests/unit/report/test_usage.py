@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slurmtrain.choices import Grouping
-from slurmtrain.cli import main
-from slurmtrain.cli.columns import table_lines
-from slurmtrain.cli.units import moment
-from slurmtrain.cli.usage import table_of
-from slurmtrain.errors import EXIT_USAGE
-from slurmtrain.report.usage import usage_of
-from slurmtrain.runs.gpu_use import GpuUse
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.files import write_json
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import GPUS, T0, RunFiles, interrupted_run
 from tests.support.runs import no_waiting, printed
 from tests.support.runs import shown as shown_by
 from tests.support.stranger import Stranger
 
-Out = pytest.CaptureFixture[str]
 FIRST, SECOND = "20260101-000000-000aa", "20260102-000000-000bb"
 HELD = 5210 - 635 - 3200  # seconds, of the interrupted run
 
@@ -76,18 +64,6 @@ def test_rows_add_up_to_the_total_and_the_table_says_why_hours_were_lost(run: Ru
     assert f"hang {210 * GPUS / 3600:.3f}, crash {150 * GPUS / 3600:.3f}" in row
 
 
-def test_a_narrow_terminal_leaves_out_the_columns_that_are_wanted_least(run: RunDir, root: Path) -> None:
-    header, rows = table_of(usage_of([run, finished(root)], by=Grouping.RUN, since=None, now=time.time()), Grouping.RUN)
-    headers = {width: table_lines(header, rows, width)[0] for width in range(60, 161)}
-    columns = {width: re.split(" {3,}", line) for width, line in headers.items()}
-    assert columns[160] == header[:-1] and len(header) > 10
-    assert columns[80] == ["run", "GPU h", "goodput", "redone", "hung", "lost GPU h"]
-    for width in range(60, 160):
-        assert set(columns[width]) <= set(columns[width + 1])
-        assert all(len(line) <= width for line in table_lines(header, rows, width))
-    assert re.split(" {3,}", table_lines(header, rows)[0]) == header[:-1]  # a file or a pipe has all
-
-
 def test_by_user_a_run_is_its_owners_whatever_it_says(run: RunDir, stranger: Stranger, root: Path) -> None:
     other = finished(root)
     for path in (other.path, other.info_file, other.attempts, other.checkpoints):
@@ -116,15 +92,6 @@ def test_only_what_was_after_a_time_counts(run: RunDir, root: Path) -> None:
     assert found["total"]["gpu_hours"] == pytest.approx(2 * GPUS, rel=0.01)
 
 
-def test_a_time_that_is_none_is_refused_in_a_sentence_and_others_are_understood(root: Path, capsys: Out) -> None:
-    for text in ("soon", "7", "d7", "7M", "7 days", "2999-01-01", "2026-13-01", "-1d", ""):
-        assert main(["usage", f"--since={text}"]) == EXIT_USAGE
-        assert "is not a time in the past" in capsys.readouterr().err, text
-    now = time.time()
-    assert [moment(text) - now for text in ("7D", " 7d", "90m")] == pytest.approx([-604800, -604800, -5400], abs=60)
-    assert time.localtime(moment("2020-01-31"))[:5] == (2020, 1, 31, 0, 0)
-
-
 def test_slurm_is_asked_once_and_only_about_runs_that_have_not_ended(run: RunDir, root: Path, slurm: FakeSlurm) -> None:
     slurm.add("5", state="RUNNING")
     shown()
@@ -137,16 +104,6 @@ def test_slurm_is_asked_once_and_only_about_runs_that_have_not_ended(run: RunDir
     assert len(slurm.calls("squeue")) == 1
     rows = [row for row in found["rows"] if row["running"]]
     assert [round(row["gpu_hours"], 1) for row in rows] == [GPUS, GPUS]
-
-
-def test_gpus_that_stood_idle_are_shown(run: RunDir) -> None:
-    write_json(run.attempt(1).gpu_file(0), asdict(GpuUse(sampled_s=2000, idle_s=1000, utilization_s=82_000)))
-    (run.attempt(2).path / "gpus-0.json").write_text('{"sampled_s": "x"}')
-    (run.attempt(2).path / "gpus-1.json").write_text('{"sampled_s": null, "idle_s": -1e300}')
-    assert shown()["total"]["gpus"] == {"sampled_s": 2000, "idle_s": 1000, "utilization": 41.0}
-    assert "50 %" in printed("usage").splitlines()[-1]
-    said = "  GPUs: busy 41 % of the time, idle 50 %"
-    assert said in printed("status", run.id).splitlines()
 
 
 def test_runs_on_cpus_are_shown_in_hours(root: Path) -> None:
@@ -170,16 +127,6 @@ def test_jobs_that_evaluate_count_with_their_run(run: RunDir) -> None:
     (row,) = shown("--by", "run")["rows"]
     assert (row["who"], row["runs"]) == (FIRST, 1)
     assert row["seconds"]["evaluation"] == 10 + 40
-
-
-def test_status_says_what_is_known_of_a_program(root: Path) -> None:
-    files = RunFiles(root / "own" / SECOND)
-    files.event(0, "submitted", job_id="9")
-    times: dict[str, Any] = {"started": 0, "ended": 100, "last_logged": 80}
-    files.attempt(1, 0, kind="command", gpus=0.0, **times, reason="finished", verdict="done")
-    assert "  goodput: not known of 2 min: the program reports no steps" in printed("status", SECOND).splitlines()
-    files.event(20, "first report", 1, step=1)
-    assert "  goodput: 100 % of 2 min: unknown 40 %" in printed("status", SECOND).splitlines()
 
 
 def test_status_of_a_run_has_a_line_of_it(run: RunDir) -> None:

@@ -17,7 +17,7 @@ from slurmtrain.cli import main
 from slurmtrain.config.schema import Config
 from slurmtrain.runs.attempts import Attempt, stalled_numbers
 from slurmtrain.supervise.end_of_attempt import close_abandoned
-from slurmtrain.system import files, records
+from slurmtrain.system import files
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import RUN_ID, Job, failure, no_waiting, shown
 
@@ -98,10 +98,10 @@ LOST_PEER = failure("Connection reset by peer", rank=1, because_of_peer=True)
 ENDS: list[tuple[str, dict[str, Any], dict[str, object], dict[str, Any], int, tuple[str, str, str]]] = [
     # what happened; fields of its record; what it left; what SLURM says -> exit code; reason, verdict, words
     ("preempted, with a grace time", {"said": "stopped"},
-     {"stop.json": {"cause": "SIGTERM", "time": 1.0, "facts": None}}, {"preempted": "2099-01-01T00:00:00"}, 75,
+     {"stop.json": {"cause": "SIGTERM", "cause_time": 1.0, "facts": None}}, {"preempted": "2099-01-01T00:00:00"}, 75,
      ("preempted", "requeue", "preempted; it is requeued")),
     ("the file `stop`, whose request a full disk did not take", {"said": "stopped"},
-     {"stop.json": {"cause": "the file stop", "time": 1.0, "facts": None}}, {}, 75,
+     {"stop.json": {"cause": "the file stop", "cause_time": 1.0, "facts": None}}, {}, 75,
      ("cancelled", "end", "stopped by the file `stop` in its directory")),
     ("nobody said that it has finished", {}, {}, {}, 0, ("crash", "requeue", "ended without a word")),
     ("a rank lost its peer", {}, {"failed-1.json": LOST_PEER}, {}, 1, ("crash", "requeue", "rank 1: Connection")),
@@ -191,7 +191,7 @@ def test_records_that_are_torn_or_of_another_version_are_read_as_far_as_they_are
         ({"preempt_time": 2e9}, "asked"),
         (None, "asked"),
     ):
-        number = job.attempt({"stop.json": {"cause": "SIGTERM", "time": 1.0, "facts": facts}}, said="stopped")
+        number = job.attempt({"stop.json": {"cause": "SIGTERM", "cause_time": 1.0, "facts": facts}}, said="stopped")
         assert job.ends(number, 75)["reason"] == reason, facts
         assert job.record(number)["last_step"] == 20
     for text in ('{"rank": 7, "exit_', '{"rank": 8, "exit_code": "one", "sentence": [], "time": 0}', '{"rank": 9}'):
@@ -207,31 +207,6 @@ def test_the_newest_committed_checkpoint_counts_and_none_that_is_not_complete(jo
     (job.run.checkpoints / "checkpoint_0000300.tmp-1").mkdir()
     found = job.ends(number, 75)
     assert (found["committed_step"], found["last_step"]) == (100, 100)
-
-
-def test_checkpoints_and_lines_of_metrics_count_as_steps_of_the_newest_attempt_only(job: Job) -> None:
-    job.commit(50)
-    job.run.metrics_file.write_text('{"step": 57}\n')
-    first = job.attempt(last_step=30)
-    second = job.attempt(last_step=40)
-    assert [job.ends(number, 1)["last_step"] for number in (first, second)] == [30, 57]
-
-
-def test_the_evidence_of_an_attempt_is_read_once(job: Job) -> None:
-    """The grace time of a preemption goes on meanwhile, and there may be a thousand ranks."""
-    left = {f"failed-{rank}.json": failure("boom", rank=rank) for rank in range(2)}
-    number = job.attempt({"srun.log": "srun: error: n1: task 1: Killed\n", **left})
-    opened: list[str] = []
-    real = records.open_regular
-
-    def open_and_note(path: Path) -> int:
-        opened.append(path.name)
-        return real(path)
-
-    job.monkeypatch.setattr(records, "open_regular", open_and_note)
-    job.ends(number, 137)
-    assert [opened.count(name) for name in ("failed-0.json", "failed-1.json", "srun.log")] == [1, 1, 1]
-    assert job.slurm.calls() == ["scontrol show job -o 7"]
 
 
 # What a person asks.
@@ -306,17 +281,6 @@ def test_what_had_ended_stays_so_although_whoever_was_to_record_it_was_killed(jo
         assert job.record(number)["verdict"] == verdict and job.starts() == verdict
 
 
-def test_a_person_who_resumes_a_run_whose_cancel_was_never_recorded_starts_it(job: Job) -> None:
-    number = job.attempt(said="stopped", cause="SIGTERM")
-    taken_cancel(job, number)
-    job.slurm.forget("7")
-    job.run.update_info(job_ids=["7", "8"])
-    job.slurm.add("8", state="RUNNING")
-    job.is_on("n0", job_id="8")
-    assert job.starts() == "go"
-    assert job.record(number)["reason"] == "cancelled"
-
-
 # Attempts that ended without a word: the next start of the job closes them.
 
 
@@ -337,7 +301,7 @@ def test_an_attempt_whose_node_died_is_closed_once_by_the_next_start_and_what_ha
     assert [event["attempt"] for event in job.run.events() if event["event"] == "attempt ended"] == [lost]
 
 
-TOLD = {"cause": "SIGTERM", "time": 5.0}
+TOLD = {"cause": "SIGTERM", "cause_time": 5.0}
 
 
 @pytest.mark.parametrize(
@@ -420,15 +384,6 @@ def test_an_attempt_that_may_still_run_is_never_closed(
     assert (job.record(number).get("reason") is None) == alive
 
 
-def test_a_step_of_an_earlier_job_with_the_same_id_is_not_taken_for_ones_own(job: Job) -> None:
-    """As rank 0 of the newer one sees it, whose step has the same number."""
-    number = job.attempt(restart=1, step_id="7.0")
-    job.slurm.answer("scontrol show step -o 7.0", "StepId=7.0 UserId=1000 State=RUNNING Partition=gpu\n")
-    job.monkeypatch.setenv("SLURM_STEP_ID", "0")
-    job.starts()
-    assert job.record(number)["reason"] == "node failure"
-
-
 # The budget of attempts without progress.
 
 
@@ -436,19 +391,6 @@ def test_a_step_of_an_earlier_job_with_the_same_id_is_not_taken_for_ones_own(job
 HISTORIES = {"": 0, "crash": 1, "crash crash": 2, "crash time_limit": 2, "crash+ crash": 1, "crash crash+": 0}
 HISTORIES |= {"crash preempted crash": 2, "crash node_failure": 1, "crash finished! crash": 1, "crash crash! crash": 1}
 HISTORIES |= {"crash cancelled!": 0, "crash -": 1, "preempted preempted": 0}
-
-
-@pytest.mark.parametrize("history", HISTORIES)
-def test_only_own_failures_since_the_last_progress_count(history: str) -> None:
-    tries = []
-    for number, each in enumerate(history.split(), 1):
-        reason = None if each == "-" else each.rstrip("+!").replace("_", " ")
-        verdict, committed = "end" if "!" in each else "requeue", 20 if "+" in each else 10
-        stalled = reason in ("crash", "time limit") and "+" not in each
-        record: dict[str, Any] = {"committed_before": 10, "committed_step": committed, "stalled": stalled}
-        tries.append(Attempt(number, reason=reason, verdict=verdict, **record))
-    after = len(tries) + 1
-    assert len(stalled_numbers([*tries, Attempt(after, reason="crash")], after)) == HISTORIES[history]
 
 
 def test_an_attempt_from_whose_copy_the_next_one_goes_on_has_made_progress() -> None:
@@ -480,26 +422,6 @@ def test_a_crash_loop_ends_and_a_checkpoint_resets_it(job: Job) -> None:
     # What was saved before is no progress of one that crashes before its first step, or before its rank 0 opens it.
     assert [crash(10), crash(10, opened=False)] == ["requeue", "end"]
     assert "2 attempts in a row without a new checkpoint: giving up" in job.record(4)["sentence"]
-
-
-def test_a_run_that_takes_its_nodes_down_ends_with_the_budget_unless_it_makes_progress(job: Job) -> None:
-    """Nobody is left on such a node who could record the outcome: the next start counts."""
-    budget(job, 3)
-    for life in range(4):
-        assert job.starts(restarts=life) == "go"
-        job.attempt(restart=life, first_step=0, committed_before=10 * life or None)
-        job.commit(10 * (life + 1))
-    for life in range(4, 6):
-        assert job.starts(restarts=life) == "go"
-        job.attempt(restart=life, first_step=40, committed_before=40)
-    assert job.starts(restarts=6) == "go"
-    job.attempt(restart=6, first_step=40, committed_before=40)
-    assert job.starts(restarts=7) == "end"
-    last = job.record(7)
-    spent = "3 attempts in a row without a new checkpoint: giving up (requeue.max_attempts_without_progress)"
-    assert (last["reason"], last["verdict"]) == ("node failure", "end")
-    assert last["sentence"] == f"ended without a word: its node failed, or it was killed; {spent}"
-    assert shown("status", RUN_ID)["state"] == "failed"
 
 
 # Restart in place.
@@ -640,11 +562,6 @@ def test_the_first_rank_that_failed_by_itself_is_the_cause_and_its_node(job: Job
     assert found["idle_since"] == pytest.approx(now - 9)  # from then on the others stood still
 
 
-def test_a_hang_is_on_record_with_the_time_of_the_last_progress(job: Job) -> None:
-    hang = {"sentence": "they wait", "nodes": ["n1"], "ranks": [1], "since": 1_700_000_000.0, "time": 1_700_000_300.0}
-    assert job.ends(job.attempt({"hang.json": hang}), 1)["idle_since"] == 1_700_000_000.0
-
-
 @pytest.mark.parametrize(
     ("left", "nodes", "node"),
     [
@@ -741,13 +658,6 @@ def test_nodes_that_the_checks_before_training_find_unfit_are_left_out_unless_th
         assert job.ends(job.attempt(left, nodes=["n0", "n1", "n2", "n3"]), 78)["verdict"] == "end"
 
 
-def test_on_a_machine_that_is_all_there_is_no_node_can_be_left_out(job: Job) -> None:
-    job.files.config(cluster={"backend": "local"})
-    left = {"failed-0.json": failure("a disk is full", 78, bad_nodes=["vm"])}
-    found = job.ends(job.attempt(left, nodes=["vm"]), 78)
-    assert (found["reason"], found["verdict"], found["bad_nodes"]) == ("config", "end", [])
-
-
 def left_out() -> dict[str, bool]:
     """The nodes that something is on record against, and whether all runs leave them out."""
     return {each["node"]: each["until"] is not None for each in shown("nodes", "list")}
@@ -758,11 +668,6 @@ def crash_on(job: Job, node: str) -> dict[str, Any]:
     job.is_on(node)
     left: dict[str, object] = {"failed-0.json": failure("OSError: /data is not there", node=node)}
     return job.ends(job.attempt(left, nodes=[node, "n9"]), 1)
-
-
-def test_a_run_that_ends_well_writes_nothing_to_the_ledger(job: Job) -> None:
-    assert job.ends(job.attempt(stepping=time.time(), said="finished"), 0)["verdict"] == "done"
-    assert left_out() == {} and not list(Path(os.environ["XDG_STATE_HOME"]).rglob("*.*"))
 
 
 @pytest.mark.parametrize(("trains_on", "proven"), [("n3", False), ("n4", True)])

@@ -435,22 +435,6 @@ def test_ranks_start_again_in_the_same_job_after_a_crash_and_only_then(
     assert decide_outcome(evidence, Policy()).verdict != "in-place"
 
 
-@pytest.mark.parametrize("action", ["preempt", "requeue"])
-def test_a_run_that_crashes_when_it_is_asked_to_leave_leaves(action: str) -> None:
-    outcome = decide_outcome(crash(request=action), IN_PLACE)
-    said = f"crashed: n1: task 3: Killed; meanwhile asked to stop by `{action} RUN`; it is requeued"
-    assert (outcome.reason, outcome.verdict, outcome.sentence) == (Reason.CRASH, "requeue", said)
-    stays = decide_outcome(crash(request=action), dataclasses.replace(IN_PLACE, mode=RequeueMode.OFF))
-    assert stays.verdict == "end" and "it is not requeued" in stays.sentence
-
-
-def test_a_node_without_a_gpu_is_replaced_by_a_spare_one() -> None:
-    evidence = crash(**NO_GPU, failed_on="n1", usable_nodes=("n0", "n1", "n2"))
-    outcome = decide_outcome(evidence, IN_PLACE)
-    assert (outcome.verdict, outcome.reason, outcome.nodes) == ("in-place", "bad node", ("n0", "n2"))
-    assert outcome.sentence.endswith("start again in the same job without n1")
-
-
 def test_nodes_that_the_checks_before_training_find_unfit_are_replaced_by_spare_ones_at_the_first_start() -> None:
     said = (78, "rank 0: preflight, gpu_missing: n1: 7 GPUs are visible")
     unfit = crash(killed=None, failure=said, unfit_nodes=("n1", "n3"), usable_nodes=("n0", "n1", "n2", "n3"))
@@ -458,11 +442,6 @@ def test_nodes_that_the_checks_before_training_find_unfit_are_replaced_by_spare_
     assert (outcome.verdict, outcome.nodes, outcome.bad_nodes) == ("in-place", ("n0", "n2"), ("n1", "n3"))
     outcome = decide_outcome(dataclasses.replace(unfit, usable_nodes=("n0", "n1", "n3")), IN_PLACE)
     assert (outcome.verdict, outcome.bad_nodes) == ("requeue", ("n1", "n3"))
-
-
-@pytest.mark.parametrize("mode", [RequeueMode.REQUEUE, RequeueMode.RESUBMIT, RequeueMode.CHAIN, RequeueMode.OFF])
-def test_every_mode_starts_ranks_in_place_also_where_no_other_job_is_left(mode: RequeueMode) -> None:
-    assert decide_outcome(CRASH, dataclasses.replace(IN_PLACE, mode=mode, links_left=0)).verdict == "in-place"
 
 
 def test_a_dead_node_is_what_the_attempt_failed_of() -> None:

@@ -98,16 +98,6 @@ def test_the_step_is_the_last_number_in_the_name(job: Job) -> None:
         assert step_of(job) == step
 
 
-def test_the_newest_complete_one_is_that_of_the_highest_step(job: Job) -> None:
-    for step in (9, 10, 100):
-        save(job.run, step)
-    for step, state in ((200, None), (300, ""), (400, '{"max_st')):
-        save(job.run, step, state)
-    assert step_of(job, PATTERN, RULE) == 100
-    assert step_of(job, PATTERN, f"{RULE}, w*") == 100 and step_of(job, PATTERN, f"{RULE} *.pt") is None
-    assert step_of(job, PATTERN) == 400
-
-
 def write_zip(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("data.pkl", "x" * 100)
@@ -155,18 +145,6 @@ def left(run: RunDir) -> set[str]:
     return {path.name for path in (run.path / "out").iterdir() if not path.name.startswith(".incomplete-")}
 
 
-def test_empty_files_that_mark_something_are_no_checkpoints_and_stay(run: RunDir) -> None:
-    config = config_of("out/*", None)
-    save(run, 10)
-    torn = save(run, 20, state=None).name  # without a rule, folders are whole
-    marks = ["checkpoint-10.done", "checkpoint-10_complete", "DONE", "latest", "seen-1"]
-    for name in [*marks, "state-31.pt"]:
-        (run.path / "out" / name).touch()
-    (run.path / "out" / "step=40.ckpt").write_bytes(b"PK\x03\x04 and no end")
-    begin(run, config)
-    assert left(run) == {"checkpoint-10", torn, *marks}, "what a kill has left empty or cut is moved aside"
-
-
 def test_a_checkpoint_that_cannot_be_read_now_may_be_whole_and_stays(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,12 +159,6 @@ def test_a_checkpoint_that_cannot_be_read_now_may_be_whole_and_stays(
     monkeypatch.setattr(os, "listdir", lambda path=".": fails(path) if path == unlisted else listdir(path))
     begin(run, config_of())
     assert whole.exists() and unlisted.exists()
-
-
-def test_nothing_is_moved_by_a_start_that_was_told_to_stop(run: RunDir) -> None:
-    torn = save(run, 20, state=None)
-    begin(run, config_of(), told_to_stop=True)
-    assert torn.exists()
 
 
 def test_what_another_run_left_in_the_same_folder_before_this_one_began_is_not_touched(
@@ -219,13 +191,3 @@ def test_a_newer_complete_checkpoint_is_progress_and_reported_steps_are_not(job:
             file.write(json.dumps({"step": 10 * number}) + "\n")
         verdicts.append(finish_attempt(job.run, number, 1, config_of(), None).verdict)
     assert verdicts == ["requeue", "requeue", "requeue", "requeue", "end"]
-
-
-def test_checkpoints_without_a_number_count_by_the_time_of_their_change(job: Job) -> None:
-    config, verdicts, last = config_of("out/last.ckpt", None), [], job.run.path / "out" / "last.ckpt"
-    for moment in (1000, 2000, 3000, 4000, 4000, 4000, 4000):
-        number = begin(job.run, config)
-        last.write_text("x")
-        os.utime(last, (moment, moment))
-        verdicts.append(finish_attempt(job.run, number, 1, config, None).verdict)
-    assert verdicts == ["requeue"] * 6 + ["end"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import threading
@@ -15,14 +14,12 @@ import pytest
 from slurmtrain.launch.job import note
 from slurmtrain.runs import create
 from slurmtrain.runs.create import create_run_dir, new_run_id
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import files
+from slurmtrain.system import files, records
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import RunFiles
-from tests.support.runs import no_waiting, printed, refused, shown
-
-Out = pytest.CaptureFixture[str]
+from tests.support.runs import no_waiting, refused, shown
 
 
 def in_threads(*works: Callable[[], object]) -> None:
@@ -94,7 +91,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 
     def read() -> None:
         while not stop.is_set():
-            seen.append(files.read_json(path))
+            seen.append(records.read_json(path))
 
     seen: list[object] = []
     in_threads(write, read)
@@ -117,17 +114,6 @@ def test_no_job_is_lost_while_the_running_job_says_how_far_it_is_to_get(tmp_path
     in_threads(submitter, submitter, program, program)
     assert sorted(map(int, run.info()["job_ids"])) == list(range(1, 26)) and run.info()["steps"] == 11
     assert run.info()["user"] == "somebody"
-
-
-def test_run_json_is_changed_although_somebody_who_was_suspended_has_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_waiting(monkeypatch)
-    run = RunFiles(tmp_path / "train" / "a").run
-    with run.events_file.open("a") as suspended:
-        fcntl.flock(suspended, fcntl.LOCK_EX)
-        run.update_info(steps=5)
-    assert run.info()["steps"] == 5
 
 
 # Finding. What is unknown or ambiguous is in tests/unit/cli/test_bad_input.py.
@@ -156,25 +142,9 @@ def test_a_run_is_found_by_its_id_its_beginning_last_or_its_path_and_runs_are_li
 
 
 def test_a_name_of_runs_and_a_sweep_that_are_named_where_a_run_is_meant_are_said_to_be_that(root: Path) -> None:
-    assert "'train' is a run's name, and not its ID\n  hint: its ID is 20260101-110000-bbbb" in refused("logs", "train")
     RunFiles(root / "train" / "20260101-120000-eeee", job_ids=[])
-    assert "'train' is the name of 2 runs\n  hint: name one by its ID; `status --name train` l" in refused(
-        "logs", "train"
-    )
-    (root / "train" / "sweep.json").write_text("{}")
     told = refused("logs", "train")
-    assert "train is a sweep, and not a run" in told
-    assert "sweep status train" in told and "20260101-110000-bbbb" in told
-
-
-def test_a_run_is_called_by_its_id_where_the_verbs_look_and_by_its_path_elsewhere(
-    root: Path, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for looks, runs_dir, by_path in (
-        ("", "runs", False),  # as if it were not set
-        (str(root), str(root), False),
-        ("", str(root), True),
-    ):
-        monkeypatch.setenv("SLURMTRAIN_RUNS", looks)
-        told = printed("+cluster=a100x4", f"job.runs_dir={runs_dir}", "submit")
-        assert (f"status {root}/train/" in told) == by_path and ("status 20" in told) != by_path
+    assert "'train' is a name of runs, and not an ID\n  hint: the latest IDs are: " in told
+    assert "20260101-110000-bbbb, 20260101-120000-eeee; `status --name train` lists all" in told
+    (root / "train" / "sweep.json").write_text("{}")
+    assert "'train' is a sweep, and not a run" in refused("logs", "train")

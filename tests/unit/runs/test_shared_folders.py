@@ -5,7 +5,6 @@ Verbs that change a run take the reader's own alone, and one bad run takes nobod
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -22,10 +21,9 @@ from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import claim
 from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_CONFIG, ClusterError, EnvironmentMismatchError, UsageError
-from slurmtrain.report import progress
 from slurmtrain.runs import lookup
 from slurmtrain.runs.create import create_run_dir, make_folder
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import rendezvous_directory
 from slurmtrain.slurm.environment import Environment
@@ -168,18 +166,6 @@ def test_what_the_team_may_write_into_a_run_names_no_slurm_conf(
         in_team.slurm_conf()
 
 
-def test_status_writes_nothing_through_a_link_that_somebody_has_planted(
-    plant: Plant, stranger: Stranger, tmp_path: Path, asked: Asked
-) -> None:
-    """The event that a job is gone ended a shell's start-up file."""
-    profile = tmp_path / ".bashrc"
-    profile.write_text("alias ll='ls -l'\n")
-    run = plant()
-    stranger.does(lambda: run.events_file.symlink_to(profile))
-    assert main(["status"]) == 0
-    assert profile.read_text() == "alias ll='ls -l'\n"
-
-
 def test_reading_writes_nothing_into_a_run_of_somebody_else(plant: Plant, stranger: Stranger, asked: Asked) -> None:
     run = plant()
 
@@ -193,17 +179,6 @@ def test_reading_writes_nothing_into_a_run_of_somebody_else(plant: Plant, strang
         main(words)
     assert asked()
     assert sorted(run.path.rglob("*")) == before
-
-
-def test_checkpoints_that_the_reader_may_not_list_do_not_end_the_table(
-    mine: RunDir, asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def closed(folder: Path) -> int | None:  # in place of a mode: root may list everything
-        raise PermissionError(13, "Permission denied", str(folder))
-
-    monkeypatch.setattr(progress, "newest_committed_step", closed)
-    (now,) = shown("status")
-    assert now["state"] == "lost" and now["step"] is None
 
 
 def test_an_event_is_appended_to_no_file_but_a_regular_one_of_ones_own(tmp_path: Path, stranger: Stranger) -> None:
@@ -421,13 +396,6 @@ def test_in_a_teams_folder_each_adds_runs_reads_what_is_shared_and_changes_what_
     assert lookup.find("last", team).path == own.path
 
 
-def test_a_folder_of_runs_that_is_made_in_a_teams_folder_is_the_teams(team: Path, stranger: Stranger) -> None:
-    own = create_run_dir(team / "runs", "llama")
-    facts = [(path.stat().st_mode & 0o7777, path.stat().st_gid) for path in (own.path.parents[1], own.path.parent)]
-    assert facts == [(0o3775, stranger.gid), (0o2755, stranger.gid)]
-    stranger.does(lambda: create_run_dir(team / "runs", "gpt"), groups=[stranger.gid])
-
-
 def test_ranks_started_by_hand_in_a_teams_folder_meet_where_only_their_user_can_write(
     team: Path, stranger: Stranger
 ) -> None:
@@ -580,12 +548,6 @@ def test_a_bad_run_is_a_row_and_takes_nobodys_list_down(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_what_a_run_says_does_not_steer_the_terminal(plant: Plant, asked: Asked) -> None:
-    run = plant(name="\x1b]0;owned\x07", overrides=["a=\x1b[2J"], user="\ud800")
-    for words in (["status"], ["status", run.id], ["status", run.id, "--json"]):
-        assert "\x1b" not in printed(*words)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [("started", "now"), ("started", 1e300), ("nodes", [1]), ("pid", "1"), ("stalled", 1), ("start_up_s", {"a": None})],
@@ -597,30 +559,6 @@ def test_a_field_of_an_attempt_of_another_type_is_told_by_name(
     write_json(mine.attempt(1).path / "attempt.json", {field: value})
     assert main(["status", "last"]) == 2
     assert re.search(f"attempt.json: {field}.*: expected ", capsys.readouterr().err)
-
-
-class Written(io.StringIO):
-    """A standard output that keeps only how much it was given, and the most at once."""
-
-    total = most = 0
-
-    def write(self, text: str) -> int:
-        self.total, self.most = self.total + len(text), max(self.most, len(text))
-        return len(text)
-
-
-@pytest.mark.parametrize("words", [[], ["--rank", "all"], ["-f"]])
-def test_a_log_larger_than_the_memory_is_printed_in_pieces(
-    words: list[str], mine: RunDir, asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine.attempt(1).path.mkdir()
-    write_json(mine.attempt(1).path / "attempt.json", {"verdict": "end", "started": 1.0, "ended": 2.0})
-    log = mine.attempt(1).path / "rank-0.log"
-    log.write_bytes(b"\xc3\xa4" * 4_000_000 + b"\n")
-    monkeypatch.setattr("sys.stdout", written := Written())
-    assert main(["logs", "last", *words]) == 0
-    assert 4_000_000 < written.total < 4_000_100
-    assert written.most < 2_500_000
 
 
 def test_who_is_not_of_the_team_hears_that_its_folder_cannot_be_read_and_whose_it_is(

@@ -62,21 +62,6 @@ def test_programs_of_several_jobs_hold_different_ports_of_a_range(three_ports: r
         each.close()
 
 
-def test_a_port_that_others_have_just_left_can_be_bound_and_held(three_ports: range) -> None:
-    only = three_ports[:1]
-    for _ in range(2):
-        # Its connections are still being closed, on the side that has closed them first.
-        with bind_port("127.0.0.1", only, "n3") as listener, socket.create_connection(listener.getsockname()):
-            listener.accept()[0].close()
-    with (
-        hold_port(only, "n3") as holder,
-        socket.create_server(("", three_ports.start)),
-    ):  # as after a crash of the program
-        assert holder.getsockname()[1] == three_ports.start
-        with pytest.raises(RendezvousError, match=r"no port of cluster.port_range=.* is free on n3"):
-            hold_port(only, "n3")
-
-
 @pytest.fixture
 def port() -> Iterator[socket.socket]:
     with hold_port(None, "n3") as holder:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError, PreflightError
+from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError
 from slurmtrain.runtime import distributed_context
-from slurmtrain.runtime.distributed_context import _check_own_gpu, choose_device, threads_of
+from slurmtrain.runtime.distributed_context import _check_own_gpu, choose_device
 from slurmtrain.slurm.environment import Environment, check_gpu_files
 from tests.support.commands import Cli
 
@@ -66,7 +66,7 @@ def test_a_rank_that_sees_fewer_gpus_than_it_should_names_the_node_and_what_was_
     with pytest.raises(EnvironmentMismatchError, match=said) as caught:
         choose_device("auto", last, gpus_per_node=4)
     assert caught.value.exit_code == EXIT_CONFIG and "cluster.exclude=n1" in str(caught.value)
-    assert isinstance(caught.value, PreflightError) and caught.value.nodes == ("n1",)
+    assert isinstance(caught.value, EnvironmentMismatchError) and caught.value.nodes == ("n1",)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_node_without_a_gpu_is_at_fault_unless_something_else_hides_it(
     gpus.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         gpus.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    with pytest.raises(PreflightError) as caught:
+    with pytest.raises(EnvironmentMismatchError) as caught:
         choose_device("auto", dataclasses.replace(RANK_3, source=source), gpus_per_node=2)
     assert caught.value.nodes == at_fault
     assert ("the driver says: Driver/library version mismatch" in caught.value.message) == (cuda is not None)
@@ -123,8 +123,3 @@ def test_for_a_program_only_what_is_certain_is_refused(tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     assert not refused(4) and not refused(4, "0,1") and not refused(4, "GPU-8f3")
     assert refused(4, "") and refused(4, "-1")
-
-
-def test_threads_are_what_openmp_takes_them_for() -> None:
-    threads = {"4": 4, "4,2": 4, " 3 , 1": 3, "": 8, "0": 8, "all": 8, "-1": 8, "²": 8}
-    assert {setting: threads_of(setting, 8) for setting in threads} == threads

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 
 from slurmtrain.checkpoint.errors import CheckpointMismatchError, LostPeersError, SupersededError
-from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name
 from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.errors import DivergedError, PreflightError
-from slurmtrain.runs.events import Event
+from slurmtrain.errors import DivergedError, EnvironmentMismatchError
 from slurmtrain.runs.failures import Failure, Failures
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime import evaluation_jobs
 from slurmtrain.runtime.addresses import RendezvousError
 from slurmtrain.runtime.attempt_context import AttemptContext, Timeline
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
@@ -43,8 +41,8 @@ ERRORS: list[tuple[BaseException, Failure]] = [
     (SupersededError("no"), Failure(1, "no", superseded=True)),
     (CheckpointMismatchError("another model"), Failure(78, "another model", on_any_node=True)),
     (DivergedError("nan"), Failure(78, "nan", diverged=True)),
-    (PreflightError("no GPU", nodes=("n2",)), Failure(78, "no GPU", bad_nodes=("n2",))),
-    (PreflightError("no GPU", told_all=True), Failure(78, "no GPU", because_of_peer=True)),
+    (EnvironmentMismatchError("no GPU", nodes=("n2",)), Failure(78, "no GPU", bad_nodes=("n2",))),
+    (EnvironmentMismatchError("no GPU", told_all=True), Failure(78, "no GPU", because_of_peer=True)),
     (
         RuntimeError(DIED_IN_A_WORKER),
         Failure(1, "RuntimeError: Caught KeyError in DataLoader worker process 0. ... KeyError: 'x'"),
@@ -56,18 +54,8 @@ ERRORS: list[tuple[BaseException, Failure]] = [
 @pytest.mark.parametrize(("error", "failure"), ERRORS, ids=[type(row[0]).__name__ for row in ERRORS])
 def test_what_a_rank_records_of_the_error_that_ends_it(error: BaseException, failure: Failure) -> None:
     assert failure_of(error, rank=2) == failure
-    told_all = isinstance(error, PreflightError) and error.told_all
+    told_all = isinstance(error, EnvironmentMismatchError) and error.told_all
     assert failure_of(error, rank=0).because_of_peer == (failure.because_of_peer and not told_all)
-
-
-@pytest.mark.parametrize("code", [0, 75])
-def test_a_full_disk_below_a_ranks_log_does_not_change_its_exit_code(code: int) -> None:
-    script = f"from slurmtrain.runtime.leaving import leave; print('the last words', end=''); leave({code})"
-    environment = {**clean_environment(), "PYTHONUNBUFFERED": ""}
-    with open("/dev/full", "w") as full:
-        words = [sys.executable, "-c", script]
-        done = subprocess.run(words, env=environment, stdout=full, stderr=full, timeout=60, check=False)
-    assert done.returncode == code
 
 
 # A loop of the user's own that fails when its disk does, or whose last save is lost when its checkpoints are gone.
@@ -177,25 +165,12 @@ def test_what_a_full_disk_refuses_is_told_once_and_training_goes_on(
     monkeypatch.setattr(retention, "hold", full)
     jobs = EvaluationJobs(run_dir)
     record = RunRecord(AttemptContext(run_dir, 2, supervised=True), Timeline(), jobs)
-    for event in (Event.UPDATE_SKIPPED, Event.LOSS_SPIKE):
+    for event in (Event.UPDATE_SKIPPED, Event.ROLLED_BACK):
         record.event(event, {"step": 1})
     record.on_ending(SaveResult(tmp_path, 1, 0.0, 0.0, 0))
     jobs.ask(2)
     jobs.ask(3)
     assert caplog.text.count("events of the run") == caplog.text.count("requests for evaluations") == 1
     monkeypatch.undo()
-    record.event(Event.LOSS_SPIKE, {"step": 3})
+    record.event(Event.ROLLED_BACK, {"step": 3})
     assert [event["step"] for event in run_dir.events()] == [3] and "can be written again" in caplog.text
-
-
-def test_a_run_that_ends_says_for_which_steps_no_evaluation_was_submitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_dir = RunDir(tmp_path)
-    for step in (2, 4):
-        retention.hold(run_dir.checkpoints, step, run_dir.evaluation(step).path.name)
-    (run_dir.checkpoints / checkpoint_name(2)).mkdir()
-    (run_dir.checkpoints / checkpoint_name(2) / COMPLETE).touch()
-    monkeypatch.setattr(evaluation_jobs, "shared_interpreter", lambda: "false")  # SLURM refuses, say
-    EvaluationJobs(run_dir).close(finished=True)
-    assert f"no job was submitted for the evaluation of step 2; `evaluate {tmp_path} --due` submits" in caplog.text

@@ -131,16 +131,6 @@ def test_nothing_is_found_where(name: str) -> None:
     assert compare(*NOTHING_WRONG[name]) == []
 
 
-def test_a_package_that_computes_nothing_ends_no_training() -> None:
-    # Ranks with two releases of one of these do not understand each other. The last is how nightly builds of torch call it.
-    fatal = ("nvidia-nccl-cu12", "nvidia-cublas", "pytorch-triton")
-    looks_on = ("nvidia-ml-py", "nvidia-nvtx-cu12", "nvidia-cuda-cupti-cu12", "nvidia-bfcl")
-    for package in (*fatal, *looks_on):
-        everywhere = with_node(shared("versions", **{package: "2"}), *ALL)
-        found = only(compare(with_node(shared("versions", **{package: "1"}), "n3", facts=everywhere), CONFIG))
-        assert (found.kind, found.nodes, found.fatal) == (FindingKind.VERSIONS, ("n3",), package in fatal)
-
-
 # Of a model before Ampere, which remaps nothing, with a driver that does not say what it needs.
 OLD_GPU = {"ecc_errors": 2, "remap_pending": None, "remap_failed": None, "needs": None}
 # What is wrong on n3 -> kind, whether training must not begin, words of the sentence.
@@ -298,11 +288,6 @@ def test_errors_in_memory_that_is_out_of_use_since_are_a_warning() -> None:
         assert (found.kind, found.fatal) == (FindingKind.GPU_BROKEN, change not in warnings)
 
 
-def test_a_hundred_nodes_with_the_same_fault_are_one_finding() -> None:
-    found = only(compare(with_node({"folder_after_s": 9.5}, "n1", "n2", "n5"), CONFIG))
-    assert found.nodes == ("n1", "n2", "n5")
-
-
 def test_a_fault_of_the_config_comes_before_that_of_a_node_since_no_other_node_would_mend_it() -> None:
     node = Finding(FindingKind.GPU_BROKEN, ("n3",), "x", "y", True, Fault.NODE)
     config = Finding(FindingKind.CODE, ("n0", "n1"), "x", "y", True, Fault.CONFIG)
@@ -388,17 +373,8 @@ def test_a_slow_node_is_left_out_only_if_the_config_says_so() -> None:
     assert error is not None and error.nodes == ("n3",)
 
 
-def test_ranks_that_share_the_cpus_of_a_node_are_not_compared_with_each_other() -> None:
-    assert judged(rates(tflops={7: 100.0}), device="cpu") == []
-    assert only(judged(rates(tflops={6: 90.0, 7: 100.0}), device="cpu")).nodes == ("n3",)
-
-
 def test_links_that_are_all_slower_than_the_clusters_file_says_are_a_network_that_is_not_used() -> None:
     assert judged(rates(), "cluster.network_gb_per_s=50") == []
     found = only(judged(rates(), "cluster.network_gb_per_s=400"))
     assert (found.kind, found.fatal, len(found.nodes)) == (FindingKind.SLOW_NETWORK, False, NODES)
     assert "45 GB/s between two nodes, the median; expected: at least 70% of 400 GB/s" in found.sentence
-
-
-def test_two_nodes_have_one_link_and_nothing_to_compare_it_with() -> None:
-    assert judged(rates(links={("n0", "n1"): 1.0}, nodes=2)) == []

@@ -12,8 +12,6 @@ from slurmtrain.data.prepare.units_done import units_folder
 from slurmtrain.runs import attempts
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.jobs.prepare import done_before
 from slurmtrain.supervise.end_of_attempt import finish_attempt
 from tests.support.runs import add_attempt
 
@@ -44,22 +42,3 @@ def test_the_record_has_the_units_that_are_done_at_the_end(
     attempt = add_attempt(run, **({"said": "stopped", "stepping": 1.0, "last_step": 2} if began else {}))
     finish_attempt(run, attempt.number, 75 if began else 78, config, None)
     assert attempts.read_attempt(run, attempt.number).last_step == expected
-
-
-@pytest.mark.parametrize(
-    ("earlier", "now", "expected"),
-    [
-        pytest.param([], 7, 7, id="the first attempt, in an output of before"),
-        pytest.param([2], 7, 2, id="another task has done five since"),
-        pytest.param([2, 4], 7, 4, id="the newest"),
-        pytest.param([2, None], 7, 2, id="one that never began"),
-        pytest.param([7], 0, 0, id="somebody has removed the output"),
-    ],
-)
-def test_an_attempt_begins_where_the_one_before_has_ended(
-    run: RunDir, earlier: list[int | None], now: int, expected: int
-) -> None:
-    for step in earlier:
-        add_attempt(run, last_step=step)
-    own = add_attempt(run)
-    assert done_before(AttemptContext(run, own.number, supervised=True), now) == expected

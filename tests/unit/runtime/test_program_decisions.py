@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from slurmtrain.runs import attempts
-from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runtime.jobs.command import FinishedWhen, contract_code, signal_lag_s
-from slurmtrain.runtime.jobs.program_stop import ProgramProcess, end_of_grace, to_tell, told_facts
+from slurmtrain.runtime.jobs.program_stop import ProgramProcess, end_of_grace, to_tell
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.signals import StopCause
 
@@ -99,25 +93,3 @@ def test_a_program_is_ended_before_slurm_would_lose_the_run() -> None:
         end_time = None if left_s is None else 9000.0 + left_s
         facts = JobFacts(state, end_time=end_time, as_of=9000.0) if state is not None else None
         assert end_of_grace(1000.0, grace_s, facts) == until, (grace_s, state, left_s)
-
-
-def test_a_storage_that_fails_for_a_moment_leaves_a_program_s_grace_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = AttemptDir(tmp_path)
-    assert told_facts(folder) is None
-    facts = JobFacts("RUNNING", end_time=1000.0)
-    attempts.record_stop(folder, cause="SIGTERM", cause_time=1.0, seconds_left=None, facts=None)
-    assert told_facts(folder) is None
-    attempts.record_stop(folder, cause="SIGTERM", cause_time=1.0, seconds_left=None, facts=facts)
-    assert told_facts(folder) == facts
-
-    def fail(*args: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as failing:
-        failing.setattr(os, "pread", fail)
-        assert told_facts(folder) is None
-    folder.stop_file.unlink()
-    folder.stop_file.mkdir()
-    assert told_facts(folder) is None

@@ -20,7 +20,6 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.slurm.command_environment import belongs_to_a_job
-from slurmtrain.system import process
 
 # Traps TERM, saves, and exits with 0, as many scripts do.
 POLITE = "trap 'exit 0' TERM; touch ready; while sleep 0.05; do :; done"
@@ -226,12 +225,6 @@ def test_a_child_that_still_saves_when_its_parent_has_died_of_the_signal_is_wait
     assert attempt["ended"] > float((end.folder / "saved").read_text())
 
 
-def test_what_a_finished_program_leaves_running_is_ended_and_named(ended: Ended) -> None:
-    end = ended("leaves a child", 0)
-    assert "left behind" in end.said and "sleep 3000" in end.said
-    assert not process.lives(int((end.folder / "left").read_text()))
-
-
 def test_ranks_that_end_well_wait_for_those_that_still_save(ended: Ended) -> None:
     """Rank 0 says 75 at once; without a meeting that ended the others after srun_wait_s."""
     end = ended("saves on rank 1", 75)
@@ -271,20 +264,6 @@ def test_a_program_hears_the_signal_of_its_choice_alone_and_is_killed_when_it_ta
 def test_a_program_that_exits_75_after_each_reported_chunk_comes_to_its_end(ended: Ended) -> None:
     status = ended("reports chunks", 0).status()
     assert (status["state"], status["step"], status["steps"], len(status["attempts"])) == ("finished", 3, 3, 3)
-
-
-def test_chunks_that_nobody_hears_of_and_steps_done_again_are_no_progress(ended: Ended) -> None:
-    assert ended("reports no chunks", 75).endings == [("asked", "requeue"), ("asked", "end")]
-    again = ended("reports steps again", 75)
-    assert again.endings == [("asked", "requeue"), ("asked", "end")]
-    # So that the time of steps that are done again is known.
-    assert [(event["attempt"], event["step"]) for event in again.events("first report")] == [(1, 5), (2, 5)]
-    assert [(event["attempt"], event["step"]) for event in again.events("caught up")] == [(2, 10)]
-
-
-def test_a_file_counts_as_progress_or_the_end_in_the_run_directory_and_where_the_program_runs(ended: Ended) -> None:
-    end = ended("changes a file", 0)
-    assert end.endings == [("crash", "requeue"), ("crash", "requeue"), ("finished", "done")]
 
 
 def test_a_program_is_given_one_port_of_the_range_for_all_its_ranks(ended: Ended) -> None:

@@ -12,9 +12,6 @@ import pytest
 
 import slurmtrain
 from slurmtrain.cli import main
-from slurmtrain.config.compose import compose
-from slurmtrain.launch.named_paths import with_absolute_paths
-from slurmtrain.supervise.staging import archive_of
 from slurmtrain.system.node_copies import shared_interpreter, with_copies, without_copies
 from tests.support.fake_slurm import FakeSlurm
 
@@ -139,17 +136,6 @@ def test_a_node_on_which_anything_fails_says_so_and_uses_the_shared_folders(
     assert [path for path in local.parent.rglob("*") if path.is_file()] == []  # what nobody uses takes no room
 
 
-def test_an_environment_is_packed_once_and_again_when_it_has_changed(prefix: Path, tmp_path: Path) -> None:
-    first = archive_of(prefix, tmp_path / "archives")
-    made = first.stat().st_ino
-    (prefix / "bin" / "__pycache__").mkdir()
-    (prefix / "bin" / "__pycache__" / "package.pyc").touch()  # which each import may add
-    assert archive_of(prefix, tmp_path / "archives").stat().st_ino == made
-    (prefix / "bin" / "tool").write_text("changed")
-    second = archive_of(prefix, tmp_path / "archives")
-    assert first != second and list((tmp_path / "archives").iterdir()) == [second]
-
-
 def test_a_data_source_reads_the_copies_and_the_checkpoint_is_bound_to_the_names_in_the_config() -> None:
     copies = {"SLURMTRAIN_COPIES": '["/shared/tokens"]', "SLURMTRAIN_DATA": "/local/data"}
     values = {"_target_": "a.B", "path": "/shared/tokens", "paths": ["/shared/tokens/x.bin", "/shared/tokens2"], "n": 1}
@@ -173,8 +159,3 @@ def test_what_a_rank_submits_names_no_folder_of_its_node(monkeypatch: pytest.Mon
     assert shared_interpreter(staged) == "/shared/bin/python"
     assert shared_interpreter({}) == "/local/environment/bin/python"
     assert without_copies(staged) == {"PATH": "/bin", "HOME": "/home/me"}
-
-
-def test_relative_data_is_that_of_the_folder_of_the_command() -> None:
-    config = with_absolute_paths(compose(["cluster=a100x4", "cluster.stage.data=[tokens/]"]), Path("/home/me"))
-    assert config.cluster.stage.data == ["/home/me/tokens"]

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from slurmtrain.config.schema import WatchdogConfig
-from slurmtrain.hangs import evidence, judge, page
-from slurmtrain.hangs.beats import ActiveClock, Beat, Position, Progress
+from slurmtrain.hangs import judge, page
+from slurmtrain.hangs.beats import Beat, Position, Progress
 from slurmtrain.hangs.evidence import Collective
 from slurmtrain.hangs.judge import Report, find_culprits
 from slurmtrain.observe.phases import Phase, PhaseClock
@@ -64,19 +64,6 @@ def test_each_kind_of_work_has_its_own_time_out(case: str) -> None:
     progress = Progress(LIMITS)
     assert not looked(progress, *looks, (last + seconds - 1, step, phase))
     assert looked(progress, (last + seconds, step, phase))
-
-
-def test_a_copy_to_a_mirror_that_gets_on_is_no_hang_and_hides_none() -> None:
-    progress = Progress(LIMITS)
-    looked(progress, (0, 1, "step"), (1, 1, "save"))
-    assert not any(looked(progress, (250.0 * block, 1, "save"), copied=block) for block in range(1, 100))
-    assert looked(progress, (250.0 * 99 + 300, 1, "save"), copied=99), "it gets on no more"
-    assert looked(Progress(LIMITS), (0, 1, "step"), (61, 1, "step"), copied=7), "one beside training"
-
-
-def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
-    clock = ActiveClock(0.0)
-    assert [clock.look(1.0), clock.look(2.0), clock.look(9000.0), clock.look(9001.0)] == [1.0, 2.0, 3.0, 4.0]
 
 
 class Generates(TrainingHook):
@@ -169,13 +156,6 @@ def test_a_rank_that_is_overdue_leaves_the_decision_to_rank_0_as_long_as_that_be
 ) -> None:
     heard = {rank: beat(rank, idle_s=50.0) for rank in silent_s}
     assert judge.hangs(beat(2), heard, silent_s, limit_s=60.0, every_s=1.0) is hangs
-
-
-def test_a_rank_is_silent_since_its_newest_beat() -> None:
-    silence = judge.Silence()
-    assert silence.look({1: beat(1), 2: beat(2)}, 1.0) == {1: 0, 2: 0}
-    assert silence.look({1: beat(1), 2: beat(2, number=8)}, 5.0) == {1: 4.0, 2: 0}
-    assert silence.look({1: beat(1)}, 9.0) == {1: 8.0}, "rank 2 has left"
 
 
 @pytest.mark.parametrize(
@@ -275,13 +255,6 @@ def test_the_rank_that_did_not_come_is_named_with_what_it_does_instead(name: str
     assert page.sentence_of(find_culprits(known, 4, NODES, dumps), known, 4).startswith(sentence)
 
 
-@pytest.mark.parametrize("waits", [False, True])  # True: for its GPU
-def test_a_rank_that_is_alone_is_not_said_to_keep_others_waiting(waits: bool) -> None:
-    known = {0: Report(beat(0, waits=waits), where="synchronize (streams.py:230)")}
-    said = "rank 0 on n0 did not get on in step 17, forward/backward: synchronize (streams.py:230)"
-    assert page.sentence_of(find_culprits(known, 1, NODES, {}), known, 1) == said
-
-
 def test_the_page_shows_first_the_stacks_of_the_rank_that_did_not_come_and_what_the_others_wait_for(
     tmp_path: Path,
 ) -> None:
@@ -319,13 +292,6 @@ def test_a_rank_that_is_alone_and_has_ended_or_beats_is_not_killed(tmp_path: Pat
             directory.heartbeat_file.write_bytes(msgspec.json.encode(known))
             assert rank.wait(20) == -signal.SIGKILL
     assert "rank 0 on n0 is in a call that holds" in directory.hang_page.read_text()
-
-
-def test_stacks_of_the_timer_are_those_of_the_main_thread(tmp_path: Path) -> None:
-    log = tmp_path / "stacks-0.log"
-    assert evidence.dump_of_timer(log) == ""
-    log.write_text(DUMP + DUMP.replace("model.py", "later.py"))
-    assert evidence.where(evidence.parse_dump(evidence.dump_of_timer(log))) == "forward (later.py:12)"
 
 
 def test_a_secret_among_the_words_of_a_process_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:

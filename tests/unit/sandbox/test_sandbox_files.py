@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.errors import ClusterError, UsageError
+from slurmtrain.errors import UsageError
 from slurmtrain.sandbox import SandboxSpec
 from slurmtrain.sandbox.directory import PLAN, PROCESSES
 from slurmtrain.sandbox.files import find_programs, task_prolog_text, write_files
@@ -24,13 +24,14 @@ from tests.support.runs import refused
 PROGRAMS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun", "slurmctld", "slurmd")
 
 
-def a_slurm(prefix: Path, version: str = "25.05.9") -> Path:
-    """A folder that looks like an installed SLURM of this version."""
+def a_slurm(prefix: Path, monkeypatch: pytest.MonkeyPatch, version: str = "25.05.9") -> Path:
+    """A folder that looks like an installed SLURM of this version, and is first on PATH."""
     for name in PROGRAMS:
         program = prefix / ("sbin" if name.endswith("d") else "bin") / name
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text(f"#!/bin/sh\necho slurm {version}\n")
         program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{prefix}/bin:{prefix}/sbin:{os.environ['PATH']}")
     return prefix
 
 
@@ -54,11 +55,13 @@ def test_a_sandbox_ends_with_the_process_that_it_was_begun_for_however_that_is_k
 
 
 @pytest.mark.parametrize(("version", "cgroups"), [("22.05.8", None), ("23.11.11", None), ("24.05.0", "disabled")])
-def test_slurmd_needs_no_cgroups_where_it_can_be_told_so(tmp_path: Path, version: str, cgroups: str | None) -> None:
+def test_slurmd_needs_no_cgroups_where_it_can_be_told_so(
+    tmp_path: Path, version: str, cgroups: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sandbox = tmp_path / "sandbox"
     sandbox.mkdir()
-    prefix = a_slurm(tmp_path / "slurm", version)
-    write_files(SandboxSpec(nodes=1), sandbox, 17000, find_programs(prefix), prefix)
+    prefix = a_slurm(tmp_path / "slurm", monkeypatch, version)
+    write_files(SandboxSpec(nodes=1), sandbox, 17000, find_programs(), prefix)
     conf = sandbox / "cgroup.conf"
     assert (conf.read_text() if conf.exists() else None) == (cgroups and f"CgroupPlugin={cgroups}\n")
 
@@ -78,37 +81,12 @@ def test_a_sandbox_preempts_as_it_was_asked_to(mode: str, lines: tuple[str, str]
         SandboxSpec(preempt_mode="kill")
 
 
-def test_with_accounting_qos_preempt_each_other_and_partitions_do_not(tmp_path: Path) -> None:
-    prefix, sandbox = a_slurm(tmp_path / "slurm"), tmp_path / "sandbox"
-    with pytest.raises(ClusterError, match="a sandbox with accounting needs slurmdbd, ") as error:
-        find_programs(prefix, accounting=True)
-    assert error.value.hint == "apt-get install slurmdbd mariadb-server-core mariadb-client-core"
-    sandbox.mkdir()
-    spec = SandboxSpec(nodes=2, accounting=True, preempt_mode="cancel", grace_s=7)
-    databases = dict.fromkeys(("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db"), "/bin/true")
-    write_files(spec, sandbox, 17000, find_programs(prefix) | databases, prefix)
-    conf, plan = (sandbox / "slurm.conf").read_text(), json.loads((sandbox / "plan.json").read_text())
-    assert "\nPreemptType=preempt/qos\nPreemptMode=CANCEL\n" in conf
-    assert "PriorityTier" not in conf and "GraceTime" not in conf
-    assert "\nAccountingStoragePort=17003\n" in conf  # after slurmctld's and those of two nodes
-    names = [each["name"] for each in plan["daemons"]]
-    assert names == ["munged", "mariadbd", "slurmdbd", "slurmctld", "n0", "n1"]
-    commands = [" ".join(words[2:]) for words in plan["daemons"][names.index("slurmctld")]["prepare"]]
-    assert commands[:3] == [
-        "add cluster sandbox",
-        "add qos low PreemptMode=cancel GraceTime=7",
-        "add qos high Preempt=low Priority=100",
-    ]
-    assert (sandbox / "slurmdbd.conf").stat().st_mode & 0o777 == 0o600  # slurmdbd refuses any other
-
-
-def test_a_slurm_of_a_prefix_is_refused_with_what_is_missing(tmp_path: Path) -> None:
-    prefix = a_slurm(tmp_path / "slurm")
-    assert find_programs(prefix)["slurmctld"] == str(prefix / "sbin" / "slurmctld")
-    (prefix / "bin" / "srun").unlink()
-    assert f"there is no SLURM in {prefix}: no srun in its bin or sbin" in refused(
-        "sandbox", "up", "--name", "none", "--slurm-prefix", str(prefix), code=1
-    )
+def test_a_slurm_that_lacks_a_program_is_refused_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = a_slurm(tmp_path / "slurm", monkeypatch)
+    assert find_programs()["slurmctld"] == str(prefix / "sbin" / "slurmctld")
+    (prefix / "bin" / "sinfo").unlink()
+    monkeypatch.setenv("PATH", f"{prefix}/bin")
+    assert "SLURM is not installed here: no sinfo" in refused("sandbox", "up", "--name", "none", code=1)
 
 
 def test_the_commands_of_a_sandbox_are_those_of_its_own_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

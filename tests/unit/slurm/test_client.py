@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from slurmtrain.errors import ClusterError, NoAnswerError
-from slurmtrain.slurm.client import SlurmClient
+from slurmtrain.errors import ClusterError
+from slurmtrain.slurm.client import NoAnswerError, SlurmClient
 from slurmtrain.slurm.command_environment import clean_environment
 from slurmtrain.slurm.job_facts import JobFacts, QueuedJob, changed_dependency, parse_show_job
-from slurmtrain.slurm.parse_values import parse_duration, parse_version
 from tests.support.fake_slurm import FakeSlurm
 
 # `scontrol show job -o 1`, 22.05, of a job whose comment tries to look like fields.
@@ -65,32 +60,11 @@ def test_the_facts_of_a_job_are_read_and_its_comment_cannot_fake_them() -> None:
         assert parse_show_job(text) is None
 
 
-def test_a_job_that_is_being_signalled_is_running_and_an_array_is_its_first_element() -> None:
-    """By it a cancel in the grace time of a preemption is told from the preemption, which has signalled the job, too."""
-    assert parse_show_job(SHOW_JOB.replace("JobState=RUNNING", "JobState=SIGNALING")) == parse_show_job(SHOW_JOB)
-    second = SHOW_JOB.replace("Restarts=2", "Restarts=7")
-    assert parse_show_job(SHOW_JOB + second) == parse_show_job(SHOW_JOB)  # of an array, the first element
-
-
 def test_only_a_preemption_of_this_life_counts() -> None:
     """22.05 keeps PreemptTime of an earlier life after a restart."""
     lives = {(None, 5.0): False, (7.0, 5.0): True, (5.0, 5.0): True, (4.0, 5.0): False, (4.0, None): True}
     for (preempt_time, start_time), preempted in lives.items():
         assert JobFacts("RUNNING", start_time=start_time, preempt_time=preempt_time).preempted is preempted
-
-
-FIELDS = st.sampled_from([" JobState=FAILED", " Restarts=9", " EndTime=Unknown", " NodeList=n7", "=", "  "])
-
-
-@given(st.lists(FIELDS | st.text(st.characters(exclude_characters="\n"), max_size=9)).map("".join))
-def test_no_comment_of_a_job_changes_what_is_read(comment: str) -> None:
-    assert parse_show_job(SHOW_JOB.replace('it\'s "mine"', comment)) == parse_show_job(SHOW_JOB)
-
-
-def test_durations() -> None:
-    unknown = dict.fromkeys(("", "NONE", "(null)"))
-    durations = {"30 sec": 30, "120": 120, "00:02:00": 120, "1-01:00:01": 90001, **unknown}
-    assert {text: parse_duration(text) for text in durations} == durations
 
 
 @pytest.mark.parametrize(
@@ -111,13 +85,6 @@ def test_a_controller_that_does_not_answer_is_told_from_one_that_refuses(
     assert isinstance(error.value, NoAnswerError) != answered
     with pytest.raises(NoAnswerError):
         SlurmClient(run=never_answers).requeue("7")
-
-
-def test_a_glance_that_takes_too_long_is_no_answer(slurm: FakeSlurm) -> None:
-    slurm.command("scontrol", "sleep 600")
-    started = time.monotonic()
-    assert SlurmClient().configuration() == {}
-    assert time.monotonic() - started < 60
 
 
 def test_a_job_is_found_by_a_word_of_its_comment(slurm: FakeSlurm) -> None:
@@ -144,19 +111,6 @@ def test_who_waits_for_a_run_waits_for_its_next_job_and_no_more_when_it_has_fini
     assert {text: changed_dependency(text, "12", None) for text in left} == left
 
 
-def test_a_sweep_that_waits_is_freed_with_one_call(slurm: FakeSlurm) -> None:
-    client, ran = answers("55|afterok:12(unfulfilled)\n55|afterok:12(unfulfilled)\n56|(null)\n")
-    assert client.pass_on_dependents("12", None) == ["55"]
-    assert [command for command in ran if "update" in command] == [["scontrol", "update", "JobId=55", "Dependency="]]
-
-
-def test_the_version_of_a_cluster(slurm: FakeSlurm) -> None:
-    versions = {"22.05.8": (22, 5), "slurm-wlm 22.05.8": (22, 5), "slurm 24.11.0-0rc1": (24, 11), "": None}
-    for text, version in versions.items():
-        assert parse_version(text) == version
-        assert answers(f"SLURM_VERSION           = {text}\n")[0].version() == version
-
-
 def test_whether_a_partition_has_all_its_nodes(slurm: FakeSlurm) -> None:
     whole = ("up idle\nup mixed\nup idle~\nup completing\n", "up idle~\nup mixed-\n")
     lacks = (
@@ -168,11 +122,6 @@ def test_whether_a_partition_has_all_its_nodes(slurm: FakeSlurm) -> None:
     for shown in (*whole, *lacks):
         assert answers(shown)[0].lacks_nodes("low") is (shown in lacks), shown
     assert answers(returncode=1)[0].lacks_nodes("low")
-
-
-def test_nodes_of_a_hidden_partition_have_a_state_too(slurm: FakeSlurm) -> None:
-    slurm.command("sinfo", """case " $* " in *" --all "*) echo "n1 mixed"; echo "n2 down*" ;; esac""")
-    assert SlurmClient().node_states("n[1-2]") == {"n1": "mixed", "n2": "down*"}
 
 
 def test_jobs_in_a_hidden_partition_are_found(slurm: FakeSlurm) -> None:
@@ -207,18 +156,6 @@ WHERE_AND_WHO |= {"SLURM_JWT": "token", "SLURM_SACK_SOCKET": "/run/sack"}
 def test_commands_see_where_slurm_is_and_who_asks_and_nothing_that_changes_the_answer() -> None:
     mine = {"PATH": "/bin", "SLURMTRAIN_RUNS": "runs", "SBATCH_ACCOUNT": "a", "SLURMY": "b"}
     assert clean_environment({**ANSWERS_CHANGED, **WHERE_AND_WHO, **mine}) == {**WHERE_AND_WHO, **mine}
-
-
-def test_of_another_cluster_than_the_shells_only_its_slurm_conf_is_known() -> None:
-    """A token, or names of clusters, would be refused there; a sandbox is such a one."""
-    variables = {**ANSWERS_CHANGED, **WHERE_AND_WHO, "SBATCH_CLUSTERS": "b", "PATH": "/bin"}
-    assert clean_environment(variables, "/sandbox.conf") == {"PATH": "/bin", "SLURM_CONF": "/sandbox.conf"}
-    assert clean_environment(variables, "/etc/a.conf")["SLURM_JWT"] == "token"
-
-
-def test_jobs_are_looked_for_where_sbatch_sends_them() -> None:
-    assert clean_environment({"SBATCH_CLUSTERS": "b"})["SLURM_CLUSTERS"] == "b"
-    assert clean_environment({"SBATCH_CLUSTERS": "b", "SLURM_CLUSTERS": "c"})["SLURM_CLUSTERS"] == "c"  # as for sbatch
 
 
 def test_an_unknown_job_is_none_and_an_answer_that_says_nothing_does_not_mean_that_it_is_gone(slurm: FakeSlurm) -> None:
@@ -282,18 +219,6 @@ def test_every_action_says_when_the_controller_is_silent_refuses_or_is_not_there
 
 
 # The environment.
-
-
-def cannot_fork(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-
-def test_a_command_that_cannot_be_started_is_no_answer(slurm: FakeSlurm) -> None:
-    client = SlurmClient(run=cannot_fork)
-    with pytest.raises(ClusterError, match=r"`scontrol` cannot be started on this machine: Resource temporarily"):
-        client.look("1")
-    assert client.job("1") is None and client.glance(["scontrol", "ping"]) is None and client.version() is None
-    assert SlurmClient(run=never_answers).job("1") is None
 
 
 def test_the_times_of_a_job_are_asked_for_in_unix_seconds(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,18 +49,6 @@ def test_a_step_on_a_part_of_the_job_is_a_world_of_its_own() -> None:
     assert (found.world_size, found.nodes, found.step_id) == (1, ("n1",), "1")
 
 
-def test_uneven_tasks_per_node() -> None:
-    uneven = "SLURM_STEP_NODELIST=n[0-2] SLURM_STEP_NUM_TASKS=5 SLURM_STEP_TASKS_PER_NODE=2(x2),1"
-    found = Environment.detect(STEP | variables(uneven, "SLURM_PROCID=4 SLURM_NODEID=2 SLURM_LOCALID=0"))
-    assert found.tasks_per_node == (2, 2, 1) and found.local_world_size == 1 and found.node == "n2"
-    assert [found.expected_node(rank) for rank in range(6)] == ["n0", "n0", "n1", "n1", "n2", "an unknown node"]
-
-
-def test_an_array_task_has_its_own_raw_id() -> None:
-    task = STEP | {"SLURM_ARRAY_JOB_ID": "1230", "SLURM_ARRAY_TASK_ID": "4"}
-    assert Environment.detect(task).job_id == "1234"
-
-
 SHELLS = {
     "batch shell": BATCH_SHELL,
     "batch shell with the batch step's id": BATCH_SHELL | {"SLURM_STEP_ID": "4294967291"},
@@ -90,16 +75,6 @@ def test_torchrun_gives_the_ranks() -> None:
     assert (found.source, found.rank, found.world_size, found.local_rank) == ("torchrun", 5, 8, 1)
     assert (found.local_world_size, found.node_rank, len(found.nodes)) == (4, 1, 2)
     assert found.node == HOST and len(found.nodes) > 1
-
-
-def test_torchrun_under_srun_wins_over_srun() -> None:
-    found = Environment.detect(STEP | TORCHRUN)
-    assert (found.source, found.rank, found.world_size, found.job_id) == ("torchrun", 5, 8, "1234")
-
-
-def test_rank_variables_without_a_launcher_that_sets_them_mean_nothing() -> None:
-    # Left over from another shell: RANK alone does not make a process a rank.
-    assert Environment.detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}).source == "single"
 
 
 def test_cluster_local_starts_ranks_on_one_node() -> None:
@@ -129,11 +104,6 @@ def test_leftovers_that_contradict_each_other_are_an_error_of_the_environment() 
         with pytest.raises(EnvironmentMismatchError, match=sentence) as caught:
             Environment.detect(launcher | variables(change))
         assert caught.value.exit_code == EXIT_CONFIG
-
-
-def test_a_missing_variable_is_named() -> None:
-    with pytest.raises(EnvironmentMismatchError, match="SLURM_NODEID is 'not set'"):
-        Environment.detect({name: value for name, value in STEP.items() if name != "SLURM_NODEID"})
 
 
 def test_another_number_of_ranks_than_configured_names_both() -> None:
@@ -174,16 +144,6 @@ def test_the_odd_forms_too_are_expanded_in_order_and_what_is_no_node_list_is_ref
         with pytest.raises(EnvironmentMismatchError, match="cannot read the node list") as caught:
             expand_nodelist(text)
         assert repr(text) in caught.value.message
-
-
-@pytest.mark.parametrize("text", ["rack[1-2]-node[01-04]", "a[1],b[2-3]", "n[08-11,3],x", "node[99-101]"])
-def test_scontrol_agrees(text: str, tmp_path: Path) -> None:
-    conf = tmp_path / "slurm.conf"
-    conf.write_text("ClusterName=none\nSlurmctldHost=localhost\n")
-    environment = {**os.environ, "SLURM_CONF": str(conf)}
-    words = ["scontrol", "show", "hostnames", text]
-    answer = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    assert expand_nodelist(text) == answer.stdout.split()
 
 
 @given(st.text("abn0123-[],", max_size=12))

@@ -7,20 +7,14 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from slurmtrain.slurm.facts import (
     ClusterFacts,
-    Partition,
     Preemption,
     preemption_of,
-    wall_limit,
 )
 from slurmtrain.slurm.read_facts import (
-    FEDERATION,
-    QOS,
     QOS_COLUMNS,
-    associations_command,
     first_name,
     parse_config,
     parse_gres,
@@ -40,48 +34,6 @@ def test_a_job_can_have_of_a_node_what_is_not_kept_for_the_system(name: str) -> 
     """Which are two cores of two threads, and 8,000 MB."""
     racks = max(facts_of(name).nodes_of("gpu"), key=lambda group: group.count)
     assert (racks.cpus, racks.threads, racks.memory_mb) == (60, 2, 507000)
-
-
-def test_the_default_account_is_not_known_where_several_clusters_share_a_database() -> None:
-    answers = answers_of("alpha_22_05")
-    command = " ".join(associations_command("me"))
-    answers[command] += answers[command].replace("alpha|", "beta|")
-    facts = read_facts(lambda words: answers.get(" ".join(words)), user="me")
-    assert facts.default_account is None
-    assert facts.associations is not None and {each.account for each in facts.associations} == {"physics", "biology"}
-
-
-def test_a_user_without_a_name_is_not_known_to_sacctmgr_and_may_be_to_slurmctld() -> None:
-    answers = answers_of("alpha_22_05") | {" ".join(associations_command("1234")): ""}
-    facts = read_facts(lambda words: answers.get(" ".join(words)), user="1234")
-    assert facts.associations is None and facts.qos
-
-
-@pytest.mark.parametrize("command", [" ".join(associations_command("me")), " ".join(QOS)])
-def test_rows_that_cannot_be_read_leave_all_of_them_unknown(command: str) -> None:
-    """The row may be that of the very account, or QOS, that a job asks for."""
-    answers = answers_of("alpha_22_05")
-    answers[command] += "alpha|chemistry|with a | in a name\n"
-    facts = read_facts(lambda words: answers.get(" ".join(words)), user="me")
-    assert (facts.associations is None, facts.qos is None) == ("assoc" in command, "qos" in command)
-    assert parse_partitions("PartitionName=gpu State=UP\nslurm_load_partitions: odd\n") == ()
-
-
-def test_whether_a_cluster_is_alone_is_known_where_slurm_says_so() -> None:
-    answers = answers_of("alpha_22_05")
-    for said, alone in (("", True), ("Federation: all\nSelf: alpha:head:6817 ID:1\n", False), (None, False)):
-        found = {**answers, " ".join(FEDERATION): said}
-        assert read_facts(lambda words, found=found: found.get(" ".join(words)), user="me").is_alone == alone  # type: ignore[misc]
-    assert facts_of("alpha_24_11").is_alone  # which keeps no accounts
-
-
-@pytest.mark.parametrize("name", ALPHAS[1:])
-def test_without_accounting_there_are_no_accounts_to_know(name: str) -> None:
-    facts = facts_of(name)
-    assert not facts.keeps_accounts
-    assert (facts.associations, facts.qos) == (None, None)
-    assert facts.partitions[0]
-    assert wall_limit(facts, facts.partitions[0], None, None) is None
 
 
 def test_a_controller_that_does_not_answer_leaves_everything_unknown() -> None:
@@ -193,23 +145,3 @@ def test_the_grace_of_a_qos_is_asked_for_where_qos_preempt_each_other() -> None:
     known = read({"config": config, "partition": PARTITIONS, "qos": f"{row}\n"})
     assert preemption_of(known, "low", qos="cheap") == Preemption("REQUEUE", "QOS cheap", 60, 30)
     assert preemption_of(known, "low").to_leave_s == 30
-
-
-def test_a_jobs_default_qos_is_that_of_its_account() -> None:
-    answers = answers_of("alpha_22_05")
-    shown = {command: text.replace("partition_prio", "qos") for command, text in answers.items()}
-    facts = read_facts(lambda command: shown.get(" ".join(command)), whole=False, user="me")
-    assert facts.config["PreemptType"] == "preempt/qos" and facts.associations is not None
-    high = [replace(each, default_qos="high") if each.account == "physics" else each for each in facts.associations]
-    facts = replace(facts, associations=tuple(high))
-    physics, biology = (preemption_of(facts, "gpu", account=account) for account in ("physics", "biology"))
-    assert (physics.of, physics.grace_s, biology.of, biology.grace_s) == ("QOS high", 30, "QOS normal", 0)
-
-
-@pytest.mark.parametrize(("own", "found"), [("", "REQUEUE"), ("CANCEL", "CANCEL"), ("OFF", "OFF")])
-def test_a_partition_without_a_mode_of_its_own_has_the_clusters(own: str, found: str) -> None:
-    config = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
-    facts = ClusterFacts(config=config, partitions=(Partition("low", preempt_mode=own, grace_s=5.0),))
-    its = preemption_of(facts, "low")
-    assert its == Preemption(found, "partition low", 5.0 if its.ends_jobs else None)
-    assert its.ends_jobs == (found != "OFF")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,11 +16,8 @@ from slurmtrain.slurm.node_ledger import (
     NodeRecord,
     append_to_ledger,
     blamed_nodes,
-    ledger_file,
     read_ledger,
-    short,
 )
-from slurmtrain.system import redaction
 
 NOW = 1_000_000.0
 HOUR = 3600.0
@@ -86,14 +82,6 @@ def test_what_counts_how_much(event: NodeEvent, times: int, for_own: bool, for_o
     assert (names(*found) == ["n3"], names(*found, run="b") == ["n3"]) == (for_own, for_others)
 
 
-def test_a_node_is_forgotten_after_the_expiry() -> None:
-    found = [crash("n3", 1, ago=2 * HOUR), crash("n3", 2, ago=HOUR)]
-    (blamed,) = blamed_nodes(found, POLICY, now=NOW, run="a")
-    assert blamed.until == NOW + 22 * HOUR  # then only one record is left
-    assert names(*found, now=blamed.until - 1) == ["n3"]
-    assert names(*found, now=blamed.until + 1) == []
-
-
 def test_a_person_forgives_a_node_or_all_and_what_comes_later_counts_again() -> None:
     found = [crash("n3", 1, ago=50), crash("n3", 2, ago=40), other(NodeEvent.BY_HAND, "n4", run="", ago=40)]
     assert names(*found) == ["n3", "n4"]
@@ -109,23 +97,7 @@ def test_a_threshold_of_0_leaves_out_only_a_node_on_which_this_run_could_not_sta
     assert names(other(NodeEvent.BAD_START), policy=off) == ["n3"]
 
 
-def test_thousands_of_records_are_judged_within_a_second() -> None:
-    found = [crash(f"n{number % 97}", 1, run=f"r{number % 1000}", said=f"bug {number % 5}") for number in range(4000)]
-    before = time.process_time()
-    names(*found)
-    assert time.process_time() - before < 1.0
-
-
 # The file.
-
-
-def test_records_read_back_as_they_were_written(tmp_path: Path) -> None:
-    path = tmp_path / "state" / "nodes" / "big.jsonl"
-    found = [crash("n3", 1, proven=True), crash("n3", 2), other(NodeEvent.FORGIVEN, ALL, run="")]
-    append_to_ledger(path, found[:1])
-    append_to_ledger(path, found[1:])
-    assert read_ledger(path) == found
-    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
@@ -162,19 +134,3 @@ def test_the_ledger_of_somebody_else_or_a_link_is_not_read(tmp_path: Path) -> No
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "real.jsonl")
     assert read_ledger(tmp_path / "link.jsonl") == []
     assert read_ledger(tmp_path / "missing" / "ledger.jsonl") == []
-
-
-def test_each_cluster_has_a_ledger_below_the_persons_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.setenv("XDG_STATE_HOME", "relative")  # which the specification of XDG says to ignore
-    assert ledger_file("big") == Path("/home/me/.local/state/slurmtrain/nodes/big.jsonl")
-    monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert ledger_file("big") == Path("/state/slurmtrain/nodes/big.jsonl")
-    with pytest.raises(OSError, match="cannot be that of a file"):
-        ledger_file("../big")
-
-
-def test_what_a_rank_said_is_kept_short_and_without_secrets() -> None:
-    redaction.hide({"TOKEN": "hunter2-hunter2"})
-    assert short("no access\nwith hunter2-hunter2") == "no access with ***TOKEN***"
-    assert len(short("x" * 1000)) == 200

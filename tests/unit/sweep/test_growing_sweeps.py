@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from slurmtrain.config.compose import Composer
 from slurmtrain.config.folders import search_folders
+from slurmtrain.launch.claims import is_claimed
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.sweep.plan import SweepPlan
 from slurmtrain.sweep.search import open_sweep
-from slurmtrain.system.file_claims import is_claimed
 from tests.support.commands import Cli
 
 PROGRAM = """

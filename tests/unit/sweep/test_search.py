@@ -17,11 +17,12 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import Composer
 from slurmtrain.config.folders import search_folders
 from slurmtrain.config.schema import Config, SearchConfig
-from slurmtrain.errors import ClusterError, RunFailedError, UnreadableRecordError
+from slurmtrain.errors import ClusterError, UnreadableRecordError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.submit_once import SubmitLimitError
 from slurmtrain.report.progress import Progress
 from slurmtrain.report.status.state import RunState, RunStatus
+from slurmtrain.report.status.waiting import RunFailedError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep.jobs import Submission

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
+from slurmtrain.config.compose import Composer
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.system import process
 from tests.support.commands import Cli
@@ -110,3 +111,34 @@ def test_what_a_dry_run_prints_is_what_is_submitted(project: Path, slurm: FakeSl
     stamp = Sweep(info.parent).points()[0].run_id.removesuffix("-0000")
     script = slurm.submitted[-1].replace(stamp, "RUN_ID")
     assert dry.startswith(script) and "#SBATCH --array=0-2\n" in script
+
+
+def test_the_same_command_composes_one_point_and_another_config_file_is_another_command(
+    project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "conf" / "cluster").mkdir(parents=True)
+    (project / "conf" / "experiment").mkdir()
+    file = project / "conf" / "experiment" / "mine.yaml"
+    file.write_text("# @package _global_\ntrain:\n  steps: 7\noptim:\n  warmup_steps: 0\n")
+    words = ["-m", "+cluster=a100x4", "experiment=smoke,mine", "train.seed=range(20)", "submit"]
+    composed = []
+    compose = Composer.compose
+
+    def noted(self: Composer, words: list[str]) -> object:
+        composed.append(words)
+        return compose(self, words)
+
+    monkeypatch.setattr(Composer, "compose", noted)
+
+    def submitted() -> tuple[str, int]:
+        composed.clear()
+        return shown(*words)["sweep"], len(composed)
+
+    sweep, points = submitted()
+    assert points >= 40 and submitted() == (sweep, 1) and len(slurm.submitted) == 1
+    monkeypatch.setenv("SLURMTRAIN_RUNS", "elsewhere")  # which only the first point tells
+    assert submitted()[1] >= 40 and len(slurm.submitted) == 2
+    monkeypatch.delenv("SLURMTRAIN_RUNS")
+    file.write_text("# @package _global_\ntrain:\n  steps: 8\noptim:\n  warmup_steps: 0\n")
+    other, points = submitted()
+    assert other != sweep and points >= 40 and len(slurm.submitted) == 3

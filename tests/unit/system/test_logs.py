@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -34,13 +32,6 @@ def test_a_message_is_one_line_that_names_us_and_how_bad_it_is(capsys: pytest.Ca
     log.info("done")
     said = [line.removeprefix("slurmtrain: ") for line in capsys.readouterr().err.splitlines()]
     assert said == ["3 runs", "warning: 100% full", "error: no node", "done"]
-
-
-def test_a_rank_writes_the_time_and_its_number(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.set_up(3)
-    log.info("loading PyTorch ...")
-    said = capsys.readouterr().err
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d rank 3 slurmtrain: loading PyTorch \.\.\.\n", said)
 
 
 def test_messages_and_tracebacks_hold_no_secret_for_whichever_handler(
@@ -89,29 +80,6 @@ def test_a_program_of_the_users_own_silences_or_redirects_us_by_standard_logging
     assert (done.stdout, done.stderr) == (out, err)
 
 
-@pytest.mark.parametrize(
-    "quiet", ["logging.disable()", "import logging.config; logging.config.dictConfig({'version': 1})", "pass"]
-)
-def test_the_error_that_ends_a_program_is_shown_whatever_it_has_made_of_logging(quiet: str) -> None:
-    program = f"import logging, slurmtrain\nslurmtrain.init(device='cpu')\n{quiet}\n{FAILS}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 78
-    assert done.stderr.count("slurmtrain: error: no such data") == 1 and "Traceback" not in done.stderr
-
-
-FAILS = "from slurmtrain.errors import ConfigError\nraise ConfigError('no such data', hint='look')"
-
-
-def test_a_rank_says_it_once_whatever_a_model_does_with_the_root_logger() -> None:
-    done = said_by("""
-        from slurmtrain.system import logs
-        logs.set_up(0)
-        logging.basicConfig(level="WARNING")
-        log.info("hello")
-    """)
-    assert done.stderr.count("hello") == 1 and done.stdout == ""
-
-
 def test_nothing_is_lost_when_a_rank_leaves_nor_said_twice_by_its_forks() -> None:
     """A fork while another thread writes must not wait for that thread's lock for ever."""
     done = said_by("""
@@ -133,10 +101,3 @@ def test_nothing_is_lost_when_a_rank_leaves_nor_said_twice_by_its_forks() -> Non
     """)
     for words in (*(f"child {number}\n" for number in range(20)), "the last words\n"):
         assert done.stderr.count(words) == 1, words
-
-
-def test_a_full_disk_makes_no_crash_of_a_message() -> None:
-    with open("/dev/full", "w") as full:
-        program = "import logging\nfrom slurmtrain.system import logs\nlogs.set_up()\nlogging.getLogger('slurmtrain').info('x')"
-        words = [sys.executable, "-c", f"{program}\nimport os; os._exit(7)"]
-        assert subprocess.run(words, stderr=full, env=dict(os.environ), timeout=60).returncode == 7

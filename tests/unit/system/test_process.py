@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,34 +9,6 @@ import pytest
 
 from slurmtrain.system import process
 from slurmtrain.system.process import ProcessMark, kill_trees
-from tests.support.children import children
-
-
-def test_a_zombie_lives_no_more() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert process.lives(child.pid) and process.born(child.pid)
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has collected it
-    assert not process.lives(child.pid) and process.born(child.pid) is None
-    child.communicate()
-    assert not process.lives(child.pid)
-    assert process.lives(os.getpid()) and process.lives(1) and not process.lives(2**40)
-
-
-def test_children_are_told_in_the_order_of_their_start_whatever_they_call_themselves(tmp_path: Path) -> None:
-    odd = tmp_path / "a ) S 1 ("
-    odd.symlink_to(sys.executable)
-    started = [
-        subprocess.Popen([program, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-        for program in (odd, sys.executable, odd)
-    ]
-    try:
-        pids = [child.pid for child in started]
-        assert [pid for pid in children(os.getpid()) if pid in pids] == pids
-        assert {process.stats()[child.pid].parent for child in started} == {os.getpid()}
-    finally:
-        for child in started:
-            child.communicate()
 
 
 def test_a_mark_is_alive_as_long_as_its_process_also_when_it_was_read_back() -> None:
@@ -67,11 +38,6 @@ def test_a_process_that_the_machine_hides_counts_as_alive(monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "kill", not_permitted)
     monkeypatch.setattr(process, "stat", lambda pid: None)
     assert replace(ProcessMark.own(), born="17").lives()
-
-
-@pytest.mark.parametrize("values", [None, "x", {}, {"host": 1, "pid": 2}, {"host": "a", "pid": "2"}, {"host": "a"}])
-def test_what_names_no_process_is_no_mark(values: object) -> None:
-    assert ProcessMark.from_json(values) is None
 
 
 JOBS = """

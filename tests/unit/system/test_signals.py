@@ -114,36 +114,6 @@ def test_the_first_cause_is_kept_and_nothing_is_raised(start: type[Process]) -> 
     assert process.end() == 0
 
 
-FORKED = """
-    import os, signal, sys, time
-    from slurmtrain.system.signals import install_signal_handlers
-    stop = install_signal_handlers()
-    child = os.fork()
-    if child == 0:
-        if OWN_HANDLER:
-            signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
-        print("child", os.getpid())
-        time.sleep(60)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    os.kill(os.getpid(), signal.SIGINT)
-    stop.wait()
-    print(os.waitstatus_to_exitcode(status), stop.first.cause)  # which would be the child's signal, had it come here
-"""
-
-
-@pytest.mark.parametrize(("own_handler", "code"), [(False, -signal.SIGTERM), (True, 7)])
-def test_a_forked_worker_survives_usr2_and_its_own_end_is_not_ours(
-    own_handler: bool, code: int, start: type[Process]
-) -> None:
-    process = start(FORKED.replace("OWN_HANDLER", str(own_handler)))
-    child = int(process.line().split()[1])
-    for _ in range(3):
-        os.kill(child, signal.SIGUSR2)
-    os.kill(child, signal.SIGTERM)  # as a pool does that is shut down
-    assert process.line() == f"{int(code)} SIGINT"
-
-
 @pytest.mark.parametrize("how", ["subprocess", "spawn", "forkserver"])
 def test_a_spawned_worker_survives_usr2(how: str, start: type[Process]) -> None:
     process = start(
@@ -169,28 +139,6 @@ def test_a_spawned_worker_survives_usr2(how: str, start: type[Process]) -> None:
     assert process.line() == "up"
     process.say("go on")
     assert process.line() == "SIGTERM SIGINT"
-    assert process.end() == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
-def test_a_signal_that_a_launcher_held_back_arrives_when_somebody_listens(
-    number: signal.Signals, start: type[Process]
-) -> None:
-    process = start(
-        """
-        import sys
-        print("not armed yet")
-        sys.stdin.readline()
-        from slurmtrain.system.signals import install_signal_handlers
-        stop = install_signal_handlers()
-        print(stop.wait(60), stop.first.cause)
-        """,
-        blocked={signal.SIGTERM, signal.SIGUSR2, signal.SIGINT},
-    )
-    process.line()
-    process.kill(number)
-    process.say("arm")
-    assert process.line() == f"True {number.name}"
     assert process.end() == 0
 
 

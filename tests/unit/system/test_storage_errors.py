@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from slurmtrain.errors import UnavailableRecordError
-from slurmtrain.runs import run_dir as run_dir_module
-from slurmtrain.runs.events import Event
+from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import patience, records
-from slurmtrain.system.files import read_json, write_json
+from slurmtrain.system.files import write_json
 from slurmtrain.system.patience import patiently
+from slurmtrain.system.records import read_json
 
 
 def failing(number: int) -> Any:
@@ -63,22 +63,6 @@ def test_a_record_that_is_replaced_while_it_is_read_over_nfs_is_read_anew(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_attempts_that_cannot_be_listed_are_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "scandir", failing(errno.EIO))
-    with pytest.raises(OSError, match="Input/output error"):
-        RunDir(tmp_path).attempt_numbers()
-
-
-@pytest.mark.parametrize("function", ["pread", "write", "open"])
-def test_a_line_that_cannot_be_appended_is_an_os_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
-    records.append_line(tmp_path / "events.jsonl", "{}\n")
-    monkeypatch.setattr(os, function, failing(errno.EIO))
-    with pytest.raises(OSError, match="Input/output error"):
-        records.append_line(tmp_path / "events.jsonl", "{}\n")
-
-
 def test_an_event_waits_for_the_lines_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir(tmp_path)
     run.event(Event.SUBMITTED)
@@ -93,17 +77,6 @@ def test_an_event_waits_for_the_lines_of_others(tmp_path: Path, monkeypatch: pyt
     run.event(Event.SUBMITTED)
     os.close(other)
     assert waited == [1] and len(run.events()) == 2
-
-
-def test_an_event_is_written_although_another_process_keeps_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_dir_module, "EVENT_LOCK_S", 0.05)
-    run = RunDir(tmp_path)
-    run.event(Event.SUBMITTED)
-    with records.locked(run.events_file, at_most_s=1.0):
-        run.event(Event.SUBMITTED)
-    assert len(run.events()) == 2
 
 
 def test_a_switch_works_once_and_without_its_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,14 +111,6 @@ class Storage:
             number = self.numbers.pop(0)
             raise OSError(number, os.strerror(number))
         return "content"
-
-
-def test_the_policies_give_up_in_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for policy, most_s, asked in ((patience.STEP, 3.1, 4), (patience.RESTORE, 60.0, 13)):
-        storage = Storage(monkeypatch, *[errno.EIO] * 100)
-        with pytest.raises(OSError, match="Input/output error"):
-            patiently(storage.read, policy)
-        assert storage.asked == asked and storage.now <= most_s + 1e-6
 
 
 def test_only_errors_that_may_pass_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,11 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import decoder_fields, with_sizes
 from slurmtrain.data.format.manifest import TokenizerFacts
 from slurmtrain.data.sources.config_check import PREPARED
-from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.errors import ConfigError
 from slurmtrain.models.decoder import Decoder
 from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.runtime.jobs.build_model import build_model, fill
+from slurmtrain.weights import export as weights_export
 from slurmtrain.weights.hf_export import companions, export_hf
 from slurmtrain.weights.pretrained import load_pretrained
 from tests.support import transformers_models as theirs
@@ -66,14 +67,16 @@ def saved(directory: Path, model: nn.Module, config: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_comes_in_and_goes_out_with_the_same_logits(
-    family: str, folders: dict[str, Path], tmp_path: Path
+    family: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, config = begun(folders[family])
     expected = theirs.read(folders[family])
     torch.testing.assert_close(model(TOKENS), theirs.logits_of(expected), rtol=0, atol=TOLERANCE)
 
     checkpoint = saved(tmp_path / "checkpoints", model, config)
-    exported = export_hf(checkpoint, tmp_path / "out", shard_bytes=20_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights_export, "SHARD_BYTES", 20_000)
+        exported = export_hf(checkpoint, tmp_path / "out")
     again = theirs.read(tmp_path / "out")
     assert type(again) is type(expected) and len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 5
     assert {name: value.tolist() for name, value in again.state_dict().items()} == {
@@ -266,39 +269,11 @@ def test_a_model_of_transformers_takes_no_memory_before_it_is_filled(
     assert torch.equal(theirs.logits_of(theirs.read(tmp_path / "out")), theirs.logits_of(expected))
 
 
-def test_a_model_of_transformers_with_drawn_weights_is_exported_with_its_config(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    described = {**LLAMA, "tie_word_embeddings": True}
-    model = HuggingFace(config=described)
-    config = {"_target_": "slurmtrain.models.huggingface.HuggingFace", "path": None, "config": described}
-    export_hf(saved(tmp_path / "checkpoints", model, config), tmp_path / "out")
-    again = theirs.read(tmp_path / "out")
-    assert type(again).__name__ == "LlamaForCausalLM" and "lm_head.weight" not in tensors_of(tmp_path / "out")
-    assert torch.equal(theirs.logits_of(again), model(TOKENS))
-
-
-def test_force_replaces_an_export_and_no_folder_of_other_files(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, config = begun(folders["qwen3"])
-    checkpoint = saved(tmp_path / "checkpoints", model, config)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis").write_text("years")
-    for _ in range(2):
-        export_hf(checkpoint, tmp_path / "mine" / "export", force=True)
-    with pytest.raises(UsageError, match=r"mine is a folder with other files, which --force does not remove"):
-        export_hf(checkpoint, tmp_path / "mine", force=True)
-    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["export", "thesis"]
-    monkeypatch.chdir(tmp_path / "mine" / "export")
-    with pytest.raises(UsageError, match="cannot be the name of a new folder"):
-        export_hf(checkpoint, Path(), force=True)
-
-
 def test_a_checkpoint_that_names_no_family_is_refused_with_what_to_do(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "checkpoints", nn.Linear(2, 2), {"_target_": "my.Model"})
     with pytest.raises(CheckpointError, match=r"my\.Model, which transformers does not know") as error:
         export_hf(checkpoint, tmp_path / "out")
-    assert error.value.hint == "export to a file: --format safetensors"
+    assert error.value.hint == "export to a file: FILE.safetensors"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from slurmtrain.system.sight import Seen, Sight, look, sight_of_gap
+from slurmtrain.config.sight import Seen, Sight, look, sight_of_gap
 
 
 def test_a_gap_in_a_shared_folder_is_certain_and_one_above_it_is_not() -> None:
