@@ -134,13 +134,7 @@ class FakeSlurm:
         return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + seconds))
 
     def fail(
-        self,
-        command: str,
-        words: str = UNREACHABLE,
-        *,
-        times: int | None = None,
-        done: bool = False,
-        after: int = 0,
+        self, command: str, words: str = UNREACHABLE, *, times: int | None = None, done: bool = False, after: int = 0
     ) -> None:
         """Let a command fail with these words, this often (None: from now on), once it has worked `after` times.
 

@@ -54,13 +54,8 @@ class Paced(Decoder):
 
 
 SMALL = [
-    "+cluster=local",
-    "+experiment=smoke",
-    "cluster.cpus_per_task=1",
-    "cluster.srun_wait_s=20",
-    "train.tensorboard=false",
-    "train.log_every=1",
-    "model._target_=paced.Paced",
+    *("+cluster=local", "+experiment=smoke", "cluster.cpus_per_task=1", "cluster.srun_wait_s=20"),
+    *("train.tensorboard=false", "train.log_every=1", "model._target_=paced.Paced"),
     "model.dropout=0.1",  # so that the random state matters
 ]
 
@@ -145,27 +140,16 @@ class Project:
         self.runs: list[LocalRun] = []
 
     def popen(self, *words: str, **changes: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", *words],
-            cwd=self.path,
-            env=clean_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            **changes,
-        )
+        both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **changes}
+        return subprocess.Popen([sys.executable, "-m", *words], cwd=self.path, env=clean_environment(), **both)
 
     def cli(self, *words: str, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "slurmtrain", *words],
-            cwd=self.path,
-            env=clean_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        process = self.popen("slurmtrain", *words)
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(process.args, process.returncode, output)
 
     def submit(self, *overrides: str, small: bool = True) -> LocalRun:
         """Start a run; one folder holds one, so that `last` is it."""

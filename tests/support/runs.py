@@ -102,9 +102,7 @@ def no_waiting(
     monkeypatch.setattr(time, "monotonic", lambda: clock() + (waited[0] if _TIME.is_short else 0.0))
     monkeypatch.setattr(time, "sleep", lambda seconds: passes(seconds) if _TIME.is_short else pause(seconds))
     monkeypatch.setattr(
-        signal,
-        "sigtimedwait",
-        lambda signals, seconds: passes(seconds) if _TIME.is_short else await_signal(signals, seconds),
+        signal, "sigtimedwait", lambda awaited, s: passes(s) if _TIME.is_short else await_signal(awaited, s)
     )
 
 

@@ -154,10 +154,7 @@ def on_a_cluster(words: list[str]) -> list[str]:
 
 
 BAD_CONFIGS = [
-    *(
-        (on_a_cluster(words_of(words)), said, hint)
-        for words, said, hint in cells_of(TABLE.replace("PIPELINE", PIPELINE), 3)
-    ),
+    *((on_a_cluster(words_of(each[0])), *each[1:]) for each in cells_of(TABLE.replace("PIPELINE", PIPELINE), 3)),
     ([*SLURM, "job.name='a\nb'"], "job.name='a\\nb' is not a single line", "control characters"),
     ([*SLURM, "job.runs_dir='a\ntouch x'"], "job.runs_dir='a\\ntouch x' is not a single line", ""),
     ([*SLURM, "hooks.on_finish='a\0b'"], "hooks.on_finish='a\\x00b' is not text", ""),

@@ -92,11 +92,8 @@ def test_every_shipped_group_is_in_the_defaults_list_so_that_a_plus_before_it_ma
     defaults = yaml.safe_load((shipped("conf") / "config.yaml").read_text())["defaults"]
     assert {group for entry in defaults if isinstance(entry, dict) for group in entry} == set(config_groups())
     assert [normalise(f"+{group}=x") for group in config_groups()] == [f"{group}=x" for group in config_groups()]
-    assert [normalise(word) for word in ("+model.x=1", "++model=x", "+mine=x")] == [
-        "+model.x=1",
-        "++model=x",
-        "+mine=x",
-    ]
+    others = ["+model.x=1", "++model=x", "+mine=x"]
+    assert [normalise(word) for word in others] == others
 
 
 # Help, version, completion.
@@ -192,9 +189,8 @@ def completed_by_bash(cli: Cli, typed: str) -> str:
     line = f"COMP_LINE='{typed}' COMP_POINT={len(typed)} COMP_CWORD={typed.count(' ')}"
     script = f"{installed}\n{line}\n_slurmtrain slurmtrain\necho ${{COMPREPLY[@]}}"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", script], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
-    )
+    own = {**os.environ, "PATH": path}
+    done = subprocess.run(["bash", "-c", script], env=own, capture_output=True, text=True, check=False)
     assert done.stderr == "", done
     return done.stdout
 
@@ -241,10 +237,8 @@ OF_STATUS = "torch,numpy,submitit,hydra,omegaconf"
     ("words", "not_imported"),
     [
         *((line.split(), OF_HELP) for line in ("--help", "help", "help requeue", "--version", "submt")),
-        *(
-            (line.split(), "torch,numpy,submitit,rich")
-            for line in ("submit --dry-run cluster=a100x4", "render cluster=a100x4")
-        ),
+        (["submit", "--dry-run", "cluster=a100x4"], "torch,numpy,submitit,rich"),
+        (["render", "cluster=a100x4"], "torch,numpy,submitit,rich"),
         *((line.split(), OF_STATUS) for line in ("status", "status last", "runs prune --dry-run")),
         (["status", "--json"], f"{OF_STATUS},rich"),
         (["runs", "compare", "last", "last"], f"{OF_STATUS},pyarrow,matplotlib"),

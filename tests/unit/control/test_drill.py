@@ -45,16 +45,8 @@ TOLD = Attempt(
     cause_time=111.0, ended=113.0, exit_code=75, reason="requeued", verdict="restarting", sentence="requeued by SLURM",
 )  # fmt: skip
 BACK = Attempt(
-    2,
-    job_id="7",
-    restart_count=1,
-    started=121.0,
-    stepping=123.0,
-    first_step=8,
-    last_step=16,
-    verdict="done",
-    ended=130.0,
-)
+    2, job_id="7", restart_count=1, started=121.0, stepping=123.0, first_step=8, last_step=16, verdict="done", ended=130.0
+)  # fmt: skip
 told, back = (functools.partial(dataclasses.replace, each) for each in (TOLD, BACK))
 PASSES = Evidence(
     Way.REQUEUE, attempts=[TOLD, BACK], over=True, finished=True, told=True, time_s=30.0, resumed_at=8,
@@ -63,11 +55,8 @@ PASSES = Evidence(
 
 
 def test_a_run_that_comes_back_with_the_same_bits_passes_and_says_how_long_it_took_to_leave() -> None:
-    assert judge(PASSES, PLAN) == (
-        Result.PASSED,
-        "resumed at step 8: the same bits (2 logged steps, every tensor of the checkpoint of step 16)",
-        (),
-    )
+    said = "resumed at step 8: the same bits (2 logged steps, every tensor of the checkpoint of step 16)"
+    assert judge(PASSES, PLAN) == (Result.PASSED, said, ())
     assert (PASSES.left_after_s, PASSES.saved_step) == (2.0, 8)
 
 
@@ -213,30 +202,18 @@ def test_a_qos_that_preempts_is_found_whether_or_not_the_person_may_use_it() -> 
         assert f"of QOS cheap do not end (PreemptMode={mode})" in preemptors(left_alone, partition=None, qos="cheap")
 
 
-def losses(*values: float, first: int = 1, **more: list[Any]) -> dict[int, dict[str, Any]]:
+def losses(*values: float, **more: list[Any]) -> dict[int, dict[str, Any]]:
     return {
-        first + index: {"loss": value, **{name: each[index] for name, each in more.items()}}
-        for index, value in enumerate(values)
-    }
+        step: {"loss": value, **{name: each[step - 1] for name, each in more.items()}} for step, value in enumerate(values, 1)
+    }  # fmt: skip
 
 
-SPEEDS: dict[str, Any] = {"tokens_per_s": [100.0, 7.0], "time_data_s": [0.1, 0.2]}
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "same", "said"),
-    [
-        (losses(2.5, 2.25), losses(2.5, 2.25, **SPEEDS), True, "the same bits (2 logged steps)"),
-        (losses(2.5, 2.25), losses(2.5, 2.25 * (1 + 3e-8)), False, "diverges at step 2: loss 2.25 and 2.2500001"),
-        (losses(math.nan), losses(math.nan), True, "the same bits (1 logged step"),
-    ],
-)
-def test_what_is_said_of_two_logs(
-    a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]], same: bool, said: str
-) -> None:
-    found = compare_logs(a, b)
-    assert found.same_bits == same
-    assert describe(found).startswith(said)
+def test_what_is_said_of_two_logs() -> None:
+    a, b = losses(2.5, 2.25), losses(2.5, 2.25, tokens_per_s=[100.0, 7.0], time_data_s=[0.1, 0.2])
+    assert describe(compare_logs(a, b)).startswith("the same bits (2 logged steps)")
+    found = compare_logs(a, losses(2.5, 2.25 * (1 + 3e-8)))
+    assert not found.same_bits and describe(found).startswith("diverges at step 2: loss 2.25 and 2.2500001")
+    assert describe(compare_logs(losses(math.nan), losses(math.nan))).startswith("the same bits (1 logged step")
 
 
 @pytest.mark.parametrize(
@@ -257,11 +234,8 @@ def test_the_step_at_which_two_logs_part_tells_what_was_not_restored(
 
 
 def test_a_tensor_that_differs_is_named() -> None:
-    found = Comparison(
-        steps=(1,),
-        checkpoint=20,
-        tensors=(TensorDifference("optimizer.state.w.exp_avg"), TensorDifference("optimizer.state.w.step")),
-    )
+    apart = tuple(TensorDifference(f"optimizer.state.w.{name}") for name in ("exp_avg", "step"))
+    found = Comparison(steps=(1,), checkpoint=20, tensors=apart)
     assert describe(found) == (
         "first tensor that differs in the checkpoint of step 20: optimizer.state.w.exp_avg (values), and 1 more"
     )

@@ -157,12 +157,8 @@ def test_metrics_have_each_step_once_whatever_was_done_again(project: Path) -> N
         log.write(step, **values)
     log.close()
     (run.path / "evaluations.jsonl").write_text('{"step": 1, "other_loss": 9.0}\n')
-    assert run.metrics() == [
-        {"step": 1, "other_loss": 9.0},
-        {"step": 1, "loss": 3.0},
-        {"step": 2, "loss": 2.1},
-        {"step": 2, "valid_loss": 2.6},
-    ]
+    left = [{"step": 1, "other_loss": 9.0}, {"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.1}]
+    assert run.metrics() == [*left, {"step": 2, "valid_loss": 2.6}]
 
 
 def test_logs_are_those_of_the_latest_attempt_whole_or_their_last_lines(project: Path) -> None:

@@ -116,6 +116,15 @@ def test_a_copy_of_a_run_of_this_machine_leaves_the_ranks_of_the_original_alone(
     assert f"is a copy of {run.path}" in refusal("cancel", str(copy))  # it would have signalled this process
 
 
+def test_a_copy_of_a_sweep_is_neither_cancelled_nor_retried(project: Path, slurm: FakeSlurm) -> None:
+    assert main(["+cluster=a100x4", "-m", "train.seed=1,2", "submit"]) == 0
+    (sweep,) = Path("runs").absolute().glob("*.sweep-*")
+    copy = shutil.copytree(sweep, project / "kept" / sweep.name, symlinks=True)
+    for action in ("cancel", "retry"):
+        assert f"sweep {copy} is a copy of {sweep}" in refusal("sweep", action, str(copy))
+    assert slurm.calls("scancel") == []
+
+
 def test_a_run_that_was_moved_is_the_same_run_and_starts_where_it_is_now(project: Path, slurm: FakeSlurm) -> None:
     run = submit()
     moved = project / "moved" / run.name

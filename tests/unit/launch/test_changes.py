@@ -72,9 +72,8 @@ MUST_NOT = {
 @pytest.mark.parametrize(("word", "reason"), [(word, why) for why, words in MUST_NOT.items() for word in words.split()])
 def test_what_would_change_the_meaning_of_the_checkpoints_is_refused_with_the_reason(word: str, reason: str) -> None:
     changes = after(OURS, word)
-    with pytest.raises(
-        UsageError, match=rf"(?s){word.lstrip('+').partition('=')[0]}: .* cannot change after step 100.*{reason}"
-    ) as error:
+    key = word.lstrip("+").partition("=")[0]
+    with pytest.raises(UsageError, match=rf"(?s){key}: .* cannot change after step 100.*{reason}") as error:
         check_meaning(OURS, changes, 100)
     assert "submit it as a separate run" in (error.value.hint or "")
     check_meaning(OURS, changes, None)  # without a checkpoint there is nothing that it could change
@@ -145,11 +144,7 @@ def ended(waiting: RunDir, slurm: FakeSlurm) -> RunDir:
         (["model=small"], EXIT_USAGE, "single fields can be set"),
         (["job.name=other"], EXIT_USAGE, "job.name was decided when the run was submitted"),
         (["cluster.partition=nowhere"], 1, "invalid partition specified"),
-        (
-            ["train.seed=7", "cluster.nodes=2"],
-            EXIT_USAGE,
-            "train.seed: 1234 -> 7 cannot change after step 10 of the run",
-        ),
+        (["train.seed=7", "cluster.nodes=2"], EXIT_USAGE, "train.seed: 1234 -> 7 cannot change after step 10 of the"),
     ],
 )
 def test_a_change_that_cannot_be_leaves_the_run_as_it_was(
@@ -232,10 +227,8 @@ def test_a_fixed_bug_and_another_value_go_on_from_where_the_run_was(cli: Cli, pr
     assert answer.returncode == 0 and "bug is fixed slow" in answer.stdout, answer.stdout + answer.stderr
     assert (run_dir / "config.0001.yaml").read_text() == before and (run_dir / "code.0002" / "step.py").exists()
     info = json.loads((run_dir / "run.json").read_text())
-    assert [each["set"] for each in info["changes"]] == [
-        ["+cluster.env.MODE=fast"],
-        ["optim.lr=1", "cluster.env.MODE=slow"],
-    ]
+    second = ["optim.lr=1", "cluster.env.MODE=slow"]
+    assert [each["set"] for each in info["changes"]] == [["+cluster.env.MODE=fast"], second]
     assert info["overrides"][-1] == "cluster.env.MODE=slow"
     assert "changed" in [json.loads(line)["event"] for line in (run_dir / "events.jsonl").read_text().splitlines()]
 

@@ -134,6 +134,12 @@ def test_a_name_that_a_shipped_cluster_has_is_not_taken() -> None:
     assert describe(odd).name == "x-y"
 
 
+def test_without_a_default_partition_the_one_with_the_most_gpus_is_described() -> None:
+    facts = facts_of("alpha_24_11")
+    file = describe(replace(facts, partitions=tuple(replace(each, default=False) for each in facts.partitions)))
+    assert file.partition in ("gpu", "closed") and file.name == f"alpha-{file.partition}"
+
+
 def test_a_partition_that_is_not_there_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match="no partition 'gpus'"):
         described("alpha_24_11", partition="gpus")

@@ -127,9 +127,8 @@ def test_only_folders_of_the_work_tree_count_each_once_in_the_order_of_the_searc
     )
     assert roots_below(tree, path, hooks) == ("libs/b", "src", "deep")
     # Under another name than its folder's, and by setuptools' editable_mode=strict.
-    with pytest.raises(
-        ConfigError, match=r"other/sources is imported by the import hook _hook.*not its snapshot"
-    ) as error:
+    said = r"other/sources is imported by the import hook _hook.*not its snapshot"
+    with pytest.raises(ConfigError, match=said) as error:
         roots_below(tree, path, [(False, "_hook", "delta", str(tree / "other/sources"))])
     assert "job.snapshot=none" in (error.value.hint or "")
     (strict := tree / "build" / "__editable__.a-1-py3-none-any").mkdir(parents=True)

@@ -42,15 +42,11 @@ def composed(*overrides: str) -> list[str]:
     ("overrides", "ranks", "layout"),
     [
         ([], (1, 1, 1), "1 rank = 1 data-parallel group"),
-        # The model needs two nodes; more copies than one.
-        (
-            ["parallel.tp=4", "parallel.pp=2", "model=llama3_8b"],
-            (2, 4, 4),
-            "8 ranks = 1 data-parallel group x TP 4 x PP 2",
-        ),
+        (["parallel.tp=4", "parallel.pp=2", "model=llama3_8b"], (2, 4, 4), "8 ranks = 1 data-parallel group x TP 4 x PP 2"),
         (["parallel.tp=2", "eval.cluster.tasks_per_node=4"], (1, 4, 4), "4 ranks = 2 data-parallel groups x TP 2"),
+        (["parallel=fsdp", "eval.parallel.tp=2"], (1, 4, 4), "4 ranks = 2 data-parallel groups (2 shards) x TP 2"),
     ],
-)
+)  # fmt: skip
 def test_a_job_asks_for_no_more_than_the_model_needs(
     overrides: list[str], ranks: tuple[int, int, int], layout: str
 ) -> None:

@@ -14,7 +14,6 @@ from slurmtrain.cli import main
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.requests import RunAction, write_request
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.supervise.platforms.slurm import SlurmJob
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, judged, printed, refused, started, submitted_run
 
@@ -48,18 +47,6 @@ def status(run: RunDir, capsys: Out) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def continues(monkeypatch: pytest.MonkeyPatch, *runs: RunDir) -> None:
-    """Job 100 of these runs lets them go on after their first attempts."""
-    monkeypatch.setenv("SLURM_JOB_ID", "100")
-    SlurmJob(runs[0], None, sharing=len(runs)).let_go_on([(run, 1) for run in runs])
-
-
-# requeue.mode=resubmit.
-
-
-# requeue.mode=requeue.
-
-
 # requeue.mode=chain.
 
 
@@ -89,10 +76,8 @@ def test_a_chain_between_two_jobs_says_which_one_goes_on(make: Make, slurm: Fake
     assert "stopping" in status(run, capsys)
     slurm.change("101", state="FAILED")
     slurm.change("102", reason="Priority")
-    assert (
-        "waiting to start again as job 102, 2 of 3 of its chain: jobs of higher priority come first (Priority)"
-        in status(run, capsys)
-    )
+    said = "waiting to start again as job 102, 2 of 3 of its chain: jobs of higher priority come first (Priority)"
+    assert said in status(run, capsys)
     slurm.change("102", state="RUNNING", reason="None")
     assert "starting" in status(run, capsys)
     add_attempt(run, job_id="102")
@@ -128,26 +113,19 @@ def test_only_what_ended_in_this_chain_or_finished_ends_a_link_at_its_start(
 # submit --after, job.singleton.
 
 
-@pytest.mark.parametrize(
-    ("version", "restarts", "preempted", "mode", "freed"),
-    [
-        ("25.05.9", 1, False, "requeue", True),
-        ("25.05.9", 0, True, "requeue", True),  # it came to its end within the grace time
-        ("25.05.9", 0, False, "requeue", False),
-    ],
-)
+# Preempted, and ended without a restart: it came to its end within the grace time.
+@pytest.mark.parametrize(("restarts", "preempted", "freed"), [(1, False, True), (0, True, True), (0, False, False)])
 def test_who_waits_for_a_run_is_freed_when_it_has_finished_in_a_job_that_slurm_will_not_let_end_as_a_success(
-    make: Make, slurm: FakeSlurm, version: str, restarts: int, preempted: bool, mode: str, freed: bool
+    make: Make, slurm: FakeSlurm, restarts: int, preempted: bool, freed: bool
 ) -> None:
-    run = make(f"requeue.mode={mode}", job_ids=("7",))
+    run = make("requeue.mode=requeue", job_ids=("7",))
     add_attempt(run, job_id="7", said="finished", restart_count=restarts)
     if preempted:
         at = time.strftime("%Y-%m-%dT%H:%M:%S")
-        (run.path / "slurm-7.log").write_text(
-            f"[{at}.1] error: *** JOB 7 ON n0 CANCELLED AT {at} DUE TO PREEMPTION ***"
-        )
+        said = f"[{at}.1] error: *** JOB 7 ON n0 CANCELLED AT {at} DUE TO PREEMPTION ***"
+        (run.path / "slurm-7.log").write_text(said)
     slurm.add("55", dependency="afterok:7(unfulfilled)")
-    slurm.configure(SLURM_VERSION=version)
+    slurm.configure(SLURM_VERSION="25.05.9")
     assert judged(run, 1, 0) == "done"
     assert slurm.job("55")["dependency"] == ("" if freed else "afterok:7(unfulfilled)")
 

@@ -137,10 +137,8 @@ def break_gpu_3(job: Job) -> None:
     (job.folder / "site").mkdir()
     fake = Path(fake_nvml.__file__).read_text()
     broken = "nvml.errors[3] = 2\nnvml.answers(nvmlDeviceGetRemappedRows=nvml.NVMLError())\n"
-    text = (
-        f"{fake}\n\nimport sys\nnvml = FakeNvml(4)\nnvml.errors = [0, 0, 0, 0]\n{broken}sys.modules['pynvml'] = nvml\n"
-    )
-    (job.folder / "site" / "pynvml.py").write_text(text)
+    made = f"import sys\nnvml = FakeNvml(4)\nnvml.errors = [0, 0, 0, 0]\n{broken}sys.modules['pynvml'] = nvml\n"
+    (job.folder / "site" / "pynvml.py").write_text(f"{fake}\n\n{made}")
 
 
 def fails(command: str, words: str, **how: Any) -> Callable[[Job], None]:
@@ -157,11 +155,7 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     "finished": (Job("exit 0", HOOKS, starts=2), 0, "COMPLETED", "done", "finished"),
     "stopped": (Job(ONCE + "exit 75", HOOKS, starts=2), 0, "COMPLETED", "requeue done", "finished"),
     "wrong config": (
-        Job("exit 78", starts=2),
-        78,
-        "FAILED",
-        "end",
-        "the config or the environment is wrong .exit code 78.",
+        Job("exit 78", starts=2), 78, "FAILED", "end", "the config or the environment is wrong .exit code 78.",
     ),
     "crashed": (Job("exit 3", (OFF,)), 3, "FAILED", "end", "bash ended with exit code 3; it is not requeued"),
     "crashed beside a broken GPU": (
@@ -171,11 +165,7 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     "crashed once": (Job(ONCE + "exit 3", HOOKS), 0, "COMPLETED", "in-place done", "finished"),
     "crashed, then stopped": (Job(ONCE + "exit 3; exit 75"), 75, "PENDING", "in-place requeue", "it is requeued"),
     "resubmitted": (
-        Job("exit 75", ("requeue=resubmit",), prepare=waits_for_it),
-        75,
-        "FAILED",
-        "resubmit",
-        "it is submitted again",
+        Job("exit 75", ("requeue=resubmit",), prepare=waits_for_it), 75, "FAILED", "resubmit", "it is submitted again",
     ),
     "chain": (Job("exit 75", ("requeue=chain",)), 75, "FAILED", "next", "the next job of the chain continues"),
     "crash loop": (
@@ -187,9 +177,7 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
         *(75, "PENDING", "in-place requeue", "it is requeued"),
     ),
     "bad node, no other": (
-        Job(
-            "exit 3", ("requeue.max_attempts_without_progress=9",), prepare=fails("sbatch --test-only", "not available")
-        ),
+        Job("exit 3", ("requeue.max_attempts_without_progress=9",), prepare=fails("sbatch --test-only", "not available")),
         *(75, "PENDING", "in-place requeue", "it is requeued"),
     ),
     "srun refused": (Job("", (OFF,), prepare=fails("srun", NO_STEP)), 1, "FAILED", "end", "exit code 1; it is"),
@@ -240,20 +228,11 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     ),
     # Nothing can be recorded of this attempt. A stop is a stop all the same.
     "unrecorded": (Job(BREAK + "exit 75"), 75, "PENDING", "", "told to stop by a signal; it is requeued"),
-}
+}  # fmt: skip
 # What a shell has in which another launcher has started its own ranks, and bash works as the POSIX standard says.
-OF_A_LAUNCHER = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "3",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "far",
-    "MASTER_PORT": "1",
-    "TORCHELASTIC_RUN_ID": "x",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "PMI_RANK": "3",
-    "POSIXLY_CORRECT": "y",
-}
+OF_A_LAUNCHER = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "far"}
+OF_A_LAUNCHER |= {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "3"}
+OF_A_LAUNCHER |= {"POSIXLY_CORRECT": "y"}
 FURTHER = {
     "signalled": Job("trap 'exit 75' TERM; touch $folder/began; while :; do sleep 0.05; done"),
     "lingers": Job(
@@ -306,9 +285,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
         (folder / "venv" / "bin").mkdir(parents=True)
         (folder / "venv" / "bin" / "activate").write_text(f"PATH={shlex.quote(str(folder))}/venv/bin:$PATH\n")
         python = folder / "venv" / "bin" / "python"
-        python.write_text(
-            f'#!/bin/bash\ngrep SigIgn /proc/$$/status >{shlex.quote(str(folder))}/ignored\nexec {sys.executable} "$@"\n'
-        )
+        kept = f"grep SigIgn /proc/$$/status >{shlex.quote(str(folder))}/ignored"
+        python.write_text(f'#!/bin/bash\n{kept}\nexec {sys.executable} "$@"\n')
         python.chmod(0o700)
         job.submit(folder)
     for name in ("signalled", "lingers"):
@@ -381,10 +359,8 @@ def test_the_next_job_waits_for_this_one_and_has_the_environment_of_the_submissi
     assert first["dependency"] == "afterok:7,singleton"  # what it has waited for does not count again
     token = f"mine slurmtrain:{job.run.name}:1"
     assert (options["comment"], options["dependency"]) == (token, "afterany:101,singleton")
-    assert re.sub("#SBATCH --dependency=.*", "", following["script"]) == re.sub(
-        "#SBATCH --dependency=.*", "", first["script"]
-    )
-    assert "#SBATCH --dependency=singleton\n" in following["script"]
+    scripts = {re.sub("#SBATCH --dependency=.*", "", each["script"]) for each in (first, following)}
+    assert len(scripts) == 1 and "#SBATCH --dependency=singleton\n" in following["script"]
     assert json.loads((job.run / "run.json").read_text())["job_ids"] == ["101", "102"]
     environment = following["environment"]
     assert environment["MINE"] == job.variables["MINE"]
@@ -463,10 +439,8 @@ def test_a_dead_node_is_replaced_by_a_spare_one_and_copies_of_checkpoints_leave_
     job = ended["spare node"]
     assert job.slurm.job("101")["options"]["nodes"] == "3" and "no-kill" in job.slurm.job("101")["options"]
     ranks = [call for call in job.slurm.calls("srun") if " train " in call]
-    assert [re.findall(r"--n\S+", call) for call in ranks] == [
-        ["--nodes=2", "--ntasks=2"],
-        ["--nodes=2", "--ntasks=2", "--nodelist=n1,n3"],
-    ], job.logs
+    both = ["--nodes=2", "--ntasks=2"]
+    assert [re.findall(r"--n\S+", call) for call in ranks] == [both, [*both, "--nodelist=n1,n3"]], job.logs
     assert job.text("copies").count(job.copies.name) == 4  # both ranks, in both attempts
     assert not job.copies.exists() and ended["copies of a stopped run"].copies.exists()
     assert [call for call in job.slurm.calls("srun") if "rm -rf" in call and "--nodes=2" in call]  # those that are left

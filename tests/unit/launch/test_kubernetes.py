@@ -186,15 +186,11 @@ def test_the_object_its_container_and_the_mounts_of_volumes_take_what_else_a_clu
     ]
     (found,) = documents(*here(words, project))
     check_by_schema(found)
-    assert found["spec"]["coordinator"] == {"replicatedJob": "node"} and found["metadata"]["annotations"] == {
-        "team": "a"
-    }
+    assert found["spec"]["coordinator"] == {"replicatedJob": "node"}
+    assert found["metadata"]["annotations"] == {"team": "a"}
     spec = pod_of(found)["spec"]
     (container,) = spec["containers"]
-    assert [each["persistentVolumeClaim"] for each in spec["volumes"][:2]] == [
-        {"claimName": "team"},
-        {"claimName": "sets"},
-    ]
+    assert [each["persistentVolumeClaim"]["claimName"] for each in spec["volumes"][:2]] == ["team", "sets"]
     first, second = container["volumeMounts"][:2]
     assert (first["mountPath"], first["subPath"], second["readOnly"]) == (str(project), "me", True)
     assert container["env"][-1]["name"] == "POD_IP" and container["env"][0]["name"] == "MASTER_ADDR"
@@ -206,11 +202,8 @@ ON_SLURM = "cluster.partition=gpu, cluster.exclude=n1, requeue.in_place=true"
 WITHOUT_EFFECT = {
     "jobset": (OF_SLURM, ON_SLURM),
     "trainjob": (OF_SLURM, f"{ON_SLURM}, cluster.pods.ttl_s=60"),
-    "skypilot": (
-        ["cluster.pods.queue=gpus"],
-        "cluster.pods.queue=gpus, cluster.pods.shm_gb=64, cluster.pods.tolerations=",
-    ),
-}
+    "skypilot": (["cluster.pods.queue=gpus"], "cluster.pods.queue=gpus, cluster.pods.shm_gb=64, cluster.pods.tolerations="),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("target", WITHOUT_EFFECT)

@@ -50,11 +50,8 @@ def test_every_relative_path_of_a_config_means_the_folder_of_the_command(tmp_pat
     assert found.job.runs_dir == f"{tmp_path}/out"
     assert found.prepare.tokenizer == f"{tmp_path}/tokenizer.json"
     assert found.prepare.chat_template == f"{tmp_path}/chat.jinja"
-    assert found.eval.cluster == {
-        "container": {"image": f"{tmp_path}/eval.sif"},
-        "python": f"{tmp_path}/bin/python",
-        "nodes": 1,
-    }
+    container = {"image": f"{tmp_path}/eval.sif"}
+    assert found.eval.cluster == {"container": container, "python": f"{tmp_path}/bin/python", "nodes": 1}
     assert with_absolute_paths(found, Path("/elsewhere")) == found
 
 
@@ -167,18 +164,23 @@ def test_what_only_the_nodes_can_know_is_said_in_one_sentence_unless_it_is_meant
     (warning,) = check_named_paths(compose(["cluster=a100x4", *named]), tmp_path)
     assert "data.paths (/only/on/nodes/*.txt)" in warning and "cluster.venv (/opt/cuda-99)" in warning
     assert "cluster.node_paths=[/opt/cuda-99,/only]" in warning
-    assert (
-        check_named_paths(compose(["cluster=a100x4", *named, "cluster.node_paths=[/opt/cuda-99,/only]"]), tmp_path)
-        == []
-    )
+    meant = ["cluster=a100x4", *named, "cluster.node_paths=[/opt/cuda-99,/only]"]
+    assert check_named_paths(compose(meant), tmp_path) == []
     with pytest.raises(ConfigError, match="there is no file"):  # this machine is the node
         check_named_paths(compose(["cluster=local", *named[:2]]), tmp_path)
 
 
 def test_a_sweep_says_once_what_only_the_nodes_can_know(project: Path, slurm: FakeSlurm) -> None:
-    words: tuple[str, ...] = ("-m", CLUSTER, "data=files", "data.paths=[/only/on/nodes/*.txt]", "optim.lr=1e-3,1e-4", "submit")
+    words: tuple[str, ...] = (
+        "-m",
+        CLUSTER,
+        "data=files",
+        "data.paths=[/only/on/nodes/*.txt]",
+        "optim.lr=1e-3,1e-4",
+        "submit",
+    )
     assert "only the nodes can know" not in refusal(*words, "--dry-run", code=0), "a dry run looks at no files"
     assert refusal(*words, code=0).count("only the nodes can know") == 1
-    words = ("-m", CLUSTER, "checkpoint.restore_from=none/at/all", "optim.lr=1e-3,1e-4", "submit")
-    assert "point 0 (optim.lr=0.001): checkpoint.restore_from" in refusal(*words, code=EXIT_CONFIG)
+    missing = ("-m", CLUSTER, "checkpoint.restore_from=none/at/all", "optim.lr=1e-3,1e-4", "submit")
+    assert "point 0 (optim.lr=0.001): checkpoint.restore_from" in refusal(*missing, code=EXIT_CONFIG)
     assert len(slurm.submitted) == 1

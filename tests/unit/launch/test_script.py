@@ -167,9 +167,8 @@ def test_srun_gets_what_the_config_says(
     if "--nv" not in there and any("container" in word for word in words):
         (mounts,) = [word for word in found if word.startswith("--container-mounts=")]
         run_dir = mounts.partition("=")[2].partition(":")[0]
-        assert mounts.startswith(f"--container-mounts={run_dir}:{run_dir},/data:/data:ro") and run_dir.startswith(
-            f"{project}/runs/"
-        )
+        assert run_dir.startswith(f"{project}/runs/")
+        assert mounts.startswith(f"--container-mounts={run_dir}:{run_dir},/data:/data:ro")
 
 
 def test_what_a_container_image_sets_does_not_overrule_what_the_job_sets(
@@ -177,9 +176,8 @@ def test_what_a_container_image_sets_does_not_overrule_what_the_job_sets(
 ) -> None:
     monkeypatch.setenv("TOKEN", "a-secret-token")
     words = ["cluster.container.kind=pyxis", "cluster.container.image=a", "+cluster.env.NCCL_DEBUG=INFO"]
-    words.append("+secrets.TOKEN=env")
-    own = "cluster.container.args=['--container-env=MINE,PYTHONPATH','--other']"
-    found = srun_words(capsys, "+cluster=a100x4", *words, own)
+    words += ["+secrets.TOKEN=env", "cluster.container.args=['--container-env=MINE,PYTHONPATH','--other']"]
+    found = srun_words(capsys, "+cluster=a100x4", *words)
     (names,) = [word.split("=")[1].split(",") for word in found if word.startswith("--container-env=")]
     assert {"PYTHONPATH", "OMP_NUM_THREADS", "SLURMTRAIN_RUN_DIR", "SLURMTRAIN_ATTEMPT"} < {*names}
     assert {"NCCL_DEBUG", "TOKEN", "MINE"} < {*names} and len(names) == len({*names})
@@ -287,12 +285,8 @@ def test_submitting_inside_a_job_hides_that_job_but_keeps_slurm_conf(
 
 
 SET_BY_THE_SHELL = {"SBATCH_TIMELIMIT": "1", "SBATCH_NO_REQUEUE": "1", "SBATCH_ARRAY_INX": "0-9", "SBATCH_WAIT": "1"}
-SET_BY_THE_SHELL |= {
-    "SBATCH_OUTPUT": "/x",
-    "SBATCH_GPUS_PER_TASK": "1",
-    "SBATCH_GRES": "gpu:1",
-    "SBATCH_MEM_PER_CPU": "1G",
-}
+SET_BY_THE_SHELL |= {"SBATCH_OUTPUT": "/x", "SBATCH_GPUS_PER_TASK": "1", "SBATCH_GRES": "gpu:1"}
+SET_BY_THE_SHELL |= {"SBATCH_MEM_PER_CPU": "1G"}
 LEFT_TO_THE_SHELL = {"SBATCH_ACCOUNT": "mine", "SBATCH_QOS": "high", "SBATCH_EXPORT": "ALL", "SBATCH_CLUSTERS": "b"}
 
 

@@ -112,14 +112,8 @@ def test_a_job_has_what_git_knows_and_what_is_new_and_the_record_says_what_each_
     ],
 )
 def test_which_files_a_job_has_and_in_which_folder_it_runs(
-    folder: str,
-    words: list[str],
-    workdir: str,
-    files: set[str],
-    tree: Path,
-    submit: Submit,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    folder: str, words: list[str], workdir: str, files: set[str], tree: Path, submit: Submit, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     (here := (tree / folder).resolve()).mkdir(exist_ok=True)
     (tree / "sub" / "data.bin").write_text("git ignores it, cwd does not")
     (tree / "sub" / ".hidden").mkdir()

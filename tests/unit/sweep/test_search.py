@@ -217,9 +217,8 @@ def test_a_grid_is_searched_once_in_whatever_parts(studies: Studies) -> None:
     words = ["optim.lr=0.1,0.2,0.3", "train.seed=range(2)", "hydra/sweeper/sampler=grid"]
     assert studies(*words).n_trials == 6  # and not 9
     found = [search_until(studies(*words), number)[-1].chosen for number in range(1, 7)]
-    assert sorted((each["optim.lr"], each["train.seed"]) for each in found) == [
-        (lr, seed) for lr in ("0.1", "0.2", "0.3") for seed in ("0", "1")
-    ]
+    every = [(lr, seed) for lr in ("0.1", "0.2", "0.3") for seed in ("0", "1")]
+    assert sorted((each["optim.lr"], each["train.seed"]) for each in found) == every
 
 
 # Killed, and what is no longer what it was.
@@ -284,10 +283,8 @@ class Finishing:
         if 0.5 < loss <= 0.8 and run_dir.id not in self.asked and self._looks % 4:
             return []
         self.left.remove(run_dir)
-        pruned = run_dir.id in self.asked
-        return [
-            (run_dir, ended(RunStatus.PRUNED if pruned else RunStatus.FAILED if loss > 0.8 else RunStatus.FINISHED))
-        ]
+        alone = RunStatus.FAILED if loss > 0.8 else RunStatus.FINISHED
+        return [(run_dir, ended(RunStatus.PRUNED if run_dir.id in self.asked else alone))]
 
 
 class Searches:
@@ -297,9 +294,7 @@ class Searches:
         self._composer, self._patch, self._runs = composer, monkeypatch, Finishing("")
         self._base = replace(base, search=SearchConfig(pruner=Pruner.MEDIAN, startup_trials=2))
         monkeypatch.setattr("slurmtrain.sweep.search.Runs", lambda *_, **__: self._runs)
-        monkeypatch.setattr(
-            "slurmtrain.sweep.search.ask_to_end", lambda run_dir, _: self._runs.asked.append(run_dir.id)
-        )
+        monkeypatch.setattr("slurmtrain.sweep.search.ask_to_end", lambda run, _: self._runs.asked.append(run.id))
 
     def _study(self) -> Study:
         choices = choices_of(self._composer, LINE)
