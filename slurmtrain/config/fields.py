@@ -279,7 +279,7 @@ def _ends(key: str, value: str | int, what: str, hint: str) -> tuple[int, int]:
     """Return both ends of the range that a text such as "2-4" or "4" stands for, or raise ConfigError."""
     match = RANGE.fullmatch(str(value))
     if match is None:
-        raise ConfigError(f"{key}={value!r} is not {what}", hint=hint)
+        raise ConfigError(f"{key}={value!r:.100} is not {what}", hint=hint)
     first, last = int(match.group(1)), int(match.group(2) or match.group(1))
     if last < first:
         raise ConfigError(f"{key}={value}: {last} is less than {first}", hint=f"{key}={last}-{first}")
