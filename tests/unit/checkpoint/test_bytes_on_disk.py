@@ -107,6 +107,20 @@ def test_one_changed_bit_is_found_wherever_it_is_and_nothing_live_is_touched(tmp
     assert open_below(tmp_path) == []
 
 
+def test_a_header_that_names_two_tensors_the_other_way_round_is_damage(tmp_path: Path) -> None:
+    """Their size is the same, and so nothing else tells it."""
+    shard = save(tmp_path, model_of(700, 700))
+    data = (
+        shard.read_bytes()
+        .replace(b"model.b0", b"model.??", 1)
+        .replace(b"model.b1", b"model.b0", 1)
+        .replace(b"??", b"b1", 1)
+    )
+    shard.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"the header of {shard.name} is not what was written"):
+        restore(tmp_path, model_of(700, 700), path=shard.parent)
+
+
 @pytest.mark.usefixtures("small_blocks")
 def test_a_disk_that_does_a_part_of_it_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite: Callable[..., int] = os.pwrite
