@@ -101,7 +101,7 @@ def test_no_name_in_a_yaml_file_is_run_by_bash(tmp_path: Path) -> None:
         hostile = yaml.safe_dump({"secrets": {name: "env"}})
         (tmp_path / "experiment/mine.yaml").write_text(f"# @package _global_\n{hostile}")
         with pytest.raises(
-            ConfigError, match=r"secrets has 'A.*', which is not a valid name of an environment variable"
+            ConfigError, match=r"secrets has .*A.*, which is not a valid name of an environment variable"
         ):
             compose(["experiment=mine"], config_dir=str(tmp_path))
 
