@@ -377,10 +377,12 @@ def read_whole(
     alone, waiting = RankGroup(None), deque(names)
     while waiting:
         some: dict[str, Tensor] = {}
-        while waiting and (not some or sum(each.nbytes for each in some.values()) < TOGETHER_BYTES):
+        size = 0
+        while waiting and size < TOGETHER_BYTES:
             name = waiting.popleft()
             fact = contents.facts[name]
             some[name] = torch.empty(fact.shape, dtype=dtype_of(fact.dtype), device="cpu")
+            size += some[name].nbytes
         damage, _ = read_tensors(
             path,
             contents,
