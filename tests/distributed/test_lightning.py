@@ -248,7 +248,7 @@ def test_saves_of_which_nobody_knows_when_they_are_complete_and_loaders_without_
 def test_loaders_that_are_made_anew_for_each_epoch_have_the_orders_of_their_epochs(found: list[dict[str, Any]]) -> None:
     (first, second), _ = each = [each["orders"] for each in found]
     assert first != second
-    assert [sorted(sum(epoch, [])) for epoch in zip(*each, strict=True)] == [[4.0 * row for row in range(16)]] * 2
+    assert [sorted([*one, *other]) for one, other in zip(*each, strict=True)] == [[4.0 * row for row in range(16)]] * 2
 
 
 def test_lightnings_own_handling_of_signals_stands_back(found: list[dict[str, Any]]) -> None:
