@@ -138,7 +138,9 @@ class SlurmtrainCallback(Callback):  # type: ignore[misc]
         self._values: dict[str, float] = {}  # that were logged
         self._batches = 0  # of this epoch that are done
         self._random: dict[str, Any] | None = None  # this rank's random state in the checkpoint
-        self._of_all_ranks: list[dict[str, Any]] | None = None  # random states, while Trainer writes a checkpoint for us
+        self._of_all_ranks: list[dict[str, Any]] | None = (
+            None  # random states, while Trainer writes a checkpoint for us
+        )
         self._saved: int | None = None
         self._first_step = 0
         self._waited = False  # for a validation
@@ -186,7 +188,9 @@ class SlurmtrainCallback(Callback):  # type: ignore[misc]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         for loader in trainer.fit_loop._combined_loader.flattened:
-            if isinstance(loader, DataLoader) and loader.epoch < trainer.current_epoch:  # reload_dataloaders_every_n_epochs
+            if (
+                isinstance(loader, DataLoader) and loader.epoch < trainer.current_epoch
+            ):  # reload_dataloaders_every_n_epochs
                 loader.load_state_dict({**loader.state_dict(), "epoch": trainer.current_epoch, "batch": 0})
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -65,7 +65,9 @@ class HuggingFace(nn.Module):
 
 
 def _missing(package: str) -> ConfigError:
-    return ConfigError(f"model=huggingface needs {package}, which is not installed", hint="pip install 'slurmtrain[hf]'")
+    return ConfigError(
+        f"model=huggingface needs {package}, which is not installed", hint="pip install 'slurmtrain[hf]'"
+    )
 
 
 def _drawn(transformers: Any, config: Mapping[str, Any], *, on_meta: bool = False) -> nn.Module:

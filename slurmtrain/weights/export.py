@@ -7,6 +7,7 @@ The output's name does not exist before all of it was verified and is on the dis
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -175,7 +176,8 @@ class OpenCheckpoint:
             CheckpointError: the checkpoint is damaged, or a value is too large for its type.
         """
         wanted = {entry.source: entry for entry in entries}
-        for source, tensor in read_whole(self.path, self.contents, self.manifest, wanted):
+        # All of a file, which is in memory before it is written.
+        for source, tensor in read_whole(self.path, self.contents, self.manifest, wanted, together=math.inf):
             progress(tensor.nbytes)
             yield wanted[source], in_type(wanted[source], tensor)
 
