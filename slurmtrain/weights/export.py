@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -251,7 +251,8 @@ def appearing(out: Path, *, folder: bool = False) -> Iterator[Path]:
         if folder:
             shutil.rmtree(temporary, ignore_errors=True)
         else:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # a read-only file system refuses even this
+                temporary.unlink()
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry], about: Mapping[str, str], tensors: Tensors) -> None:
