@@ -160,6 +160,7 @@ class Checkpointer:
         # Registered to run before Python's own thread pools end, which the writing needs; `atexit` comes after that.
         register = getattr(threading, "_register_atexit", atexit.register)
         register(_close, self, os.getpid())
+        _open.add(self)  # last: one that could not be made cannot be closed
 
     def _check_is_alone(self) -> None:
         """Check that nothing else in this process saves as the same incarnation: they would delete each other's files."""
@@ -169,7 +170,6 @@ class Checkpointer:
                 f"{self.directory} already has a Checkpointer in this process",
                 hint="save everything through one: save(step, model=..., other=...); or close() the first",
             )
-        _open.add(self)
 
     # Saving, as the thread that trains sees it.
 

@@ -288,7 +288,7 @@ class ParallelConfig(Struct):
     cp_method: choices.CpMethod = choices.CpMethod.ALL_GATHER
     # "1f1b" or "gpipe"; with two stages per rank: "interleaved_1f1b", "zero_bubble"
     pp_schedule: choices.PpSchedule = choices.PpSchedule.ONE_F_ONE_B
-    # class names of the modules that FSDP2 wraps as units; []: chosen by the model, or by size
+    # class names of the modules that FSDP2 wraps as units; []: chosen by the model, or what its lists hold
     units: list[str] = []
     # Free gathered parameters between forward and backward; null: yes, except with pp. A number: keep them sharded over
     # groups of this many ranks.

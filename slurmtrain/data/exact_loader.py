@@ -113,7 +113,13 @@ class DataLoader(data.DataLoader[T]):
 class _Order:
     """The batches of an epoch that are left, each with the seed under which it is read; in place of a (batch) sampler."""
 
-    def __init__(self, loader: DataLoader[Any], batches: Any, sampler: Any):
+    def __init__(self, loader: DataLoader[Any], batches: Any = None, sampler: Any = None, **of_others: Any):
+        if batches is None:  # Lightning makes another of the same class
+            raise UsageError(
+                "slurmtrain.DataLoader cannot be given another sampler, as Lightning does on several ranks and in predict().",
+                hint="pass sampler=DistributedSampler(dataset, trainer.world_size, trainer.global_rank) to it; to predict, "
+                "use torch's DataLoader",
+            )
         # Workers that stay belong to the loader, and leave with it: nothing of it may keep it.
         self._loader, self._batches, self._sampler = weakref.ref(loader), batches, sampler
 

@@ -186,6 +186,13 @@ class SlurmtrainCallback(Callback):  # type: ignore[misc]
                 "resuming at step %d: epoch %d, batch %d", trainer.global_step, trainer.current_epoch, self._batches
             )
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        for loader in trainer.fit_loop._combined_loader.flattened:
+            if (
+                isinstance(loader, DataLoader) and loader.epoch < trainer.current_epoch
+            ):  # reload_dataloaders_every_n_epochs
+                loader.load_state_dict({**loader.state_dict(), "epoch": trainer.current_epoch, "batch": 0})
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._batches = 0 if trainer.is_last_batch else batch_idx + 1
         if (batch_idx + 1) % trainer.accumulate_grad_batches:

@@ -44,9 +44,7 @@ class HuggingFace(nn.Module):
         try:
             import transformers
         except ImportError:
-            raise ConfigError(
-                "model=huggingface needs transformers, which is not installed", hint="pip install 'slurmtrain[hf]'"
-            ) from None
+            raise _missing("transformers") from None
         model: Any = _drawn(transformers, config or {}) if path is None else _described(transformers, path)
         self.model: nn.Module = model.float()
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
@@ -64,6 +62,12 @@ class HuggingFace(nn.Module):
     def stored_name(name: str) -> str:
         """Return the name in a folder of Hugging Face of one of this module's parameters."""
         return name.removeprefix(PREFIX)
+
+
+def _missing(package: str) -> ConfigError:
+    return ConfigError(
+        f"model=huggingface needs {package}, which is not installed", hint="pip install 'slurmtrain[hf]'"
+    )
 
 
 def _drawn(transformers: Any, config: Mapping[str, Any], *, on_meta: bool = False) -> nn.Module:
@@ -87,8 +91,10 @@ def _described(transformers: Any, path: str) -> nn.Module:
 
     Its buffers are not: those that are in no file (rotary frequencies) are computed once only, when a module is built.
     """
-    from accelerate import init_empty_weights
-
+    try:
+        from accelerate import init_empty_weights
+    except ImportError:
+        raise _missing("accelerate") from None
     if not Path(path, "config.json").is_file():
         what = " has no config.json" if Path(path).is_dir() else ": there is no such folder"
         raise ConfigError(f"model.path={path}{what}", hint="name a folder written by save_pretrained")
@@ -96,7 +102,7 @@ def _described(transformers: Any, path: str) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         with _without_drawing(), init_empty_weights(include_buffers=False):
             model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            model.tie_weights()  # which not drawing leaves out, too
+        model.tie_weights()  # which not drawing leaves out; behind it, since it makes a new parameter of each that is set
     except (TypeError, ValueError, OSError) as error:
         first = str(error).splitlines()[0][:200]
         raise ConfigError(f"transformers cannot build the model of model.path={path}: {first}") from None

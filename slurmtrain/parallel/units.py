@@ -7,6 +7,7 @@ does, they are what its lists hold: a model keeps its layers in a ModuleList, a 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,9 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def units(model: nn.Module, class_names: Sequence[str] = ()) -> list[nn.Module]:
-    """Return the units of `model`, in order; none contains another.
+    """Return the units of `model`, in order, each once; none contains another.
+
+    Those that lists hold share no parameter with a module outside them: FSDP manages each parameter in one unit.
 
     Raises:
         ConfigError: no module is of such a class.
@@ -32,9 +35,14 @@ def units(model: nn.Module, class_names: Sequence[str] = ()) -> list[nn.Module]:
         found = [module for module in model.modules() if type(module).__name__ in names]
     else:
         held = [child for module in model.modules() if isinstance(module, LISTS) for child in module.children()]
+        uses = _uses(model)
         # The matrix of an embedding may be used for the output, too, long after its own forward pass.
         others = (*LISTS, nn.Embedding)
-        found = [child for child in held if not isinstance(child, others) and any(True for _ in child.parameters())]
+        found = [
+            child
+            for child in dict.fromkeys(held)
+            if not isinstance(child, others) and (own := _uses(child)) and all(own[each] == uses[each] for each in own)
+        ]
     if names and not found:
         raise ConfigError(
             f"parallel.units={sorted(names)}: {type(model).__name__} has no such modules",
@@ -42,6 +50,11 @@ def units(model: nn.Module, class_names: Sequence[str] = ()) -> list[nn.Module]:
         )
     inner = {id(child) for module in found for child in module.modules() if child is not module}
     return [module for module in found if id(module) not in inner]
+
+
+def _uses(model: nn.Module) -> Counter[nn.Parameter]:
+    """Return how many of the modules have each parameter."""
+    return Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
 
 
 # The results that "selective" keeps: those of expensive operations. All others are cheap to compute again.

@@ -187,6 +187,12 @@ class _Pipelined:
             check_for_model(batch)
         whole = concatenate(micro_batches)
         scale = _per_token_weight(self._distributed_model, global_tokens)
+        if self._length not in (None, tokens_per_row(whole)):
+            raise ConfigError(
+                f"the samples of a step have up to {tokens_per_row(whole)} tokens, but the stages of the pipeline are set up "
+                f"for the {self._length} of the steps before",
+                hint="give the data set an attribute seq_len, the length of its longest sample",
+            )
         self._length = tokens_per_row(whole)
 
         def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:

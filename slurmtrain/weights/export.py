@@ -7,10 +7,11 @@ The output's name does not exist before all of it was verified and is on the dis
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -175,7 +176,8 @@ class OpenCheckpoint:
             CheckpointError: the checkpoint is damaged, or a value is too large for its type.
         """
         wanted = {entry.source: entry for entry in entries}
-        for source, tensor in read_whole(self.path, self.contents, self.manifest, wanted):
+        # All of a file, which is in memory before it is written.
+        for source, tensor in read_whole(self.path, self.contents, self.manifest, wanted, together=math.inf):
             progress(tensor.nbytes)
             yield wanted[source], in_type(wanted[source], tensor)
 
@@ -249,7 +251,8 @@ def appearing(out: Path, *, folder: bool = False) -> Iterator[Path]:
         if folder:
             shutil.rmtree(temporary, ignore_errors=True)
         else:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # a read-only file system refuses even this
+                temporary.unlink()
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry], about: Mapping[str, str], tensors: Tensors) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,6 @@ from slurmtrain.weights import hf_names
 SHOWN = 3
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """What this rank has loaded: the folder, the number of tensors, and their bytes in its memory."""
-
-    folder: Path
-    tensors: int
-    size: int
-
-
 def weights_path(model: Mapping[str, Any]) -> Path | None:
     """Return the folder that the config group `model` begins with the weights of; None: it names none."""
     path = model.get("path")
@@ -48,7 +38,7 @@ def check_config(model: Mapping[str, Any], folder: Path) -> None:
         known_models.check_agrees(model, fields, str(folder))
 
 
-def load_pretrained(model: nn.Module, folder: Path) -> Loaded:
+def load_pretrained(model: nn.Module, folder: Path) -> None:
     """Fill the parameters of `model` that this rank holds (whole, DTensors, or a stage of a pipeline) from `folder`.
 
     Args:
@@ -65,7 +55,8 @@ def load_pretrained(model: nn.Module, folder: Path) -> Loaded:
     if isinstance(inner, HuggingFace):
         names = [name_without_adapters(name) for name, _ in inner.named_parameters()]  # of a tied one the first
         if not all(HuggingFace.stored_name(name) in stored for name in names if name in held):
-            return _load_converted(held, folder)
+            _load_converted(held, folder)
+            return
         wanted = _wanted(held, stored, HuggingFace.stored_name, folder)
     elif isinstance(inner, Decoder):
         wanted = _wanted(held, stored, hf_names.hugging_face_name, folder)
@@ -83,10 +74,9 @@ def load_pretrained(model: nn.Module, folder: Path) -> Loaded:
     for source, box, part in wanted:
         if part.numel():
             part.copy_(source.read(box))
-    return Loaded(folder, len(wanted), sum(part.nbytes for _, _, part in wanted))
 
 
-def _load_converted(held: Mapping[str, Tensor], folder: Path) -> Loaded:
+def _load_converted(held: Mapping[str, Tensor], folder: Path) -> None:
     """Fill `held` from a model whose tensors transformers names or joins otherwise than the files do (experts of an MoE).
 
     Each rank then has the whole model in memory for a while, in the element type of the files.
@@ -98,7 +88,6 @@ def _load_converted(held: Mapping[str, Tensor], folder: Path) -> Loaded:
             part = whole[HuggingFace.stored_name(name)][box.within(Box.whole(tensor.shape))]
             if part.numel():
                 local(tensor.detach()).copy_(part)
-    return Loaded(folder, len(held), sum(local(tensor).nbytes for tensor in held.values()))
 
 
 def _wanted(

@@ -118,7 +118,7 @@ class Bench:
     """All measurements, on one rank.
 
     Attributes:
-        asynchronous: by name, what begins a save and returns whether it is over: committed, and read back.
+        asynchronous: by name, what begins a save and returns whether it is over: committed, and cleaned up.
     """
 
     def __init__(self, rank: int, training: Training, folder: Path):

@@ -83,6 +83,16 @@ class RaggedText:
         self.train = self.valid = Ragged()
 
 
+class UnevenText:
+    """As a `data._target_` that does not say how long its samples are."""
+
+    valid = None
+
+    def __init__(self, **ignored: Any):
+        self.train: Any = Uneven()
+        self.train.seq_len = None
+
+
 class NothingHeldOut:
     """As a `data._target_`."""
 
@@ -226,6 +236,13 @@ def test_a_pipeline_refuses_a_set_with_longer_sequences_than_it_trains_on(
     words = ["parallel.pp=2", "cluster.tasks_per_node=2", "train.micro_batch_size=4", "train.steps=1", longer]
     for ending in gloo_ranks.start_joined(2, fit, tmp_path / "run", words).endings():
         assert "sequences of 65 tokens" in str(ending.error)
+
+
+def test_a_pipeline_refuses_steps_of_different_lengths(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    words = ["parallel.pp=2", "cluster.tasks_per_node=2", "train.micro_batch_size=4", "train.eval_every=0"]
+    words += ["train.steps=3", f"data._target_={__name__}.UnevenText"]
+    for ending in gloo_ranks.start_joined(2, fit, tmp_path / "run", words).endings():
+        assert "the stages of the pipeline are set up for the" in str(ending.error)
 
 
 def test_an_empty_set_is_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import slurmtrain
-from slurmtrain.errors import ConfigError
+from slurmtrain.errors import ConfigError, UsageError
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.signals import StopCause, StopFlag
 from tests.support.gloo import GlooRanks
@@ -147,15 +147,17 @@ def scripts(world: DistributedContext, folder: Path) -> dict[str, Any]:
         script.trainer(devices=3).fit(module(script.pytorch))
     except ConfigError as error:
         found["wrong devices"] = str(error)
-    for name in ("async", "plain loader"):
+    for name in ("async", "plain loader", "no sampler"):
         trainer = script.trainer(callback=script.ours.SlurmtrainCallback(folder=folder / name))
         if name == "async":
             trainer.strategy.checkpoint_io = script.ours.AsyncCheckpointIO()
         samples = torch.utils.data.TensorDataset(torch.ones(8, 4))
+        loaders = slurmtrain if name == "no sampler" else torch.utils.data
         try:
-            trainer.fit(module(script.pytorch), torch.utils.data.DataLoader(samples))
-        except ConfigError as error:
+            trainer.fit(module(script.pytorch), loaders.DataLoader(samples))
+        except (ConfigError, UsageError) as error:
             found[name] = str(error)
+    found["orders"] = _orders_of_loaders_made_anew(script, folder / "orders")
     found["handlers"] = _handlers_while_training(script, folder / "handlers")
     return found
 
@@ -177,6 +179,25 @@ def _handlers_while_training(script: Script, folder: Path) -> bool:
     sampler: Any = torch.utils.data.DistributedSampler(samples, 2, script.world.environment.rank)
     trainer.fit(module(script.pytorch), slurmtrain.DataLoader(samples, batch_size=4, sampler=sampler))
     return seen == [True]
+
+
+def _orders_of_loaders_made_anew(script: Script, folder: Path) -> list[list[float]]:
+    """This rank's samples in two epochs, for each of which Trainer asks the module for a loader."""
+    samples = torch.utils.data.TensorDataset(torch.arange(64.0).reshape(16, 4))
+    sampler: Any = torch.utils.data.DistributedSampler(samples, 2, script.world.environment.rank)
+    seen: list[list[float]] = []
+
+    class Look(script.pytorch.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_start(self, trainer: Any, model: Any, batch: list[Tensor], index: int) -> None:
+            seen.append(batch[0][:, 0].tolist())
+
+    model = module(script.pytorch)
+    model.train_dataloader = lambda: slurmtrain.DataLoader(samples, batch_size=8, sampler=sampler)
+    callback = script.ours.SlurmtrainCallback(folder=folder)
+    trainer = script.trainer(callback=callback, max_epochs=2, reload_dataloaders_every_n_epochs=1)
+    trainer.callbacks.append(Look())
+    trainer.fit(model)
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +242,13 @@ def test_saves_of_which_nobody_knows_when_they_are_complete_and_loaders_without_
 ) -> None:
     assert all("AsyncCheckpointIO saves in the background" in each["async"] for each in found)
     assert all("cannot go on within an epoch of a DataLoader" in each["plain loader"] for each in found)
+    assert all("pass sampler=DistributedSampler" in each["no sampler"] for each in found)
+
+
+def test_loaders_that_are_made_anew_for_each_epoch_have_the_orders_of_their_epochs(found: list[dict[str, Any]]) -> None:
+    (first, second), _ = each = [each["orders"] for each in found]
+    assert first != second
+    assert [sorted([*one, *other]) for one, other in zip(*each, strict=True)] == [[4.0 * row for row in range(16)]] * 2
 
 
 def test_lightnings_own_handling_of_signals_stands_back(found: list[dict[str, Any]]) -> None:

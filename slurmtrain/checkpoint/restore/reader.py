@@ -34,7 +34,7 @@ from slurmtrain.checkpoint.tensors import box_of, bytes_of, dtype_of, local
 
 SPAN_BYTES = 16 << 20  # the most that is read at once into memory of its own, unless a single row is longer
 STRAIGHT_BYTES = 4 << 10  # smaller parts are not worth a read of their own
-TOGETHER_BYTES = 2**29  # of tensors that `read_whole` has in memory at a time
+TOGETHER_BYTES = 2**29  # of tensors that `read_whole` has in memory at a time, unless more are wanted
 
 Blocks = dict[str, list[int]]  # numbers of blocks by file
 Need = dict[str, dict[int, int]]  # bytes that are needed of a block, by file and number
@@ -365,11 +365,13 @@ def read_tensors(
 
 
 def read_whole(
-    path: Path, contents: Contents, manifest: Manifest, names: Iterable[str]
+    path: Path, contents: Contents, manifest: Manifest, names: Iterable[str], *, together: float = TOGETHER_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors of a checkpoint by name, whole, in the memory of one process.
 
-    Many are read together: to read each by itself would digest its blocks again.
+    Args:
+        together: bytes of tensors that are read at a time: to read each by itself would digest its blocks again, of which
+            every rank's file has one for it.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -377,10 +379,12 @@ def read_whole(
     alone, waiting = RankGroup(None), deque(names)
     while waiting:
         some: dict[str, Tensor] = {}
-        while waiting and (not some or sum(each.nbytes for each in some.values()) < TOGETHER_BYTES):
+        size = 0
+        while waiting and size < together:
             name = waiting.popleft()
             fact = contents.facts[name]
             some[name] = torch.empty(fact.shape, dtype=dtype_of(fact.dtype), device="cpu")
+            size += some[name].nbytes
         damage, _ = read_tensors(
             path,
             contents,

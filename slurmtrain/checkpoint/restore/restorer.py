@@ -63,7 +63,6 @@ class Restored:
         path: folder of the checkpoint.
         step: optimiser steps done.
         incarnation_label: the incarnation that saved it; empty: it is a folder of another program's weights.
-        size: bytes of all its files.
         set_aside: what was wrong with newer checkpoints that were set aside.
         asked_for: the caller named this checkpoint.
         left_out: names of the objects that it has and that nobody asked for.
@@ -74,7 +73,6 @@ class Restored:
     path: Path
     step: int
     incarnation_label: str
-    size: int = 0
     set_aside: tuple[str, ...] = ()
     asked_for: bool = False
     left_out: tuple[str, ...] = ()
@@ -354,7 +352,6 @@ def _restored(
         path,
         manifest.step,
         manifest.incarnation_label,
-        manifest.size,
         set_aside,
         asked_for=request.path is not None,
         left_out=tuple(left_out),

@@ -133,8 +133,8 @@ def pretrained(config: Config) -> Callable[[nn.Module], Restored] | None:
 
 def _read_weights(config: Config, model: nn.Module, folder: Path) -> Restored:
     check_config(config.model, folder)
-    loaded = load_pretrained(model, folder)
-    return Restored(folder, 0, "", loaded.size, as_start=True)
+    load_pretrained(model, folder)
+    return Restored(folder, 0, "", as_start=True)
 
 
 def build(group: str, values: dict[str, Any]) -> Any:

@@ -43,7 +43,11 @@ def test_by_name_the_outermost_are_taken() -> None:
 
 def test_without_names_the_units_are_what_lists_hold_but_no_embedding() -> None:
     model: Any = Net()
-    assert units(model) == [layer[place] for layer in model.parts["layers"] for place in (0, 2)]
+    wanted = [layer[place] for layer in model.parts["layers"] for place in (0, 2)]
+    assert units(model) == wanted
+    model.parts["head"] = model.head  # its matrix is the embedding's
+    model.again = nn.Sequential(*model.parts["layers"])
+    assert units(model) == wanted  # FSDP manages a parameter in one unit
 
 
 def test_a_class_that_the_model_does_not_have_is_refused() -> None:
