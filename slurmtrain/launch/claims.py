@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +19,11 @@ import msgspec
 from slurmtrain.system.process import ProcessMark
 from slurmtrain.system.records import open_to_append, read_json
 
+log = logging.getLogger(__name__)
+
 NAME = "claim"
 POLL_S = 0.2  # seconds between looks at a lock: another host's has no event to await
+UNKNOWN_AFTER = 25  # looks, after which the wait for a lock of which nobody knows the holder is told
 
 
 @contextlib.contextmanager
@@ -39,6 +43,8 @@ def claimed(folder: Path, busy: Callable[[ProcessMark], None]) -> Iterator[None]
             if looks > 1 and not told and owner is not None and owner.lives() is not False:
                 told = True
                 busy(owner)
+            if looks == UNKNOWN_AFTER and not told:  # somebody who may read the file, or a child of who is dead
+                log.warning("waiting for the lock on %s, which another process holds: `lsof` shows it", folder / NAME)
             time.sleep(POLL_S)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, msgspec.json.encode(ProcessMark.own()))
@@ -52,7 +58,7 @@ def claimed(folder: Path, busy: Callable[[ProcessMark], None]) -> Iterator[None]
 def is_claimed(folder: Path) -> bool:
     """Return whether some process holds the claim."""
     try:
-        descriptor = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -259,3 +260,19 @@ def test_the_claim_of_a_shell_ends_with_it_however_it_ends(tmp_path: Path) -> No
 
         with claimed(tmp_path, busy):
             assert told == [shell.pid]
+
+
+def test_what_others_put_in_place_of_a_claim_or_lock_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No look hangs at it, and nobody waits for an unknown process without a word."""
+    claim = tmp_path / "claim"
+    for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)):
+        make(claim)
+        assert not is_claimed(tmp_path)
+        with pytest.raises(PermissionError, match="not a regular file of yours"), claimed(tmp_path, print):
+            pass
+        claim.rmdir() if claim.is_dir() else claim.unlink()
+    held = os.open(claim, os.O_RDONLY | os.O_CREAT, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    threading.Timer(30 * claims.POLL_S, os.close, [held]).start()
+    with claimed(tmp_path, print):
+        assert "waiting for the lock" in caplog.text
