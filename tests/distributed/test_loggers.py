@@ -201,9 +201,10 @@ def test_mlflow_has_one_run_with_each_step_once_whatever_ended_the_attempts(
     run = LoggedRun(id="20261123-1", name="n", user="u", directory=tmp_path, attempt=1, config=described)
     run_dir = RunDir(tmp_path)
 
-    with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
+    with monkeypatch.context() as broken:
         broken.setattr("slurmtrain.observe.mlflow_logger._log_params", lambda *_: 1 / 0)
-        MlflowLogger(config).open(run)
+        with pytest.raises(ZeroDivisionError):
+            MlflowLogger(config).open(run)
     first = MlflowLogger(config)  # the next try, or attempt
     assert first.open(run) == Held()
     for step in (1, 2, 3):
