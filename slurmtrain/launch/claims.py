@@ -1,7 +1,7 @@
 """Claims: locks by which only one process at a time does something, for several shells on several hosts.
 
 The lock is the kernel's (flock(2), which NFS has, too), so it ends with the process that holds it, however that ends. The file
-says who that is. Where the file system has no locks, nobody is kept out.
+says who that is, for as long. Where the file system has no locks, nobody is kept out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.system.process import ProcessMark
 from slurmtrain.system.records import open_to_append, read_json
 
@@ -33,7 +34,7 @@ def claimed(folder: Path, busy: Callable[[ProcessMark], None]) -> Iterator[None]
     Args:
         busy: called once with another owner; an error that it raises ends the wait.
     """
-    descriptor = open_to_append(folder / NAME)
+    descriptor, held = open_to_append(folder / NAME), False
     try:
         looks, told = 0, False
         while not _lock(descriptor, fcntl.LOCK_EX):
@@ -46,12 +47,16 @@ def claimed(folder: Path, busy: Callable[[ProcessMark], None]) -> Iterator[None]
             if looks == UNKNOWN_AFTER and not told:  # somebody who may read the file, or a child of who is dead
                 log.warning("waiting for the lock on %s, which another process holds: `lsof` shows it", folder / NAME)
             time.sleep(POLL_S)
+        held = True
         os.ftruncate(descriptor, 0)
         os.write(descriptor, msgspec.json.encode(ProcessMark.own()))
         yield
     finally:
-        with contextlib.suppress(OSError):  # also for children that have inherited it
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        if held:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for children that have inherited it
         os.close(descriptor)
 
 
@@ -68,8 +73,8 @@ def is_claimed(folder: Path) -> bool:
 
 
 def holder_here(folder: Path) -> int | None:
-    """Return the id of the process of this machine that holds the claim; None if there is none."""
-    owner = _owner(folder) if is_claimed(folder) else None
+    """Return the id of the process of this machine that holds the claim, with or without a lock; None if there is none."""
+    owner = _owner(folder)
     return owner.pid if owner is not None and owner.lives() else None
 
 
@@ -85,5 +90,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _owner(folder: Path) -> ProcessMark | None:
-    """Return who has written the claim last; None if its file is not complete."""
-    return ProcessMark.from_json(read_json(folder / NAME))
+    """Return who holds the claim, or was killed while it did; None if its file does not say that."""
+    with contextlib.suppress(UnreadableRecordError):
+        return ProcessMark.from_json(read_json(folder / NAME))
+    return None

@@ -243,6 +243,15 @@ def test_one_process_at_a_time_holds_a_claim(tmp_path: Path, monkeypatch: pytest
     assert most == [1] and not is_claimed(tmp_path) and claims.holder_here(tmp_path) is None
 
 
+def test_where_a_file_system_has_no_locks_a_claim_still_says_who_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda *_: os.unlink(tmp_path / "none"))  # any OSError
+    with claimed(tmp_path, print):
+        assert claims.holder_here(tmp_path) == os.getpid()
+    assert claims.holder_here(tmp_path) is None
+
+
 def test_the_claim_of_a_shell_ends_with_it_however_it_ends(tmp_path: Path) -> None:
     """Whoever waits is told once who that is. A file that is torn, as after a power cut, does no harm."""
     (tmp_path / "claim").write_text('{"host": "a')
