@@ -12,7 +12,7 @@ _TOKENS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 def whole(text: str, least: int = 0) -> int:
     """Return a whole number."""
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
+    if not (text.isascii() and text.isdigit() and len(text) < 20) or int(text) < least:
         bound = f" of at least {least}" if least else ""
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number{bound}")
     return int(text)

@@ -292,7 +292,7 @@ VERBS: dict[str, Verb] = {
                 "Print a table of all points with their metrics.",
                 arguments=(
                     SWEEP,
-                    option("-o, --output FILE", "write FILE.csv, .md or .json instead of printing"),
+                    option("-o, --output FILE", "write FILE.csv or FILE.json instead of printing"),
                     option("--format csv|json", "default: by FILE's suffix, or a table"),
                     option("--json", "the same as --format json", action="store_const", dest="format", const="json"),
                     option("--metric NAME", "compare its best values (default: checkpoint.best_metric, else loss)"),

@@ -131,7 +131,7 @@ def describe(
     title = (
         f"Cluster {facts.name}, partition {chosen.name}: written by `python -m slurmtrain probe` of slurmtrain {version}. "
         f"Use it: python -m slurmtrain +cluster={file_name} submit. Has the cluster changed since? "
-        f"python -m slurmtrain probe --out - | diff - FILE"
+        f"python -m slurmtrain probe --partition {chosen.name} --out - | diff - FILE"
     )
     return ClusterFile(file_name, chosen.name, title, tuple(entries))
 

@@ -80,6 +80,8 @@ def find_or_create(config: MlflowConfig, run: LoggedRun) -> tuple[Any, str, str]
             experiment = client.get_experiment_by_name(name)
     found = client.search_runs([experiment.experiment_id], f"tags.`{TAG}` = '{run.id}'", max_results=1)
     if found:
+        if not found[0].data.params:  # a kill, or a server that failed, has kept the first attempt from it
+            _log_params(client, found[0].info.run_id, run.config)
         return client, experiment.experiment_id, found[0].info.run_id
     tags = {TAG: run.id, "mlflow.user": run.user, "slurmtrain.directory": str(run.directory), **config.tags}
     if run.sweep:

@@ -98,7 +98,7 @@ def step_time(config: Config, dims: ParallelDims, hardware: Hardware) -> StepTim
     seconds[IMBALANCE] = micro_batches * (slowest - mean) / flops
     traffic = traffic_of(Work(config, dims, shape, seq_len))
     traffic_s = {each.axis: each.seconds(hardware) for each in traffic}
-    seconds |= _showing(traffic, traffic_s, micro_batches * slowest / flops, micro_batches, config, dims)
+    seconds |= _showing(traffic, traffic_s, micro_batches * slowest / flops, micro_batches, dims)
     return StepTime(
         tokens=train.global_batch_size * seq_len,
         nodes=config.cluster.node_range.most,
@@ -150,7 +150,6 @@ def _showing(
     traffic_s: Mapping[str, float],
     computing_s: float,
     micro_batches: int,
-    config: Config,
     dims: ParallelDims,
 ) -> dict[str, float]:
     """Return by axis the seconds of communication that make the step longer."""

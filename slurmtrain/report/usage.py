@@ -1,7 +1,4 @@
-"""Where the hours of many runs went: by run or by user.
-
-From the run directories, and what NVML has shown of the GPUs that stood idle although a run held them.
-"""
+"""Where the hours of many runs went: by run or by user, from their directories."""
 
 from __future__ import annotations
 

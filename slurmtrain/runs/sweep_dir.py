@@ -23,6 +23,7 @@ class SweepInfo(TypedDict, total=False):
     parallelism: Count | None
     after: list[str]
     token: str
+    command: str | None
     workdir: str
 
 

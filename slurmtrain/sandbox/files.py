@@ -68,7 +68,7 @@ def write_files(
         (directory / name).mkdir(mode=0o700)
     texts = {"slurm.conf": slurm_conf(spec, site), "gres.conf": gres_conf(spec, devices)}
     if does(version, CGROUP_PLUGIN_DISABLED):
-        texts["cgroup.conf"] = "CgroupPlugin=disabled\n"  # see SLURMD_NEEDS_CGROUP
+        texts["cgroup.conf"] = "CgroupPlugin=disabled\n"
     if prefix is not None:
         texts[PREFIX_FILE] = f"{prefix}\n"
         # A job that was told to export nothing gets the PATH of a login, which has another SLURM or none.

@@ -43,10 +43,8 @@ def does(version: Version | None, behaviour: Version) -> bool:
 
 
 # slurmd initialises its cgroup plugin even where nothing uses cgroups, and fails where it may not write to cgroup v2.
-# 22.05.8 not; 23.11.11, 25.05.9.
-SLURMD_NEEDS_CGROUP = (23, 11)
-
-# It takes CgroupPlugin=disabled in cgroup.conf. 23.11.11 refuses it; 24.11.7, 25.05.9 take it; 24.05 by its source.
+# 22.05.8 not; 23.11.11, 25.05.9. It takes CgroupPlugin=disabled in cgroup.conf: 23.11.11 refuses it; 24.11.7, 25.05.9 take it;
+# 24.05 by its source.
 CGROUP_PLUGIN_DISABLED = (24, 5)
 
 # It marks a job when the grace time of a preemption begins, and takes the job's next end for that preemption. Neither

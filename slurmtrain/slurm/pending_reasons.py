@@ -79,7 +79,7 @@ REASONS = (
     # Faults.
     ("JobLaunchFailure|SystemFailure|BootFail", "it could not be started", "ask who runs the cluster"),
 )
-OF_WHOM = {"Assoc": "account", "Association": "account", "QOS": "QOS"}
+OF_WHOM = {"Assoc": "account", "QOS": "QOS"}
 
 
 def is_held(reason: str) -> bool:

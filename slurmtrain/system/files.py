@@ -97,37 +97,6 @@ def write_new(path: Path, content: bytes | Iterable[bytes], *, mode: int | None 
     _write(path, content, os.O_EXCL, mode, durable=durable)
 
 
-def give_name(temporary: Path, path: Path) -> None:
-    """Give a whole file its name, unless something has that name: of several processes, on any hosts, one does it.
-
-    Unlike a rename it replaces nothing. It is a link (link(2)), or on a file system without links an empty file that is
-    created exclusively (open(2), O_EXCL), and then replaced: who is killed just then leaves it empty. The temporary file
-    is gone afterwards.
-
-    Raises:
-        FileExistsError: something has that name.
-        OSError: the name cannot be given.
-    """
-    try:
-        try:
-            os.link(temporary, path)
-            return
-        except OSError as error:
-            # NFS asks once more when an answer is lost, and is told that the link which it has made is there.
-            if _is_one_file(temporary, path):
-                return
-            if error.errno not in NO_LINKS:
-                raise
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode(path.parent)))
-        try:
-            temporary.replace(path)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def link_or_copy(source: Path, target: Path) -> None:
     """Make a second name for a file, or where the file system has no links, a copy of it. Symbolic links are not followed.
 
@@ -142,19 +111,6 @@ def link_or_copy(source: Path, target: Path) -> None:
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(target)) from None
         shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _is_one_file(first: Path, second: Path) -> bool:
-    """Return whether two names are links to one file. They are opened, since NFS would answer from its cache."""
-    found = []
-    for path in (first, second):
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return False
-        found.append(os.fstat(descriptor))
-        os.close(descriptor)
-    return os.path.samestat(*found)
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.errors import ClusterError
+from slurmtrain.system.records import read_text
 
 WITHOUT_OBJECT = "pods"  # instead of an object's name, in a pod of an engine that no manifest of ours started
 ANSWER_S = 60.0
@@ -75,7 +76,11 @@ def state_of(manifest: Path) -> tuple[str | None, str]:
 
 def _of(manifest: Path) -> list[str]:
     """Return the option for the objects of a manifest."""
-    if "kind: " not in manifest.read_text():
+    try:
+        text = read_text(manifest)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ClusterError(f"there is no {manifest}", hint="it is written by submit and by render") from None
+    if "kind: " not in text:
         raise ClusterError(
             "kubectl does not know SkyPilot's tasks",
             hint="`render --target skypilot -o FILE` writes one; then `sky jobs launch FILE`, `queue` and `cancel`",

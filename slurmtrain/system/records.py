@@ -195,11 +195,15 @@ def open_to_append(path: Path) -> int:
         OSError: it cannot be opened.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, file_mode(path.parent))
+    refused = PermissionError(errno.EPERM, "it is not a regular file of yours", str(path))
+    try:
+        descriptor = os.open(path, flags, file_mode(path.parent))
+    except OSError as error:
+        raise (refused if error.errno in (errno.ELOOP, errno.EISDIR) else error) from None
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         os.close(descriptor)
-        raise PermissionError(errno.EPERM, "it is not a regular file of yours", str(path))
+        raise refused
     return descriptor
 
 

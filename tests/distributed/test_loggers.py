@@ -193,13 +193,19 @@ def test_a_run_that_was_interrupted_is_one_run_with_each_step_once(
     assert KEY not in run.output
 
 
-def test_mlflow_has_one_run_with_each_step_once_whatever_ended_the_attempts(tmp_path: Path) -> None:
+def test_mlflow_has_one_run_with_each_step_once_whatever_ended_the_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = MlflowConfig(enabled=True, experiment="lm", tags={"team": "a"})
     described = {"optim": {"lr": 0.1}, "secrets": {"KEY": "env"}}
     run = LoggedRun(id="20261123-1", name="n", user="u", directory=tmp_path, attempt=1, config=described)
     run_dir = RunDir(tmp_path)
 
-    first = MlflowLogger(config)
+    with monkeypatch.context() as broken:
+        broken.setattr("slurmtrain.observe.mlflow_logger._log_params", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            MlflowLogger(config).open(run)
+    first = MlflowLogger(config)  # the next try, or attempt
     assert first.open(run) == Held()
     for step in (1, 2, 3):
         first.log(step, {"loss": 1 / step, "b/s (x)": float("nan")})

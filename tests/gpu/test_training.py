@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -81,23 +79,15 @@ def test_the_parts_of_a_step_add_up_and_memory_and_speed_are_known(tmp_path: Pat
     assert 0 < last["mfu_attended"] < last["mfu"] < 1
 
 
-def test_a_profile_has_the_kernels_and_the_memory_of_the_gpu_and_changes_no_bit(tmp_path: Path) -> None:
+def test_a_profile_has_the_kernels_of_the_gpu_and_changes_no_bit(tmp_path: Path) -> None:
     words = [*ON_GPU, "train.deterministic=true"]
     profiled(alone(), tmp_path / "run", {2}, words)
     profiled(alone(), tmp_path / "plain", set(), words)
     (folder,) = (tmp_path / "run" / "profiles").iterdir()
-    assert sorted(each.name for each in folder.iterdir()) == [
-        "rank-0.memory.pickle",
-        "rank-0.trace.json.gz",
-        "rank-0.txt",
-    ]
+    assert sorted(each.name for each in folder.iterdir()) == ["rank-0.trace.json.gz", "rank-0.txt"]
     with gzip.open(folder / "rank-0.trace.json.gz") as file:
         kinds = {event.get("cat") for event in json.load(file)["traceEvents"]}
     assert "kernel" in kinds and recorded_steps(folder / "rank-0.trace.json.gz") == 2
-    snapshot: dict[str, Any] = pickle.loads((folder / "rank-0.memory.pickle").read_bytes())
-    (events,) = (each for each in snapshot["device_traces"] if each)
-    assert snapshot["segments"] and {"alloc", "free_completed"} <= {each["action"] for each in events}
-    assert any("slurmtrain" in frame["filename"] for each in events for frame in each.get("frames", []))
     assert "CUDA" in (folder / "rank-0.txt").read_text()
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
 

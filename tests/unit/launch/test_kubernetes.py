@@ -322,6 +322,11 @@ def test_status_reads_the_run_directory_and_asks_whether_the_pods_run(
         add_attempt(run, job_id=run.info()["job_ids"][0], **attempt)
     found = shown("status", run.id)
     assert (found["state"], sentence in found["sentence"]) == (state, True), found
+    if state == "running":
+        run.manifest.unlink()
+        assert f"there is no {run.manifest}" in shown("status", run.id)["sentence"]
+        os.mkfifo(run.manifest)
+        assert "is not a regular file" in shown("status")[0]["sentence"]
 
 
 @pytest.mark.parametrize("target", ["trainjob", "rayjob"])

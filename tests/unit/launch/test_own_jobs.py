@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -242,6 +243,15 @@ def test_one_process_at_a_time_holds_a_claim(tmp_path: Path, monkeypatch: pytest
     assert most == [1] and not is_claimed(tmp_path) and claims.holder_here(tmp_path) is None
 
 
+def test_where_a_file_system_has_no_locks_a_claim_still_says_who_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda *_: os.unlink(tmp_path / "none"))  # any OSError
+    with claimed(tmp_path, print):
+        assert claims.holder_here(tmp_path) == os.getpid()
+    assert claims.holder_here(tmp_path) is None
+
+
 def test_the_claim_of_a_shell_ends_with_it_however_it_ends(tmp_path: Path) -> None:
     """Whoever waits is told once who that is. A file that is torn, as after a power cut, does no harm."""
     (tmp_path / "claim").write_text('{"host": "a')
@@ -259,3 +269,19 @@ def test_the_claim_of_a_shell_ends_with_it_however_it_ends(tmp_path: Path) -> No
 
         with claimed(tmp_path, busy):
             assert told == [shell.pid]
+
+
+def test_what_others_put_in_place_of_a_claim_or_lock_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No look hangs at it, and nobody waits for an unknown process without a word."""
+    claim = tmp_path / "claim"
+    for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)):
+        make(claim)
+        assert not is_claimed(tmp_path)
+        with pytest.raises(PermissionError, match="not a regular file of yours"), claimed(tmp_path, print):
+            pass
+        claim.rmdir() if claim.is_dir() else claim.unlink()
+    held = os.open(claim, os.O_RDONLY | os.O_CREAT, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    threading.Timer(30 * claims.POLL_S, os.close, [held]).start()
+    with claimed(tmp_path, print):
+        assert "waiting for the lock" in caplog.text
