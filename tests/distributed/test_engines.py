@@ -101,6 +101,7 @@ def test_rounds_of_two_equal_sites_are_one_run_although_one_is_preempted_within_
     assert_same_tensors(load_file(federated / "global.safetensors"), exported(project))
 
 
+@pytest.mark.slow
 def test_a_round_begins_with_the_weights_that_flare_has_sent(project: Project, federated: Path) -> None:
     hook = f"train.hooks=[{{_target_: flare_rounds.GlobalWeights, file: '{project.path}/global.safetensors'}}]"
     project.submit("train.steps=2").finish()
@@ -281,6 +282,7 @@ def test_a_job_of_ray_trains_on_when_a_node_is_lost_and_stops_by_the_hook_of_a_p
 # SkyPilot: what it makes of the task, wherever its `sky` is installed.
 
 
+@pytest.mark.slow
 def test_nodes_of_skypilot_crash_start_again_stop_and_finish_together(project: Project, scripts: list[Program]) -> None:
     """What the task runs, as SkyPilot would, which is not there."""
     run, task = prepared(project, "skypilot", "train.steps=12", "checkpoint.every_steps=4")

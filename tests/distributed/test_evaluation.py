@@ -65,7 +65,7 @@ class Packed(Ragged):
 class Uneven(Ragged):
     """Samples of different length."""
 
-    seq_len = 48
+    seq_len: Any = 48
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample, length = super().__getitem__(index), 20 + index * 5 % 29
