@@ -446,15 +446,15 @@ class Checkpointer:
         def left() -> float | None:
             return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-        if grace_s is not None:
-            self.hurry()
-            if self._pending is None:
-                self._discard.set()  # of a copy on the nodes
         try:
-            if self._pending is not None and grace_s is not None and not self._pending.wait(grace_s):
-                self._discard.set()
-            else:
-                self.wait()
+            if grace_s is not None:
+                self.hurry()
+                # Without a save in flight the thread may copy to the nodes.
+                done = self._pending.wait(grace_s) if self._pending is not None else self._wait_for_writer(grace_s)
+                if not done:
+                    self._discard.set()
+                    return
+            self.wait()
         finally:
             _open.discard(self)
             if self._uploader is not None:

@@ -89,8 +89,8 @@ class UnevenText:
     valid = None
 
     def __init__(self, **ignored: Any):
-        self.train: Any = Uneven()
-        self.train.seq_len = None
+        self.train = Uneven()
+        vars(self.train)["seq_len"] = None
 
 
 class NothingHeldOut:

@@ -185,18 +185,11 @@ def _orders_of_loaders_made_anew(script: Script, folder: Path) -> list[list[floa
     """This rank's samples in two epochs, for each of which Trainer asks the module for a loader."""
     samples = torch.utils.data.TensorDataset(torch.arange(64.0).reshape(16, 4))
     sampler: Any = torch.utils.data.DistributedSampler(samples, 2, script.world.environment.rank)
-    seen: list[list[float]] = []
-
-    class Look(script.pytorch.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_start(self, trainer: Any, model: Any, batch: list[Tensor], index: int) -> None:
-            seen.append(batch[0][:, 0].tolist())
-
-    model = module(script.pytorch)
+    seen, model = list[list[float]](), module(script.pytorch)
+    model.on_train_batch_start = lambda batch, index: seen.append(batch[0][:, 0].tolist())
     model.train_dataloader = lambda: slurmtrain.DataLoader(samples, batch_size=8, sampler=sampler)
     callback = script.ours.SlurmtrainCallback(folder=folder)
-    trainer = script.trainer(callback=callback, max_epochs=2, reload_dataloaders_every_n_epochs=1)
-    trainer.callbacks.append(Look())
-    trainer.fit(model)
+    script.trainer(callback=callback, max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(model)
     return seen
 
 
