@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
 
 import pytest
 
-from tests.faults.hostile_runs import mutate_and_read
 from tests.faults.matrix import Matrix
 from tests.faults.rows import BAD, ROWS, Outcome, Tally, load, table
 
@@ -51,16 +47,3 @@ def test_a_checkpointer_that_deletes_the_older_first_is_found_out_as_losing_both
 
 def test_a_checkpointer_that_saves_another_state_is_found_out_as_silently_wrong(matrix: Matrix) -> None:
     assert matrix.run(ROWS["kill -9 of all ranks"], 4, mutant="another state")[Outcome.WRONG] == 4
-
-
-# Run directories of a shape that once ended a reading verb in a traceback or kept it busy: links to /, links to themselves,
-# and half of a surrogate pair in attempt.json.
-FOUND = [438065778, 295950631, 767440973, 23546]  # seeds of `python -m tests.faults "any shape"`
-
-
-def test_shapes_of_a_run_directory_that_were_once_a_traceback_are_not(tmp_path: Path) -> None:
-    with ProcessPoolExecutor(
-        1, get_context("spawn")
-    ) as process:  # which it limits, and whose view of SLURM it replaces
-        found = process.submit(mutate_and_read, tmp_path, FOUND).result()
-    assert [wrong for _, wrong in found if wrong] == []

@@ -107,38 +107,6 @@ def test_what_becomes_of_an_end(name: str, tmp_path: Path) -> None:
         run.jobset.reap()
 
 
-def test_pods_that_wait_for_others_leave_when_they_are_told_and_that_costs_nothing(tmp_path: Path) -> None:
-    run = program(tmp_path, "exit 0")
-    run.jobset.start()
-    try:
-        run.jobset.pods[1].kill()
-        folder = run.run_dir.attempt(1)
-        wait_until(lambda: folder.pods.is_dir(), "in an attempt")
-        run.jobset.pods[0].send_signal(signal.SIGTERM)
-        assert run.jobset.pods[0].wait(60) == 75
-        assert (run.last().reason, run.last().stalled) == ("asked", False)
-    finally:
-        run.jobset.reap()
-
-
-def test_a_pod_that_is_stopped_in_its_set_up_leaves_after_the_line_at_work_and_that_costs_nothing(
-    tmp_path: Path,
-) -> None:
-    run = program(
-        tmp_path,
-        "exit 0",
-        "cluster.setup=['touch $SLURMTRAIN_RUN_DIR/begun-$JOB_COMPLETION_INDEX', 'until [ -e go ]; do sleep 0.05; done']",
-    )
-    run.jobset.start()
-    try:
-        wait_until(lambda: (run.run_dir.path / "begun-1").exists(), "in its set-up")
-        run.jobset.pods[1].send_signal(signal.SIGTERM)
-        assert run.jobset.pods[1].wait(60) == 75
-        assert run.run_dir.attempt_numbers() == []
-    finally:
-        run.jobset.reap()
-
-
 def test_a_set_up_that_fails_says_at_which_line_and_is_counted(tmp_path: Path) -> None:
     run = program(tmp_path, "exit 0", "cluster.setup=['cat missing']", "cluster.pods.max_restarts=1")
     assert run.jobset.run() == "Failed" and run.jobset.counted == 1

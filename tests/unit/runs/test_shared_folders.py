@@ -137,19 +137,6 @@ def in_team(team: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
-def test_ones_own_run_is_asked_about_with_its_slurm_conf_in_a_teams_folder_too(
-    mine: RunDir, in_team: RunDir, tmp_path: Path, asked: Asked
-) -> None:
-    for run, mode in ((mine, 0o755), (in_team, 0o700), (in_team, 0o750)):  # as `chmod -R g+rX` lets the team read it
-        conf = tmp_path / f"slurm-{mode}.conf"
-        conf.touch()
-        run.update_info(slurm_conf=str(conf))
-        run.path.chmod(mode)
-        before = len(asked())
-        assert main(["status", str(run.path)]) == 0
-        assert set(asked()[before:]) == {f"squeue {conf}"}
-
-
 def test_what_the_team_may_write_into_a_run_names_no_slurm_conf(
     in_team: RunDir, stranger: Stranger, tmp_path: Path
 ) -> None:
