@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import random
+import re
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -110,12 +111,8 @@ def test_one_changed_bit_is_found_wherever_it_is_and_nothing_live_is_touched(tmp
 def test_a_header_that_names_two_tensors_the_other_way_round_is_damage(tmp_path: Path) -> None:
     """Their size is the same, and so nothing else tells it."""
     shard = save(tmp_path, model_of(700, 700))
-    data = (
-        shard.read_bytes()
-        .replace(b"model.b0", b"model.??", 1)
-        .replace(b"model.b1", b"model.b0", 1)
-        .replace(b"??", b"b1", 1)
-    )
+    data = shard.read_bytes()
+    data = re.sub(rb"model.b([01])", lambda name: b"model.b%d" % (1 - int(name[1])), data, count=2)
     shard.write_bytes(data)
     with pytest.raises(CheckpointError, match=f"the header of {shard.name} is not what was written"):
         restore(tmp_path, model_of(700, 700), path=shard.parent)

@@ -17,11 +17,9 @@ from slurmtrain import __version__
 from slurmtrain.cli import main
 from slurmtrain.cli.arguments import parse, visible_verbs
 from slurmtrain.cli.help import topics
-from slurmtrain.cli.sandbox import OF_SPEC
 from slurmtrain.cli.verbs import VERBS
 from slurmtrain.config.folders import PACKAGE, config_groups, shipped
 from slurmtrain.config.overrides import normalise
-from slurmtrain.sandbox import SandboxSpec
 from tests.support.commands import Cli, refusal
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import printed, shown
@@ -176,11 +174,6 @@ def test_tab_offers_the_values_of_an_option(cli: Cli) -> None:
         ("slurmtrain probe --out ", []),
     ):
         assert cli("-sc", "query=bash", COMP_LINE=line).stdout.split() == offered, line
-
-
-def test_the_sizes_of_a_sandbox_that_the_help_names_are_its_own() -> None:
-    asked = parse(["sandbox", "up"])
-    assert {name: getattr(asked, name) for name in OF_SPEC} == {name: vars(SandboxSpec())[name] for name in OF_SPEC}
 
 
 def completed_by_bash(cli: Cli, typed: str) -> str:

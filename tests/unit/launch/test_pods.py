@@ -105,17 +105,3 @@ def test_what_becomes_of_an_end(name: str, tmp_path: Path) -> None:
             assert len(run.attempts()) == restarts + 1
     finally:
         run.jobset.reap()
-
-
-def test_a_set_up_that_fails_says_at_which_line_and_is_counted(tmp_path: Path) -> None:
-    run = program(tmp_path, "exit 0", "cluster.setup=['cat missing']", "cluster.pods.max_restarts=1")
-    assert run.jobset.run() == "Failed" and run.jobset.counted == 1
-    said = "slurmtrain: the set-up has ended with exit code 1 at: cat missing"
-    assert said in run.jobset.logs()
-
-
-def test_another_number_of_pods_than_the_config_says_never_starts(tmp_path: Path) -> None:
-    run = program(tmp_path, "exit 0")
-    run.jobset.variables = {"PET_NODE_RANK": "0", "PET_NNODES": "3", "PET_MASTER_ADDR": "x"}
-    assert run.jobset.run() == "Failed"
-    assert "this is pod 0 of 3, but the config says cluster.nodes=2" in run.jobset.logs()
