@@ -31,6 +31,7 @@ RECORD_BYTES = 4 << 20  # limit for run.json, attempt.json and the like: a job o
 EVENTS_BYTES = 64 << 20
 METRICS_BYTES = 512 << 20  # half a million logged steps
 TAIL_BYTES = 65536  # of a run's metrics, in which its present values are
+DEEPEST = 100  # levels of a YAML file: who goes through its values does so by recursion
 _READ_AT_ONCE = 1 << 20
 LOCK_PAUSE_S = 0.02  # between looks whether a lock is free
 _TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -171,7 +172,7 @@ def parse_yaml(data: bytes) -> Any:
     """Parse YAML without aliases, which `submit` does not write: a few lines of them expand to more than fits anywhere.
 
     Raises:
-        ValueError: it is no such YAML, is not UTF-8, or is nested deeper than Python can follow; with a sentence in one line.
+        ValueError: it is no such YAML, is not UTF-8, or has more than `DEEPEST` levels; with a sentence in one line.
     """
     import yaml
 
@@ -180,11 +181,19 @@ def parse_yaml(data: bytes) -> Any:
         text = data.decode()
         if "*" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, loader)):
             raise yaml.YAMLError("an alias")
-        return yaml.load(text, loader)
+        found = yaml.load(text, loader)
+        if not _is_shallow(found, DEEPEST):
+            raise RecursionError
+        return found
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(str(error).partition("\n")[0]) from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _is_shallow(value: Any, levels: int) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels > 0 and all(_is_shallow(each, levels - 1) for each in inside)
 
 
 def open_to_append(path: Path) -> int:
