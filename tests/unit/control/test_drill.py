@@ -119,14 +119,6 @@ def test_every_ending_has_its_result_and_says_why_and_what_to_set(
     assert hint in "".join(found.hints[:1])
 
 
-def test_every_verdict_can_be_made_of_a_run_that_has_left_next_to_nothing() -> None:
-    for way in Way:
-        for attempts in ([], [Attempt(1)], [Attempt(1), Attempt(2)], [Attempt(1, verdict="end", ended=1.0)]):
-            for over in (False, True):
-                found = judge(Evidence(way, attempts=attempts, over=over, explanation="lost"), PLAN)
-                assert found.result is not PASSED and found.sentence
-
-
 def test_the_exit_code_tells_a_failure_from_a_site_where_nothing_could_be_tried() -> None:
     assert exit_code([PASSED, NOT_TRIED, NOT_JUDGED]) == 0
     assert exit_code([PASSED, FAILED]) == 1

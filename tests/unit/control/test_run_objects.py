@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +83,6 @@ def test_relative_paths_and_runs_are_those_of_the_project(
     assert run.path.is_relative_to(project / "runs") and not (tmp_path / "runs").exists()
     assert load_frozen(run.path / "config.yaml").cluster.nodes == 2
     assert slurmtrain.open_run("last", project="project") == run == slurmtrain.open_run(run.path)
-
-
-def test_threads_may_submit_at_the_same_time(project: Path, slurm: FakeSlurm) -> None:
-    stderr, runs = sys.stderr, list[slurmtrain.Run]()
-    threads = [threading.Thread(target=lambda: runs.append(slurmtrain.submit(SMALL))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(runs)) == 3 and sys.stderr is stderr and not GlobalHydra.instance().is_initialized()
 
 
 @pytest.mark.parametrize(

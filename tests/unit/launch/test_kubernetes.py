@@ -161,21 +161,6 @@ def test_what_cannot_work_in_pods_is_refused_before_anything_is_made(
     assert list(project.iterdir()) == []
 
 
-def test_resources_are_quantities_and_the_container_takes_what_else_a_cluster_wants(project: Path) -> None:
-    safe = "{allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}"
-    words = ["+cluster.pods.resources={ephemeral-storage: 1.5Ti, cpu: 1500m, memory: 2Gi, hugepages-2Mi: 4Gi}"]
-    words += ["cluster.gpus_per_node=0", "cluster.gpu_type=null", "cluster.gpu_memory_gb=null"]
-    words += [f"+cluster.pods.container={{securityContext: {safe}, envFrom: [{{configMapRef: {{name: proxy}}}}]}}"]
-    (found,) = documents("+cluster=kubernetes", *here([*NEEDED, *words], project))
-    check_by_schema(found)
-    (container,) = pod_of(found)["spec"]["containers"]
-    wanted = {"ephemeral-storage": "1.5Ti", "cpu": "1500m", "memory": "2Gi", "hugepages-2Mi": "4Gi"}
-    assert container["resources"] == {"requests": wanted, "limits": wanted}
-    # None of these is a device, which would need to pin memory: a namespace with restrictions takes the pod.
-    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    assert container["envFrom"] == [{"configMapRef": {"name": "proxy"}}]
-
-
 def test_the_object_its_container_and_the_mounts_of_volumes_take_what_else_a_cluster_wants(project: Path) -> None:
     words = [
         *("+cluster=kubernetes", IMAGE, "+cluster.pods.resources={rdma/hca: 8}"),
@@ -360,12 +345,6 @@ def test_a_task_of_skypilot_is_not_a_matter_of_kubectl(project: Path, kubectl: F
     assert "kubectl does not know SkyPilot's tasks; attempt 1 is next" in shown("status", run.id)["sentence"]
     assert "kubectl does not know SkyPilot's tasks" in refused("cancel", run.id, code=1)
     assert kubectl.calls == []
-
-
-def test_a_trainjob_that_is_gone_is_gone_although_its_runtime_is_there(project: Path, kubectl: FakeKubectl) -> None:
-    run = submitted(project, "cluster.pods.target=trainjob")
-    kubectl.remove(next(name for name in kubectl.objects if name.startswith("TrainJob")))
-    assert shown("status", run.id)["state"] == "lost"
 
 
 def test_without_an_answer_status_says_what_the_files_know_and_resume_whom_to_wait_for(

@@ -15,7 +15,6 @@ from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.launch.job import submit_existing_script
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.paths import current_folder
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import printed
@@ -101,18 +100,6 @@ def test_a_job_is_told_the_path_that_the_shell_uses_and_not_what_links_here_reso
     for name in (link, project):
         monkeypatch.setenv("PWD", str(name))
         assert run_dir.name in printed("status", run_dir.name)
-
-
-def test_a_pwd_that_is_another_folder_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    for wrong in (str(tmp_path), "here", "", str(tmp_path / "gone")):
-        monkeypatch.setenv("PWD", wrong)
-        assert current_folder() == here
-    (tmp_path / "link").symlink_to(here)
-    monkeypatch.setenv("PWD", str(tmp_path / "link"))
-    assert current_folder() == tmp_path / "link"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.supervise.platforms import local
-from slurmtrain.system.files import write_json
 from slurmtrain.system.process import ProcessMark
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
@@ -171,18 +170,6 @@ def test_cancel_of_a_sweep_ends_every_job_of_its_runs(project: Path, slurm: Fake
     in_queue(slurm, "101_1 PENDING x", "200 RUNNING x", "201 PENDING x", f"300 PENDING slurmtrain:{two.id}:1")
     assert main(["sweep", "cancel", "last"]) == 0
     assert cancelled(slurm) == ["101", "200", "201", "300"]
-
-
-def test_cancel_reaches_every_job_of_an_evaluation(make: Make, slurm: FakeSlurm) -> None:
-    run = make("100")
-    failed(run, "100")
-    evaluation = run.evaluation(7)
-    for folder in (evaluation.attempts, evaluation.checkpoints):
-        folder.mkdir(parents=True)
-    write_json(evaluation.info_file, {**run.info(), "id": evaluation.id, "job_ids": ["200", "201"], "made_at": None})
-    in_queue(slurm, "200 RUNNING x", "201 PENDING x", f"202 PENDING slurmtrain:{evaluation.id}:1")
-    assert main(["cancel", run.id]) == 0
-    assert cancelled(slurm) == ["200", "201", "202"]
 
 
 # SLURM gives an id twice: on a cluster that is set up again (`sandbox down`, `up`), and after MaxJobId.

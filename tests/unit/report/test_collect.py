@@ -207,6 +207,3 @@ def test_a_file_is_of_the_kind_of_its_name_and_replaced_in_one_step_or_not_at_al
         (tmp_path / "out.csv").mkdir(exist_ok=True)
         assert "cannot write" in odd.refused(capsys, "-o", str(tmp_path / name))
     assert sorted(path.name for path in out.iterdir()) == ["link.csv", "t.CSV"]
-
-
-# On a terminal.

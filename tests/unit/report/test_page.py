@@ -374,6 +374,3 @@ def test_a_wrong_command_is_refused_in_a_sentence(runs: Path, words: list[str], 
     shown = capsys.readouterr().err
     assert said in shown
     assert len(shown.splitlines()) <= 3
-
-
-# What is drawn.

@@ -18,8 +18,6 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
-from slurmtrain.runs import attempts
-from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.sandbox import default_directory
 from slurmtrain.system import records
@@ -365,16 +363,6 @@ def test_without_a_controller_every_run_is_shown_and_the_doubt_is_said_once(
     assert "cannot be asked" not in printed("status", local.id)
 
 
-def test_a_job_that_is_gone_is_asked_for_three_times_and_then_once_and_believed_when_it_is_there_after_all(
-    job: Job,
-) -> None:
-    job.attempt(**running())
-    assert said() == ("lost", False) and asked(job) == 3
-    assert said() == ("lost", False) and asked(job) == 4
-    queue(job, "RUNNING")
-    assert said() == ("running", True)
-
-
 @pytest.mark.parametrize(("then", "state"), [("RUNNING", ("running", True)), ("nobody answers", ("unknown", True))])
 def test_one_empty_answer_of_squeue_is_not_believed(then: str, state: tuple[str, bool], job: Job) -> None:
     job.attempt(**running())
@@ -491,21 +479,6 @@ def at(moments: dict[float, Callable[[], object]]) -> Callable[[float], None]:
             moments.pop(moment)()
 
     return meanwhile
-
-
-def test_following_asks_the_queue_seldom_and_outlives_its_errors(job: Job) -> None:
-    number = job.attempt(**running())
-    queue(job, "RUNNING")
-
-    def last_words() -> None:
-        log(job, number, "last words\n")
-        attempts.write_attempt(
-            job.run, Attempt(number, job_id="7", started=1.0, ended=2.0, verdict="end", sentence="x")
-        )
-
-    no_waiting(job.monkeypatch, at({20.0: lambda: job.slurm.fail("squeue"), 40.0: last_words}))
-    assert printed("logs", RUN_ID, "-f") == "last words\n"
-    assert asked(job) in range(2, 5)  # 40 s, every 20 s
 
 
 def test_a_resumed_run_is_followed_into_its_next_attempt_and_one_attempt_to_its_own_end(job: Job, capsys: Out) -> None:
