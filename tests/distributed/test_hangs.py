@@ -113,12 +113,12 @@ import slurmtrain
 
 slurmtrain.init(device="cpu", watchdog=3)
 attempt = os.environ["SLURMTRAIN_ATTEMPT"]
-for step in range(5 if attempt == "3" else 100):
+for step in range(100):
     time.sleep(0.3)
     slurmtrain.should_stop()
     if step == 18 and attempt == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if step == 18 and attempt == "2":
+    if step == 18:
         ctypes.PyDLL(None).sleep(1000)
 """
 
@@ -182,9 +182,11 @@ def test_a_rank_that_is_alone_is_named_and_ended_when_it_is_stopped_or_holds_the
     """Ranks of two that are killed or stopped, and start again in their job: see tests/slurm/test_training.py."""
     (project.path / "own.py").write_text(ALONE)
     words = ("+cluster=local", "job=command", f"job.command='{sys.executable} -u own.py'", "cluster.cpus_per_task=1")
-    run = project.submit(*words, "watchdog.min_s=3", "watchdog.factor=1", small=False).finish()
-    stopped, held, finished = run.attempts()
-    assert (stopped.reason, held.reason, finished.reason) == ("hang", "hang", "finished")
+    limits = ("watchdog.min_s=3", "watchdog.factor=1", "requeue.max_attempts_without_progress=2")
+    run = project.submit(*words, *limits, small=False)
+    assert run.wait() == 1, run.output
+    stopped, held = run.attempts()
+    assert [(each.reason, each.verdict) for each in (stopped, held)] == [("hang", "requeue"), ("hang", "end")]
     node = stopped.nodes[0]
     assert stopped.sentence is not None and held.sentence is not None
     assert stopped.sentence.startswith(f"hung: rank 0 on {node} was stopped (SIGSTOP) in step "), stopped.sentence
