@@ -182,31 +182,6 @@ def test_the_object_its_container_and_the_mounts_of_volumes_take_what_else_a_clu
     assert container["securityContext"]["capabilities"]["add"] == ["SYS_PTRACE", "IPC_LOCK"]  # RDMA pins memory
 
 
-OF_SLURM = ["cluster.partition=gpu", "cluster.exclude=n1", "requeue.in_place=true", "cluster.pods.ttl_s=60"]
-ON_SLURM = "cluster.partition=gpu, cluster.exclude=n1, requeue.in_place=true"
-WITHOUT_EFFECT = {
-    "jobset": (OF_SLURM, ON_SLURM),
-    "trainjob": (OF_SLURM, f"{ON_SLURM}, cluster.pods.ttl_s=60"),
-    "skypilot": (["cluster.pods.queue=gpus"], "cluster.pods.queue=gpus, cluster.pods.shm_gb=64, cluster.pods.tolerations="),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("target", WITHOUT_EFFECT)
-def test_settings_that_a_target_has_no_use_for_are_named_once(
-    target: str, project: Path, kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words, named = WITHOUT_EFFECT[target]
-    own = ["+cluster=kubernetes", "cluster.gpu_memory_gb=null", *here(NEEDED, project)]
-    said = f"without effect with the target {target}: {named}"
-    printed(*own, *words, "render", "--target", target)
-    assert capsys.readouterr().err.count(said) == 1
-    if target != "skypilot":
-        printed(*own, *words, f"cluster.pods.target={target}", "submit")
-        assert capsys.readouterr().err.count(said) == 1
-        printed(*own, f"cluster.pods.target={target}", "submit")
-        assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("name", ["a" * 64, "9lives", "Über_all+1"])
 def test_names_of_objects_and_their_pods_are_short_enough_for_kubernetes(name: str, project: Path) -> None:
     words = here([*NEEDED, "cluster.nodes=1000", "train.global_batch_size=8000"], project)

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -210,24 +209,6 @@ def test_resume_submits_a_run_whose_only_job_has_ended_since_the_shell_that_subm
 
 
 # Claims.
-
-
-def test_one_process_at_a_time_holds_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "POLL_S", 0.01)
-    held, most, gate = [0], [0], threading.Barrier(6)
-
-    def work() -> None:
-        gate.wait()
-        with claimed(tmp_path, lambda owner: None):
-            held[0] += 1
-            most[0] = max(most[0], held[0])
-            assert is_claimed(tmp_path) and claims.holder_here(tmp_path) == os.getpid()
-            held[0] -= 1
-
-    with ThreadPoolExecutor(6) as pool:
-        for done in [pool.submit(work) for _ in range(6)]:
-            done.result()
-    assert most == [1] and not is_claimed(tmp_path) and claims.holder_here(tmp_path) is None
 
 
 def test_where_a_file_system_has_no_locks_a_claim_still_says_who_holds_it(

@@ -213,18 +213,6 @@ def test_every_line_that_does_something_knows_why_it_is_there(project: Path, slu
         assert field in why(begin), begin
 
 
-def test_render_explains_below_each_line_for_people(project: Path, slurm: FakeSlurm, capsys: Out) -> None:
-    words = ["+cluster=a100x4", "cluster.nodes=2", "render"]
-    assert main(words) == 0
-    script = capsys.readouterr().out.splitlines()
-    shown = printed(*words, "--explain")
-    assert re.search(r"^#SBATCH --nodes=2\n +\| cluster.nodes", shown, re.MULTILINE)
-    assert all(line.strip() in shown for line in script)
-    assert main([*words, "--explain", "-o", "job.sbatch"]) == 2
-    assert main([*words, "--json"]) == 2
-    assert not (project / "runs").exists()
-
-
 # One source: render, --dry-run and submit.
 
 

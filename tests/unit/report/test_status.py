@@ -308,24 +308,6 @@ def test_a_packed_run_is_reached_by_its_own_step_and_not_at_all_without_a_contro
     assert changes(job) == [f"scancel --signal={'USR2' if verb == 'requeue' else 'TERM'} 7.2"]
 
 
-def test_a_run_is_left_out_of_its_pack_when_it_has_ended_there_or_has_another_job(job: Job) -> None:
-    job.run.update_info(packed=True)
-    queue(job, "RUNNING")
-    job.is_on("n0")
-    assert job.starts(restarts=0) == "go"
-    job.attempt(**ended("requeue"))
-    assert job.starts(restarts=1) == "go"
-    job.attempt(**ended("end", restart=1))
-    assert job.starts(restarts=2) == "end"
-    job.run.update_info(job_ids=["7", "8"])  # `sweep retry`
-    job.is_on("n0", job_id="8")
-    assert [job.starts(restarts=0), job.starts(restarts=1)] == ["go", "go"]  # its node died before the run had begun
-    job.is_on("n0", job_id="7")
-    assert job.starts(restarts=3) == "end"
-    job.attempt(**ended("done", job="8"))
-    assert job.starts(restarts=3) == "done"
-
-
 # What is asked of SLURM, and without an answer.
 
 
