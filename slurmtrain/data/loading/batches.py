@@ -214,23 +214,17 @@ def fetch_batch(spec: DatasetSpec, indices: NDArray[np.int64], numbers: NDArray[
     if spec.method is FetchMethod.GET_SEEDED_BATCH:
         seeded: Batch = dataset.get_seeded_batch(indices, numbers=numbers, seed=seed)
         return seeded
-    keys = _seeds_of(seed, numbers)
+    keys = mixed(numbers.astype(np.uint64) ^ mixed(np.array([seed % 2**64], dtype=np.uint64)))
     with preserved_random_state():
         if spec.method is FetchMethod.GET_ITEM:
-            return collate([_fetch_seeded(dataset, int(i), int(key)) for i, key in zip(indices, keys, strict=True)])
+            samples = []
+            for index, key in zip(indices.tolist(), keys.tolist(), strict=True):
+                seed_generators(key)
+                samples.append(dataset[index])
+            return collate(samples)
         seed_generators(int(keys[:1].sum()))
         batch: Batch = dataset.get_batch(indices)
         return batch
-
-
-def _seeds_of(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return the number that seeds the random generators for each sample, from the sample's number in the run [B]."""
-    return mixed(numbers.astype(np.uint64) ^ mixed(np.array([seed % 2**64], dtype=np.uint64)))
-
-
-def _fetch_seeded(dataset: MapDataset, index: int, key: int) -> Any:
-    seed_generators(key)
-    return dataset[index]
 
 
 def seed_generators(key: int) -> None:
