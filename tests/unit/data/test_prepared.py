@@ -200,9 +200,9 @@ def empty(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (cut, "00003.tokens has 78 bytes, but 80 were written"),
-        (empty, "00003.tokens has 0 bytes, but 80 were written"),
-        (Path.unlink, "00003.tokens cannot be read: No such file"),
+        (cut, "train.tokens has 78 bytes, but 80 were written"),
+        (empty, "train.tokens has 0 bytes, but 80 were written"),
+        (Path.unlink, "train.tokens cannot be read: No such file"),
     ],
 )
 def test_a_damaged_file_is_one_sentence_at_the_start_and_later(
@@ -217,7 +217,7 @@ def test_a_damaged_file_is_one_sentence_at_the_start_and_later(
     with pytest.raises(ConfigError, match=sentence):
         everything(opened_later)
     if damage is not Path.unlink:  # what is open can be read, whatever happens to the name
-        with pytest.raises(ConfigError, match=r"00003.tokens has \d+ bytes, but 80 were written"):
+        with pytest.raises(ConfigError, match=r"train.tokens has \d+ bytes, but 80 were written"):
             everything(train)
 
 
@@ -240,7 +240,7 @@ def test_broken_ends_are_refused(data: Path, number: int, value: int) -> None:
     ends[number] = value
     ends.tofile(path)
     for packing in ("best_fit", "documents"):
-        with pytest.raises(ConfigError, match=r"00003.ends: the ends .* do not rise to the 40 tokens"):
+        with pytest.raises(ConfigError, match=r"train.ends: the ends .* do not rise to the 40 tokens"):
             everything(PreparedText(str(data), 4, packing=packing).train)
 
 
@@ -280,7 +280,7 @@ def test_a_file_server_that_stays_away_may_be_there_at_the_next_start(
 ) -> None:
     train = PreparedText(str(data), 4).train
     tried = failing(errno.EIO, 100)
-    with pytest.raises(DataError, match=r"00000.tokens cannot be read: Input/output error, also 3 s later") as caught:
+    with pytest.raises(DataError, match=r"train.tokens cannot be read: Input/output error, also 3 s later") as caught:
         train[0]
     assert len(tried) == 5 and caught.value.exit_code == 1
     tried = failing(errno.EMFILE, 2)
@@ -364,9 +364,9 @@ def sparse(tmp_path: Path) -> Path:
     """10^11 tokens in 100 shards that take no room on the disk."""
     shards = []
     for number in range(100):
-        shard = Shard(f"{number:05d}", 1, 10**9, 10**9, dict.fromkeys(("tokens", "ends", "bytes"), ""))
+        shard = Shard(f"{number:05d}", 1, 10**9, 10**9, dict.fromkeys(("tokens", "ends"), ""))
         shards.append(shard)
-        (tmp_path / "train").mkdir(exist_ok=True)
+        (tmp_path / shard.name).mkdir()
         for kind, size in shard.file_sizes("uint16").items():
             with open(shard_file(tmp_path, "train", shard.name, kind), "wb") as file:
                 file.truncate(size)
