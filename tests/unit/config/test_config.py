@@ -75,8 +75,8 @@ def test_bash_variables_in_set_up_lines_reach_bash() -> None:
 
 def test_interpolations_are_resolved_in_the_frozen_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARED_DATA", "/shared/data")
-    config = compose(["data=files", "data.paths=['${oc.env:SHARED_DATA}/*.txt']", "data.seq_len='${train.steps}'"])
-    assert config.data["paths"] == ["/shared/data/*.txt"]
+    config = compose(["+data.more=['${oc.env:SHARED_DATA}/*.txt']", "data.seq_len='${train.steps}'"])
+    assert config.data["more"] == ["/shared/data/*.txt"]
     assert config.data["seq_len"] == config.train.steps
     assert "${" not in freeze(config)
 
