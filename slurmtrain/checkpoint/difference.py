@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import MANIFEST, OWN, file_name, own_names
-from slurmtrain.checkpoint.format.headers import read_contents, read_own_state
+from slurmtrain.checkpoint.format.directory import MANIFEST, OWN, file_name, own_name
+from slurmtrain.checkpoint.format.headers import parse_own_state
 from slurmtrain.checkpoint.format.manifest import TensorFacts, read_manifest
-from slurmtrain.checkpoint.restore.reader import read_whole
+from slurmtrain.checkpoint.restore.reader import read_contents, read_whole
 from slurmtrain.checkpoint.safetensors_files import tensors_of
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.checkpoint.tensors import dtype_name
+from slurmtrain.checkpoint.tensors import bytes_of, dtype_name
 
 SAFETENSORS, TORCH_FILES = ".safetensors", (".pt", ".pth", ".bin", ".ckpt")
 
@@ -112,13 +112,15 @@ def _of_ours(path: Path, ranks: int) -> _Part:
     """Return all tensors and plain values of a checkpoint, but of so many ranks only those that each has for itself."""
     manifest = read_manifest(path)
     contents = read_contents(path, manifest)
-    common = {name for rank in range(ranks) for name in own_names(contents.facts, rank).values()}
+    own = [own_name(rank, "") for rank in range(ranks)]  # of their JSON, which begins all of their names
     tensors = {
-        name: fact for name, fact in sorted(contents.facts.items()) if not name.startswith(OWN) or name in common
+        name: fact
+        for name, fact in sorted(manifest.tensors.items())
+        if not name.startswith(OWN) or name.startswith(tuple(own))
     }
     plain = dict(_flat(manifest.state))
-    for file in map(file_name, range(ranks)):
-        plain.update(_flat(read_own_state(path / file, contents.files[file]), file))
+    for rank, (_, text) in enumerate(read_whole(path, contents, manifest, own)):
+        plain.update(_flat(parse_own_state(path, bytes(bytes_of(text))), file_name(rank)))
     return _Part(tensors, partial(read_whole, path, contents, manifest), plain)
 
 

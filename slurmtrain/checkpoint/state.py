@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
-from slurmtrain.checkpoint.format.directory import OWN
+from slurmtrain.checkpoint.format.directory import OWN, own_name
 from slurmtrain.checkpoint.format.manifest import TensorFacts
 from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
 from slurmtrain.checkpoint.module_state import (
@@ -136,7 +136,7 @@ def refuse_loose_tensors(objects: Mapping[str, Any]) -> None:
     for key, value in objects.items():
         if not isinstance(value, Stateful) and _has_tensor(value):
             raise CheckpointError(
-                f"{key.removeprefix(OWN)} is of type {type(value).__name__}, and nothing would take its tensors back",
+                f"{key.rpartition('/')[2]} is of type {type(value).__name__}, and nothing would take its tensors back",
                 hint="hand in what holds them: model=model, not model=model.state_dict(); or an object with state_dict() "
                 "and load_state_dict()",
             )
@@ -229,7 +229,7 @@ def load_objects(
             if loads_by_itself(value):
                 _load_by_itself(key, value)
             continue
-        if lenient and key not in plain:
+        if key not in plain and (lenient or key.startswith(OWN)):
             continue
         if isinstance(value, Optimizer):
             names = parameter_names(objects)
@@ -258,15 +258,15 @@ def _load_by_itself(key: str, module: nn.Module) -> None:
             )
 
 
-def per_rank_objects(per_rank: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what each rank saves for itself, by names that mark it as such: `per_rank` and the random state.
+def per_rank_objects(per_rank: Mapping[str, Any] | None, rank: int) -> dict[str, Any]:
+    """Return what a rank saves for itself, by its names in a checkpoint: `per_rank` and the random state.
 
     Raises:
         CheckpointError: `per_rank` has an object of that name.
     """
     if per_rank and "random" in per_rank:
         raise CheckpointError("per_rank has an object 'random', a name that is taken", hint="choose another")
-    return {OWN + key: value for key, value in {"random": RANDOM_STATE, **(per_rank or {})}.items()}
+    return {own_name(rank, key): value for key, value in {"random": RANDOM_STATE, **(per_rank or {})}.items()}
 
 
 # Plain values as JSON: numbers, texts, lists, tuples and dicts, in which a tensor leaves a reference by its name.

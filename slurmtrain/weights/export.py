@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.headers import Contents, read_contents
+from slurmtrain.checkpoint.format.headers import Contents
 from slurmtrain.checkpoint.format.manifest import Box, Manifest, read_manifest
 from slurmtrain.checkpoint.host_memory import available_memory
-from slurmtrain.checkpoint.restore.reader import read_whole
+from slurmtrain.checkpoint.restore.reader import read_contents, read_whole
 from slurmtrain.checkpoint.safetensors_files import INDEX, SINGLE
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, dtype_name, dtype_of
@@ -197,13 +197,13 @@ def opened(path: Path, only: str, dtype: str | None) -> Iterator[OpenCheckpoint]
         manifest = read_manifest(path)
         contents = read_contents(path, manifest)
         entries = []
-        for name, fact in contents.facts.items():
+        for name, fact in manifest.tensors.items():
             if name.startswith(f"{only}."):
                 saved = dtype_of(fact.dtype)
                 target = dtype_of(dtype) if dtype is not None and saved.is_floating_point else saved
                 entries.append(Entry(name.removeprefix(f"{only}."), fact.shape, saved, target, source=name))
         if not entries:
-            objects = {name.partition(".")[0] for name in contents.facts if "." in name}
+            objects = {name.partition(".")[0] for name in manifest.tensors if "." in name}
             raise UsageError(f"{path} holds no tensors of an object {only!r}", hint=nearest(only, objects))
         yield OpenCheckpoint(path, manifest, contents, entries)
 
