@@ -46,7 +46,7 @@ from slurmtrain.checkpoint.ranks import (
     claim_directory,
     config_as_json,
 )
-from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, check_allowed
+from slurmtrain.checkpoint.restore.restorer import Restored, Restorer
 from slurmtrain.checkpoint.save.job import Destination, PendingSave, SaveJob, SaveResult
 from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
 from slurmtrain.checkpoint.save.staging import Image, Staging
@@ -248,7 +248,7 @@ class Checkpointer:
                 tensors,
                 own,
                 guarded=state.changed_by_optimizers(objects, tensors),
-                optimizers=state.waiting_optimizers(objects).values(),
+                optimizers=[value for value in objects.values() if isinstance(value, Optimizer)],
                 number=self._saves_begun,
             )
         except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
@@ -564,7 +564,6 @@ class Checkpointer:
             CheckpointMismatchError: there are checkpoints, but none fits or none is sound.
             CheckpointError: `path` is no checkpoint or is damaged; or tensors are handed in that could not be loaded.
         """
-        check_allowed(allow)
         self._ranks.all_do(lambda: state.refuse_loose_tensors({**objects, **(per_rank or {})}))
         self._wait_idle()
         restored = Restorer(

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
@@ -23,7 +25,6 @@ from slurmtrain.checkpoint.format.directory import MANIFEST, OWN, file_name, own
 from slurmtrain.checkpoint.format.headers import parse_own_state
 from slurmtrain.checkpoint.format.manifest import TensorFacts, read_manifest
 from slurmtrain.checkpoint.restore.reader import read_contents, read_whole
-from slurmtrain.checkpoint.safetensors_files import tensors_of
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import bytes_of, dtype_name
 
@@ -133,26 +134,21 @@ def _files_of_others(path: Path) -> set[str]:
 
 
 def _of_file(path: Path) -> _Part:
-    def facts(tensor: Any) -> TensorFacts:
-        return TensorFacts(tuple(tensor.shape), dtype_name(tensor.dtype))
-
-    if path.suffix == SAFETENSORS:
-        stored = tensors_of(path)
-        return _Part(
-            {name: facts(each) for name, each in stored.items()},
-            lambda names: ((name, stored[name].read()) for name in names),
-        )
+    plain: dict[str, Any]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an older pickle: what it cannot read is an error
-            plain = dict(_flat(torch.load(path, map_location="cpu", weights_only=True)))
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        if path.suffix == SAFETENSORS:
+            plain = load_file(path)  # which maps the file, and reads what is looked at
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of an older pickle: what it cannot read is an error
+                plain = dict(_flat(torch.load(path, map_location="cpu", weights_only=True)))
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         first = str(error).strip().splitlines()[:1]
-        raise CheckpointError(f"{path.name} is not read with weights_only: {' '.join(first)[:200]}") from None
-    tensors = {name: value for name, value in plain.items() if isinstance(value, torch.Tensor)}
+        raise CheckpointError(f"{path.name} cannot be read safely: {' '.join(first)[:200]}") from None
+    tensors = {name: value.detach() for name, value in plain.items() if isinstance(value, Tensor)}
     return _Part(
-        {name: facts(each) for name, each in tensors.items()},
-        lambda names: ((name, tensors[name].detach()) for name in names),
+        {name: TensorFacts(tuple(each.shape), dtype_name(each.dtype)) for name, each in tensors.items()},
+        lambda names: ((name, tensors[name]) for name in names),
         {name: value for name, value in plain.items() if name not in tensors},
     )
 

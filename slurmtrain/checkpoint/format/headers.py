@@ -7,11 +7,10 @@ boxes have to lie in their tensors and in their file, and to be as many elements
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
+import math
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -120,16 +119,6 @@ def _read_header(file: Path) -> tuple[bytes, int]:
         return prefix + opened.read(length), size
 
 
-def packed(table: Table) -> list[Any]:
-    """Return a table as values that ranks can send."""
-    return [table.shape[1], base64.b64encode(zlib.compress(table.tobytes(), level=1)).decode()]
-
-
-def unpacked(values: list[Any]) -> Table:
-    """Return what `packed` was given."""
-    return np.frombuffer(zlib.decompress(base64.b64decode(values[1])), dtype=np.int64).reshape(-1, values[0])
-
-
 @dataclass(frozen=True)
 class Contents:
     """What is in all files of a checkpoint.
@@ -155,7 +144,7 @@ class Contents:
         np.add.at(held, table[:, _TENSOR], elements)
         counts = held.tolist()
         for (name, facts), count in zip(manifest.tensors.items(), counts, strict=False):
-            wanted = Box.whole(facts.shape).numel
+            wanted = math.prod(facts.shape)
             if count != wanted:
                 what = f"its files have {count} of {wanted} elements of {name[:100]}"
                 raise DamagedError(f"{path} is damaged: {what}")

@@ -244,5 +244,7 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
             + "".join(f": {name[:100]!r}" for name in others)
         )
     if FINAL_NAME.fullmatch(path.name) and manifest.step != step_of(path):
-        raise DamagedError(f"{path} is damaged: manifest.json is that of step {manifest.step}")
+        raise DamagedError(
+            f"{path} is damaged: manifest.json is of step {manifest.step}, so it belongs to another checkpoint"
+        )
     return manifest

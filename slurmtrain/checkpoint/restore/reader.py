@@ -8,9 +8,11 @@ rank of the host has read are taken from the page cache. No rank ever holds more
 
 from __future__ import annotations
 
+import base64
 import math
 import os
 import threading
+import zlib
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +30,7 @@ from slurmtrain.checkpoint.errors import DamagedError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
 from slurmtrain.checkpoint.format.directory import own_name
-from slurmtrain.checkpoint.format.headers import Contents, packed, parse_own_state, read_headers, unpacked
+from slurmtrain.checkpoint.format.headers import Contents, parse_own_state, read_headers
 from slurmtrain.checkpoint.format.manifest import Box, Manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensors import box_of, bytes_of, dtype_of, local
@@ -54,8 +56,16 @@ def read_contents(
     """
     ranks = ranks or RankGroup(None)
     some = sorted(manifest.files)[ranks.rank :: ranks.size] if names is None else names
-    tables = ranks.gather(lambda: packed(read_headers(path, manifest, some)))
-    return Contents.whole(path, manifest, np.concatenate([unpacked(table) for table in tables]))
+
+    def read() -> list[Any]:
+        table = read_headers(path, manifest, some)
+        return [table.shape[1], base64.b64encode(zlib.compress(table.tobytes(), level=1)).decode()]
+
+    tables = [
+        np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=np.int64).reshape(-1, columns)
+        for columns, text in ranks.gather(read)
+    ]
+    return Contents.whole(path, manifest, np.concatenate(tables))
 
 
 @dataclass
@@ -218,13 +228,13 @@ class Files:
             work.setdefault((span.file, span.begin // BLOCK_BYTES), []).append(span)
 
         def fill(some: Sequence[Span]) -> None:
-            path = self._path / some[0].file
-            blocks.patiently(partial(self._fill, path, some, tensors), path)
+            blocks.patiently(partial(self._fill, some, tensors), self._path / some[0].file)
 
         blocks.each(self._pool, fill, work.values())
 
-    def _fill(self, path: Path, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
-        with os.fdopen(blocks.open_file(path), "rb", buffering=0) as file:
+    def _fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
+        """Fill what the spans, which are of one file, belong to."""
+        with os.fdopen(blocks.open_file(self._path / spans[0].file), "rb", buffering=0) as file:
             for span in spans:
                 tensor = local(tensors[span.name]).detach()
                 target = span.straight if span.straight is not None else span.memory(tensor)

@@ -114,6 +114,9 @@ class Restorer:
 
     def restore(self) -> Restored | None:
         """Load the newest sound checkpoint, or the one that was asked for; None: there is no checkpoint."""
+        for kind in self.allow:
+            if kind not in KINDS:
+                raise UsageError(f"{kind!r} is not a kind of difference that can be allowed", hint=nearest(kind, KINDS))
         copies, on_nodes = self.node_copies, None
         if copies is not None and self.path is None:
             on_nodes = self._from_nodes(copies)
@@ -209,10 +212,10 @@ class Restorer:
         own = own_json in contents.facts and not self.as_start
         if own:
             objects |= self.own_objects
-        wanted = ranks.all_do(lambda: set(module_state.module_tensors(objects)))
-        on_any_rank = wanted
-        if ranks.maximum(int(bool(of_modules(objects, manifest.tensors) - wanted))):
-            on_any_rank = set().union(*ranks.gather(lambda: sorted(wanted)))
+        live = ranks.all_do(lambda: module_state.module_tensors(objects))
+        on_any_rank = set(live)
+        if ranks.maximum(int(bool(of_modules(objects, manifest.tensors) - on_any_rank))):
+            on_any_rank = set().union(*ranks.gather(lambda: sorted(live)))
 
         def find_targets() -> dict[str, Tensor]:
             """Return the tensors to fill on this rank, by name, after everything that differs was found to be allowed."""
@@ -220,18 +223,20 @@ class Restorer:
             if self.as_start:
                 saved, config = ({key: each[key] for key in objects if key in each} for each in (saved, config))
             check_config(path, saved, config, allow, changed=self.changed, asked_for=self.path is not None)
-            alone = check_names(path, objects, wanted, on_any_rank, manifest, allow)
+            alone = check_names(path, objects, live, on_any_rank, manifest, allow)
             useful = {name: fact for name, fact in manifest.tensors.items() if name not in alone}
-            return check_tensors(path, state.templates(objects, useful), useful, allow)
+            return check_tensors(path, state.templates(objects, live, useful), useful, allow)
 
         targets = ranks.all_do(find_targets)
-        own_bytes = torch.empty(contents.facts[own_json].shape, dtype=torch.uint8, device="cpu") if own else None
+        own_text = (
+            {own_json: torch.empty(contents.facts[own_json].shape, dtype=torch.uint8, device="cpu")} if own else {}
+        )
         own_plain = read_tensors(
             path,
             contents,
             manifest,
-            targets if own_bytes is None else {**targets, own_json: own_bytes},
-            live=wanted,
+            {**targets, **own_text},
+            live=live,
             ranks=ranks,
             on_this_host=self.ranks_on_host,
             buffer=self.borrow_buffer,
@@ -240,13 +245,14 @@ class Restorer:
         lenient, convert = "keys" in allow, "dtypes" in allow
         plain = {**manifest.state, **own_plain}
         ranks.all_do(lambda: state.load_objects(objects, targets, plain, lenient=lenient, convert=convert))
-        left_out = sorted(state.object_names(manifest.tensors, manifest.state) - objects.keys())
+        named = [*manifest.tensors, *(name for name in manifest.state if not name.startswith(state.EXTRA))]
+        left_out = {name.partition(".")[0] for name in named if not name.startswith(OWN)} - objects.keys()
         return Restored(
             path,
             manifest.step,
             manifest.incarnation_label,
             asked_for=self.path is not None,
-            left_out=tuple(left_out),
+            left_out=tuple(sorted(left_out)),
             as_start=self.as_start,
             **about,
         )
@@ -268,13 +274,6 @@ def _set_aside(path: Path, what: str) -> None:
 KINDS = tuple(Allow)
 FINGERPRINT = "data_fingerprint"  # in the config that a checkpoint is bound to: of the data's content
 SHOWN = 5
-
-
-def check_allowed(allow: Collection[str]) -> None:
-    """Raise UsageError if `allow` has a kind of difference that is not known."""
-    for kind in allow:
-        if kind not in KINDS:
-            raise UsageError(f"{kind!r} is not a kind of difference that can be allowed", hint=nearest(kind, KINDS))
 
 
 def check_config(
