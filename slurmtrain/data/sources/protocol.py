@@ -83,16 +83,8 @@ class DatasetSpec:
         """The data set's own `num_bytes`, read only where it is used: it may be costly to tell."""
         return getattr(self.dataset, "num_bytes", None)
 
-    @property
-    def document_mask(self) -> bool:
-        """The data set's own `document_mask`, read only where it is used."""
-        return bool(getattr(self.dataset, "document_mask", False))
-
     def __len__(self) -> int:
         return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,12 @@ from slurmtrain.config.schema import Config, PrepareConfig
 from slurmtrain.data.format.manifest import Manifest, read_manifest
 from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
-from slurmtrain.data.prepare import reading, units_done
+from slurmtrain.data.prepare import inputs
 from slurmtrain.data.prepare.conversation import BadRecord
 from slurmtrain.data.prepare.finish import finish
-from slurmtrain.data.prepare.sources import find_sources
+from slurmtrain.data.prepare.inputs import InputPiece, find_sources
 from slurmtrain.data.prepare.unit import prepare_unit
-from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on, make_plan
+from slurmtrain.data.prepare.unit_plan import PreparePlan, agree_on, make_plan
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import ConfigError, SlurmtrainError
 from slurmtrain.observe.progress import Preparing
@@ -74,9 +74,9 @@ def prepare(
     manifest = None
     for part in range(parts):
         plan = plan_of(inputs, output, **settings)
-        units = plan.share(part, parts)
+        units = plan.units[part::parts]
         if processes:
-            assert work(plan, units, processes, Event(), lambda tally: None, max_bad_share=0.0)
+            assert work(plan, units, processes, lambda: False, lambda tally: None)
         else:
             do_units(plan, part, parts)
         manifest = finish(plan, settings.get("max_bad_share", 0.0))
@@ -91,15 +91,15 @@ def plan_of(inputs: Path | Sequence[Path], output: Path, **settings: Any) -> Pre
 
 
 def do_units(plan: PreparePlan, part: int = 0, parts: int = 1) -> None:
-    tokenizer, _ = load_tokenizer(plan.settings.tokenizer)
-    for unit in plan.share(part, parts):
+    tokenizer, _ = load_tokenizer(plan.tokenizer)
+    for unit in plan.units[part::parts]:
         prepare_unit(plan, unit, tokenizer)
 
 
 def records_of(path: Path) -> list[tuple[int, Any]]:
     """The records of a file, read as one piece, each with its number."""
     (source,) = find_sources([str(path)], "auto", path.parent / "out")
-    return list(reading.records_of(InputPiece(source, 0, source.size), "text"))
+    return list(inputs.records_of(InputPiece(source, 0, source.size), "text"))
 
 
 # What comes out.
@@ -141,11 +141,11 @@ def test_a_file_cut_anywhere_gives_the_records_and_line_numbers_of_the_whole(
     path = tmp_path_factory.mktemp("cut") / "a.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n" * ends_with_newline)
     [source] = find_sources([str(path)], "auto", path.parent / "out")
-    whole = list(reading.records_of(InputPiece(source, 0, source.size), "text"))
+    whole = list(inputs.records_of(InputPiece(source, 0, source.size), "text"))
     cuts = [0, *sorted(edge for edge in edges if 0 < edge < source.size), source.size]
     found, before = [], 0
     for start, end in pairwise(cuts):
-        piece = list(reading.records_of(InputPiece(source, start, end), "text"))
+        piece = list(inputs.records_of(InputPiece(source, start, end), "text"))
         found += [(before + number, record) for number, record in piece]
         before += len(piece)
     assert found == whole
@@ -361,21 +361,13 @@ def test_bad_records_are_listed_with_their_lines_and_fail_the_job_past_the_share
     assert not (output / "manifest.json").exists()
 
     when = {path: path.stat().st_mtime_ns for path in output.rglob("*.tokens")}
-    assert work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.2)
+    assert work(plan, plan.units, 1, lambda: False, lambda tally: None)
     manifest = finish(plan, 0.2)
     assert manifest is not None and {path: path.stat().st_mtime_ns for path in when} == when
     assert (manifest.records, manifest.empty, manifest.bad) == (40, 1, len(BAD))
     kept = [bytes(ids[:-1]).decode() for ids in documents_of(output)]
     good = [f"line {number}" for number in range(1, 41) if number not in {3, 4, *BAD}]
     assert kept == ["after a byte order mark", *good]
-
-
-def test_when_no_record_is_any_good_it_is_told_at_once(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(json_lines(texts(2000, seed=1)))
-    plan = plan_of(tmp_path / "a.jsonl", tmp_path / "out", text_field="body", unit_mb=0.01)
-    with pytest.raises(ConfigError, match=r"none of the first \d+ records can be used.*no field 'body'"):
-        work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.5)
-    assert len(units_done.units_done(plan.output)) < len(plan.units)
 
 
 @pytest.mark.parametrize("packing", ["gz", "zst"])
@@ -448,7 +440,7 @@ def interfering(plan: PreparePlan, interfere: Callable[[], object]) -> Slurmtrai
     """What is raised when something happens between plan and work."""
     interfere()
     with pytest.raises(SlurmtrainError) as refused:
-        work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.0)
+        work(plan, plan.units, 1, lambda: False, lambda tally: None)
     return refused.value
 
 
@@ -459,7 +451,7 @@ def test_an_input_that_vanishes_may_come_back_but_one_that_changes_may_not(tmp_p
     plan = plan_of(path, tmp_path / "out")
     error = interfering(plan, lambda: path.rename(tmp_path / "away"))
     assert isinstance(error, DataError) and error.exit_code == 1
-    assert error.message == f"{path} disappeared while a data set was being prepared"
+    assert error.message == f"{path}: No such file or directory"
     (tmp_path / "away").rename(path)
     error = interfering(plan, lambda: path.write_bytes(json_lines(texts(21, seed=1))))
     assert isinstance(error, ConfigError) and "was changed while it was being prepared" in error.message
@@ -471,7 +463,7 @@ def test_an_input_that_vanishes_may_come_back_but_one_that_changes_may_not(tmp_p
     with pytest.raises(ConfigError, match=r"was started with other settings: the last change of a.jsonl was"):
         plan_of(path, tmp_path / "out")
     os.utime(path, ns=(when, when))
-    assert work(plan_of(path, tmp_path / "out"), plan.units, 1, Event(), lambda tally: None, max_bad_share=0.0)
+    assert work(plan_of(path, tmp_path / "out"), plan.units, 1, lambda: False, lambda tally: None)
 
 
 def test_another_data_set_in_the_same_output_is_refused_by_what_differs(tmp_path: Path) -> None:
@@ -560,7 +552,7 @@ def test_the_verb_prepares_verifies_and_finds_every_damage(typed: Callable[..., 
     assert code == 1
     assert [line.partition("train.")[2] for line in said.splitlines()[:2]] == [
         "tokens differs from its digest: it is damaged",
-        "ends has 232 bytes, expected 240",
+        "ends differs from its digest: it is damaged",
     ]
     ends.unlink()
     assert "train.ends cannot be read: No such file or directory" in typed("verify", "out")[1]

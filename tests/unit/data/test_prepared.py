@@ -19,8 +19,8 @@ from torch import Tensor
 from slurmtrain.cli import main
 from slurmtrain.data.format import reading
 from slurmtrain.data.format.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
-from slurmtrain.data.format.packing import best_fit_rows
 from slurmtrain.data.format.reading import DataError
+from slurmtrain.data.format.rows import best_fit_rows
 from slurmtrain.data.loading.batches import concatenate
 from slurmtrain.data.sources.mixture import Mixture
 from slurmtrain.data.sources.prepared import PreparedText
@@ -154,7 +154,6 @@ def test_bytes_of_text_are_known_where_no_pair_is_missing(tmp_path: Path, data: 
         ({"seq_len": 0}, "data.seq_len is 0"),
         ({"packing": "bestfit"}, r"data.packing is 'bestfit'\n.*did you mean best_fit"),
         ({"packing": "documents", "document_mask": True}, "data.document_mask=True with data.packing=documents"),
-        ({"train_split": "trian"}, r"no split 'trian'\n.*did you mean train"),
         ({"document_mask": True}, "data.document_mask=True with data.packing=concat"),
     ],
 )

@@ -76,7 +76,7 @@ TEXT = np.zeros(9, dtype=np.uint8)
 def test_a_plain_list_is_a_data_set_without_anything_more() -> None:
     rows = [1, 2, 3]
     spec = inspect_dataset(rows)
-    assert spec == DatasetSpec(rows, FetchMethod.GET_ITEM) and (len(spec), spec[1]) == (3, 2)
+    assert spec == DatasetSpec(rows, FetchMethod.GET_ITEM) and len(spec) == 3
     assert inspect_dataset(spec) is spec
 
 
