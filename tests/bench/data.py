@@ -94,4 +94,4 @@ def waited(source: Any, ranks: int, steps: int, step_s: float) -> float:
     found = [results.get() for _ in processes]
     for process in processes:
         process.join()
-    return statistics.mean(found)
+    return float(statistics.mean(found))

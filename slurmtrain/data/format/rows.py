@@ -75,7 +75,7 @@ class RowIndex:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(size - 16, 0))
-            self._pieces, self._rows = np.frombuffer(file.read(), "<u8").tolist()
+            self._pieces, self._rows = map(int, np.frombuffer(file.read(), "<u8"))
         self._bounds = self._pieces * PIECE.itemsize
         if size != self._bounds + (self._rows + 2) * 8:
             raise ValueError

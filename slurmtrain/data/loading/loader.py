@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slurmtrain.data.loading.batches import (
     Batch,
@@ -160,9 +161,9 @@ class BatchLoader:
 
     def _read(self, first: int) -> Step:
         """Read this rank's part of the step whose first sample has the number `first`; in a worker or in this process."""
-        numbers = np.arange(first, first + self._global)
-        numbers = numbers.reshape(-1, self._dp_size, self.micro_batch_size)[:, self._dp_rank]  # [micro batches, micro]
-        indices = self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
+        shape = -1, self._dp_size, self.micro_batch_size
+        numbers: NDArray[np.int64] = np.arange(first, first + self._global).reshape(shape)[:, self._dp_rank]
+        indices: NDArray[np.int64] = self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
         batches = [
             padded(fetch_batch(self.dataset, own, own_numbers, seed=self._seed), self._row_length)
             for own_numbers, own in zip(numbers, indices, strict=True)

@@ -76,7 +76,7 @@ class MixedSamples:
 
     def __getitem__(self, index: int) -> Any:
         part = int(np.searchsorted(self._ends, index, side="right"))
-        return self._parts[part].dataset[int(index - self._starts[part])]
+        return self._parts[part][int(index - self._starts[part])]
 
     def get_batch(self, indices: NDArray[np.int64]) -> Batch:
         """Return the samples `indices` [B] as one batch."""

@@ -86,6 +86,9 @@ class DatasetSpec:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
 
 @dataclass(frozen=True)
 class SourceSpec:
@@ -108,10 +111,9 @@ class SourceSpec:
 def inspect_source(source: Any) -> SourceSpec:
     """Look at a data object."""
     own = getattr(source, "fingerprint", None)
-    names = ("train", "valid", "vocab_size", "unigram_entropy", "description")
-    return SourceSpec(
-        *(getattr(source, name, None) for name in names), own_fingerprint=None if own is None else str(own)
-    )
+    members = ("train", "valid", "vocab_size", "unigram_entropy", "description")
+    given: dict[str, Any] = {name: getattr(source, name, None) for name in members}
+    return SourceSpec(**given, own_fingerprint=None if own is None else str(own))
 
 
 def inspect_dataset(dataset: Any, what: str = "the data set") -> DatasetSpec:

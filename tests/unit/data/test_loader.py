@@ -160,11 +160,11 @@ def test_what_get_batch_draws_comes_back_after_a_restart_and_is_new_in_each_batc
         undisturbed = [batch for _ in range(5) for batch in next(batches).micro_batches]
     for generator in (random.seed, np.random.seed, torch.manual_seed):
         generator(7)  # as after a restart, where a worker's own state is that of its start
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
     with loader(Noisy(20), samples_consumed=16, num_workers=workers) as batches:
         resumed = [batch for _ in range(3) for batch in next(batches).micro_batches]
     # The training's own draws are left alone.
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == before
     assert [batch["noise"].tolist() for batch in resumed] == [batch["noise"].tolist() for batch in undisturbed[8:]]
     assert len({float(value) for batch in undisturbed for value in batch["noise"].flatten()}) == 5 * 8 * 3
 
