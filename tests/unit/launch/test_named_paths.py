@@ -15,7 +15,6 @@ from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.launch.job import submit_existing_script
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.paths import current_folder
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import printed
@@ -55,23 +54,6 @@ def test_every_relative_path_of_a_config_means_the_folder_of_the_command(tmp_pat
     assert with_absolute_paths(found, Path("/elsewhere")) == found
 
 
-@pytest.mark.parametrize("word", ["chatml", "none"])
-@pytest.mark.parametrize("image", ["nvcr.io#nvidia/pytorch:26.01", "docker://ubuntu", "ubuntu:24.04"])
-def test_the_name_of_a_template_and_an_image_in_a_registry_stay_what_they_are(
-    word: str, image: str, tmp_path: Path
-) -> None:
-    container = ["cluster=a100x4", "cluster.container.kind=pyxis", f"cluster.container.image='{image}'"]
-    found = with_absolute_paths(compose([*container, f"prepare.chat_template={word}"]), tmp_path)
-    assert (found.prepare.chat_template, found.cluster.container.image) == (word, image)
-
-
-def test_what_another_job_makes_or_a_container_has_is_not_missed(tmp_path: Path) -> None:
-    later = compose(["cluster=a100x4", "checkpoint.restore_from=later"])
-    assert check_named_paths(later, tmp_path, later=True) == []
-    inside = ["cluster.container.kind=pyxis", "cluster.container.image=ubuntu", "checkpoint.restore_from=inside"]
-    assert check_named_paths(compose(["cluster=a100x4", *inside]), tmp_path) == []
-
-
 def test_each_job_of_a_run_begins_in_the_folder_of_the_command(
     project: Path, slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,18 +83,6 @@ def test_a_job_is_told_the_path_that_the_shell_uses_and_not_what_links_here_reso
     for name in (link, project):
         monkeypatch.setenv("PWD", str(name))
         assert run_dir.name in printed("status", run_dir.name)
-
-
-def test_a_pwd_that_is_another_folder_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    for wrong in (str(tmp_path), "here", "", str(tmp_path / "gone")):
-        monkeypatch.setenv("PWD", wrong)
-        assert current_folder() == here
-    (tmp_path / "link").symlink_to(here)
-    monkeypatch.setenv("PWD", str(tmp_path / "link"))
-    assert current_folder() == tmp_path / "link"
 
 
 @pytest.mark.parametrize(
