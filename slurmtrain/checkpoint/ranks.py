@@ -96,14 +96,9 @@ class RankGroup:
         """Return the ranks of this host, of which each has its name in `hosts`. All ranks call it together."""
         if len(set(hosts)) == 1:
             return self
-        return self.subgroup([rank for rank, host in enumerate(hosts) if host == hosts[self.rank]])
-
-    def subgroup(self, members: list[int]) -> RankGroup:
-        """Return a group of `members`, which only they have to call, and which is not to be ended.
-
-        With thousands of ranks, it would take minutes if all of them made every group. torch names it by its members: if it
-        was ended, the next one of the same members would have its name, and wait at its addresses for ever.
-        """
+        # With thousands of ranks, it would take minutes if all of them made every group. It is not to be ended: torch names it
+        # by its members, so the next one of the same members would have its name, and wait at its addresses for ever.
+        members = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         return RankGroup(self._new_group(members, use_local_synchronization=True))
 
     def _new_group(
@@ -198,18 +193,13 @@ class RankGroup:
     def _broadcast(self, answer: Answer, source: int) -> Answer:
         message = _encode(answer) if self.rank == source else b""
         length = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
-        self.share(length, source)
+        self._together(dist.broadcast, length, group_src=source)
         data = torch.zeros(int(length.item()), dtype=torch.uint8, device="cpu")
         if message:
             data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         if data.numel():
-            self.share(data, source)
-        return answer if self.rank == source else _decode(data)
-
-    def share(self, data: Tensor, source: int) -> None:
-        """Fill `data` (on the CPU) on all ranks with what rank `source` has in it."""
-        if self.group is not None:
             self._together(dist.broadcast, data, group_src=source)
+        return answer if self.rank == source else _decode(data)
 
     def _together(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """Call a collective of torch.distributed, and tell that this thread waits.
@@ -321,17 +311,17 @@ def check_has_all_ranks(group: dist.ProcessGroup | None) -> None:
 
 
 def claim_directory(
-    ranks: RankGroup, directory: Path, incarnation: Incarnation | None, host: str | None = None
+    ranks: RankGroup, directory: Path, incarnation: Incarnation | None, local: Path | str | None = None
 ) -> tuple[Incarnation, list[str]]:
     """Check that all ranks were given the same directory and see it, and claim it on rank 0; see `commit.claim`.
 
     Args:
-        host: name of this rank's host; None: the one that the host gives itself.
+        local: this rank's folder for copies.
 
     Returns:
-        The incarnation, and the host of every rank.
+        The incarnation, and the host of every rank: ranks of one host see the same files.
     """
-    answers = ranks.gather(lambda: [str(directory.absolute()), host or socket.gethostname()])
+    answers = ranks.gather(lambda: [str(directory.absolute()), f"{socket.gethostname()} {local}"])
     first = answers[0][0]
     for rank, (other, _) in enumerate(answers):
         if other != first:

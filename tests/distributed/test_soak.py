@@ -112,7 +112,7 @@ def soak(distributed: DistributedContext, directory: Path) -> Soaked:
     for number in range(1, SAVES + 1):
         for _ in range(STEPS_A_SAVE):
             training.step()
-            overlapped += not checkpointer.idle
+            overlapped += checkpointer._writer.is_alive()
         checkpointer.save(number, model=training.model, optimizer=training.optimizer)
         if number % LOOK_EVERY == 0:
             checkpointer.wait()

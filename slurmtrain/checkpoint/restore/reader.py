@@ -302,7 +302,6 @@ def read_tensors(
     ranks: RankGroup,
     on_this_host: RankGroup,
     buffer: Callable[[int], memoryview],
-    fetch: Callable[[Collection[str]], list[str]] | None = None,
 ) -> tuple[list[str], Any]:
     """Verify what all ranks need, and if it is sound, fill `targets`. All ranks call it together.
 
@@ -311,8 +310,6 @@ def read_tensors(
         live: names of the targets that must not be touched before everything is known to be sound.
         own_file: the file with the plain state that this rank has for itself, if there is one.
         buffer: returns memory of a size, to hold this rank's share.
-        fetch: brings the files that this rank needs, of which this host may not have all, and returns why it cannot; called
-            by all ranks together.
 
     Returns:
         All damage found by any rank, one sentence each, and this rank's own plain state. If there is damage, no live
@@ -332,10 +329,6 @@ def read_tensors(
     own_begin, own_end = contents.files[own_file].own_state if own_file is not None else (0, 0)
     if own_file is not None:
         ranges.append((own_file, own_begin, own_end))
-
-    damage = fetch({file for file, _, _ in ranges}) if fetch is not None else []
-    if damage:
-        return damage, None
     # As pairs, since JSON has no numbers as keys.
     needs = on_this_host.gather(lambda: {file: [*numbers.items()] for file, numbers in need_of(ranges).items()})
     share = share_out([{file: dict(pairs) for file, pairs in need.items()} for need in needs], on_this_host.rank)

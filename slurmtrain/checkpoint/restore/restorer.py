@@ -1,8 +1,8 @@
 """The restore of a training state: rank 0 chooses the newest complete checkpoint, all ranks check it and load it.
 
 A checkpoint that is damaged is set aside, and the next older one is chosen. Where the directory has none, the newest
-copy is fetched from the mirror. The copy on the nodes comes first, unless the directory has a newer one
-(`node_copies`). Differences between checkpoint and training are refused with a diff, unless they are allowed: torch itself
+copy is fetched from the mirror. Files that the nodes have copies of are read there (`node_folder`). Differences between
+checkpoint and training are refused with a diff, unless they are allowed: torch itself
 loads what fits and leaves the rest at its initial values, or converts it, without a message. Contents are verified before
 the first tensor is touched (`reader`).
 """
@@ -37,7 +37,6 @@ from slurmtrain.checkpoint.format.manifest import (
     Manifest,
     TensorFacts,
     parse_manifest,
-    read_manifest,
     read_manifest_bytes,
 )
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
@@ -49,7 +48,7 @@ from slurmtrain.errors import UsageError, nearest
 from slurmtrain.system.patience import refresh
 
 if TYPE_CHECKING:
-    from slurmtrain.checkpoint.node_copies import NodeCopies
+    from slurmtrain.checkpoint.node_folder import NodeFolder
     from slurmtrain.checkpoint.store.mirror import MirrorUploader
 
 log = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class Restored:
         asked_for: the caller named this checkpoint.
         left_out: names of the objects that it has and that nobody asked for.
         as_start: another training starts with some of its objects.
-        origin: where it was, if not in the directory: which copies on the nodes.
+        origin: where files of it were read, if not in the directory alone: the copies on the nodes.
     """
 
     path: Path
@@ -88,9 +87,8 @@ class Restored:
         skipped = f" ({len(self.set_aside)} newer set aside: {'; '.join(self.set_aside)})" if self.set_aside else ""
         why = "as asked for" if self.asked_for else "the newest complete checkpoint"
         left_out = f"; it has more that was not asked for: {', '.join(self.left_out)}" if self.left_out else ""
-        if self.origin:
-            return f"resuming at step {self.step} from {self.path.name}, the newest, from {self.origin}{left_out}"
-        return f"resuming at step {self.step} from {self.path.name}, {why}{skipped}{left_out}"
+        origin = f", from {self.origin}" if self.origin else ""
+        return f"resuming at step {self.step} from {self.path.name}, {why}{skipped}{origin}{left_out}"
 
 
 @dataclass(frozen=True)
@@ -127,36 +125,11 @@ class Restorer:
     identity: CheckpointIdentity
     borrow_buffer: Callable[[int], memoryview]
     mirror_uploader: MirrorUploader | None
-    node_copies: NodeCopies | None
+    node_folder: NodeFolder | None
     changed: frozenset[str]
 
     def restore(self, request: RestoreRequest) -> Restored | None:
-        """Load the newest sound checkpoint, or the one that was asked for; None: there is no checkpoint."""
-        if self.node_copies is None:
-            return self._restore_from_directory(request)
-        on_nodes = self._restore_from_nodes(self.node_copies, request) if request.path is None else None
-        restored = on_nodes or self._restore_from_directory(request)
-        self.node_copies.begin(on_nodes.path if on_nodes is not None else None)
-        return restored
-
-    def _restore_from_nodes(self, copies: NodeCopies, request: RestoreRequest) -> Restored | None:
-        """Load the newest copy on the nodes; None: there is none, or none that is newer, or it is damaged."""
-        path = copies.newest(request.at_most)
-        if path is None:
-            return None
-        manifest = self.ranks.all_do(lambda: read_manifest(path))
-        try:
-            damage = self._load(path, manifest, request, copies)
-        finally:
-            copies.end_restoring()
-        if damage:
-            if self.ranks.rank == 0:
-                log.warning("not from the copies on the nodes: %s: %s", path.name, "; ".join(damage))
-            return None
-        return _restored(path, manifest, request, origin="the copies on the nodes")
-
-    def _restore_from_directory(self, request: RestoreRequest) -> Restored | None:
-        """Load the newest sound checkpoint of the directory, or the one that was asked for."""
+        """Load the newest sound checkpoint of the directory, or the one that was asked for; None: there is no checkpoint."""
         set_aside: list[str] = []
         fetched: list[str] = []  # names in the mirror of the copies that were fetched
         while True:
@@ -175,7 +148,12 @@ class Restorer:
             if not damage:
                 manifest = parse_manifest(path, choice[2].encode(), choice[3])
                 with retention.reading(path):
-                    damage = self._load(path, manifest, request)
+                    origin = "the copies on the nodes" if (copies := self._copies(path, choice[3], manifest)) else ""
+                    damage = self._load(path, copies or path, manifest, request)
+                    if damage and origin:
+                        if self.ranks.rank == 0:
+                            log.warning("not from the copies on the nodes: %s: %s", path.name, "; ".join(damage))
+                        origin, damage = "", self._load(path, path, manifest, request)
             if not damage:
                 break
             if request.path is not None:
@@ -184,7 +162,25 @@ class Restorer:
                 )
             self.ranks.on_rank_0(partial(self._set_aside, path, damage))
             set_aside.append(f"{path.name}: {damage[0]}")
-        return _restored(path, manifest, request, set_aside=tuple(set_aside))
+        left_out = sorted(state.object_names(manifest.tensors, manifest.state) - request.objects.keys())
+        return Restored(
+            path,
+            manifest.step,
+            manifest.incarnation_label,
+            tuple(set_aside),
+            asked_for=request.path is not None,
+            left_out=tuple(left_out),
+            as_start=request.as_start,
+            origin=origin,
+        )
+
+    def _copies(self, path: Path, digest: str, manifest: Manifest) -> Path | None:
+        """Return where this rank finds the files of the checkpoint `path` if any node has copies of them; None: none has."""
+        if self.node_folder is None:
+            return None
+        folder = self.node_folder
+        found = self.ranks_on_host.on_rank_0(lambda: str(folder.view(path, digest, manifest.files) or ""))
+        return Path(found or path) if self.ranks.maximum(int(found != "")) else None
 
     def _choose(self, asked_for: Path | None, at_most: int | None) -> list[Any] | None:
         """Choose, on rank 0, the checkpoint to read, and look at everything but the contents of its files.
@@ -236,22 +232,16 @@ class Restorer:
                 hint="look at the *.damaged-* folders; delete them to start from scratch",
             )
 
-    def _load(
-        self,
-        path: Path,
-        manifest: Manifest,
-        request: RestoreRequest,
-        copies: NodeCopies | None = None,
-    ) -> list[str]:
+    def _load(self, path: Path, folder: Path, manifest: Manifest, request: RestoreRequest) -> list[str]:
         """Fill the objects, unless the checkpoint is damaged: then return what is wrong, and touch nothing.
 
         Args:
-            copies: `path` is this node's part of a copy on the nodes; None: it is a checkpoint that all ranks see.
+            folder: where this rank reads the files of the checkpoint `path`.
         """
         if request.path is None:
             hint = f"move it away, or start from it on purpose: checkpoint.restore_from={path}"
             self.identity.check_run(path, manifest, hint=hint)
-        found = self.ranks.gather(lambda: self._read_headers(path, manifest, copies))
+        found = self.ranks.gather(lambda: self._read_headers(folder, manifest))
         if damage := sorted({each["damage"] for each in found if "damage" in each}):
             return damage
         files = {name: held for each in found for name, held in each["files"].items()}
@@ -272,7 +262,7 @@ class Restorer:
         )
         in_file = partial(own_name, self.ranks.rank)
         damage, own_plain = read_tensors(
-            path,
+            folder,
             contents,
             manifest.files,
             targets | {in_file(name): tensor for name, tensor in own_targets.items()},
@@ -281,7 +271,6 @@ class Restorer:
             ranks=self.ranks,
             on_this_host=self.ranks_on_host,
             buffer=self.borrow_buffer,
-            fetch=None if copies is None else partial(copies.fetch, path, manifest),
         )
         if damage:
             return damage
@@ -294,11 +283,9 @@ class Restorer:
         self.ranks.all_do(load)
         return []
 
-    def _read_headers(self, path: Path, manifest: Manifest, copies: NodeCopies | None) -> dict[str, Any]:
+    def _read_headers(self, path: Path, manifest: Manifest) -> dict[str, Any]:
         """Return what is in this rank's share of the files, or what is wrong with one of them, as values to send."""
         names = sorted(manifest.files)[self.ranks.rank :: self.ranks.size]
-        if copies is not None:
-            names = copies.held(path, manifest)
         try:
             files = HeaderReader(path, manifest).read(names)
         except UnreadableError:
@@ -342,22 +329,6 @@ class Restorer:
         names = module_state.module_tensors(own_objects)
         check_names(path, own_objects, names, names, own_facts, None, allow)
         return targets, check_tensors(path, state.templates(own_objects, own_facts), own_facts, allow)
-
-
-def _restored(
-    path: Path, manifest: Manifest, request: RestoreRequest, *, set_aside: tuple[str, ...] = (), origin: str = ""
-) -> Restored:
-    left_out = sorted(state.object_names(manifest.tensors, manifest.state) - request.objects.keys())
-    return Restored(
-        path,
-        manifest.step,
-        manifest.incarnation_label,
-        set_aside,
-        asked_for=request.path is not None,
-        left_out=tuple(left_out),
-        as_start=request.as_start,
-        origin=origin,
-    )
 
 
 KINDS = tuple(Allow)
