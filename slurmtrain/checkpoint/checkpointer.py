@@ -220,16 +220,19 @@ class Checkpointer:
             tensors = self._ranks.explain(error)
         plan = self._make_plan(tensors, objects, training=True)
         assert not isinstance(tensors, CheckpointError)
-        optimizers = {key for key, value in objects.items() if isinstance(value, Optimizer)}
-        trained = module_state.trained_parameters(objects).keys() | state.of_optimizers(optimizers, tensors)
+        parameters = module_state.parameters(objects)
+        names = {id(parameter): name for name, parameter in reversed(parameters.items())}
+        frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+        optimizers = {key: value for key, value in objects.items() if isinstance(value, Optimizer)}
+        waiting = {key: optimizer for key, optimizer in optimizers.items() if state.can_wait(optimizer)}
         image: Image | CheckpointError
         try:
             image = self._staging.stage(
                 plan,
                 tensors,
                 own,
-                guarded=state.changed_by_optimizers(objects, tensors),
-                optimizers=state.waiting_optimizers(objects).values(),
+                guarded=state.of_optimizers(waiting, names, tensors),
+                optimizers=waiting.values(),
                 number=self._saves_begun,
             )
         except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
@@ -244,9 +247,9 @@ class Checkpointer:
             plan=plan,
             image=image,
             plain=plain,
-            optimizers=optimizers,
+            optimizers=optimizers.keys(),
             metrics=numbers,
-            finite=trained,
+            finite=(parameters.keys() | state.of_optimizers(optimizers, names, tensors)) - frozen,
             discard=self._discard,
             report_drift=not self._drift_reported,
         )

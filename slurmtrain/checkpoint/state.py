@@ -494,35 +494,26 @@ def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[s
     return merged
 
 
-def waiting_optimizers(objects: Mapping[str, Any]) -> dict[str, Optimizer]:
-    """Return the given optimisers whose steps can be made to wait."""
-    return {
-        key: value
-        for key, value in objects.items()
-        if isinstance(value, Optimizer)
-        and hasattr(value, "_optimizer_step_pre_hooks")
-        and getattr(type(value).step, "hooked", False)
-    }
+def of_optimizers(optimizers: Mapping[str, Optimizer], names: Mapping[int, str], tensors: Collection[str]) -> set[str]:
+    """Return the names of those of `tensors` that steps of these optimisers change: their parameters, and their own state.
 
-
-def changed_by_optimizers(objects: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
-    """Return the names of the tensors that only steps of the given optimisers change: their parameters, and their own state."""
-    names = parameter_names(objects)
-    waiting = waiting_optimizers(objects)
+    Args:
+        names: of the parameters by their id.
+    """
     found = {
         names[id(parameter)]
-        for optimizer in waiting.values()
+        for optimizer in optimizers.values()
         for group in optimizer.param_groups
         for parameter in group["params"]
         if id(parameter) in names
     }
-    return found | of_optimizers(waiting, tensors)
+    prefixes = tuple(f"{key}.state." for key in optimizers)
+    return found.union(name for name in tensors if name.startswith(prefixes))
 
 
-def of_optimizers(keys: Collection[str], tensors: Collection[str]) -> set[str]:
-    """Return the names of those of `tensors` that the optimisers of these names keep for parameters."""
-    prefixes = tuple(f"{key}.state." for key in keys)
-    return {name for name in tensors if prefixes and name.startswith(prefixes)}
+def can_wait(optimizer: Optimizer) -> bool:
+    """Return whether steps of an optimiser can be made to wait by a hook."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and getattr(type(optimizer).step, "hooked", False)
 
 
 def expected_optimizer_state(objects: Mapping[str, Any]) -> dict[str, Tensor]:
