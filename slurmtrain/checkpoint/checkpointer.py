@@ -213,7 +213,7 @@ class Checkpointer:
         own = b""
         tensors: dict[str, Tensor] | CheckpointError
         try:
-            step, numbers = _step(step), _numbers(metrics or {})
+            step, numbers = _as_plain(step, metrics or {})
             tensors, plain, own_plain = self._flatten(objects, per_rank)
             own = json.dumps(own_plain).encode()
         except Exception as error:  # it may be of somebody's state_dict; the others must hear of it
@@ -479,8 +479,9 @@ class Checkpointer:
                 self._uploader.offer(ranks, saved.path, soundness)
             if ranks.rank == 0 and not in_a_hurry():
                 check_fence(self.directory, self._identity.incarnation)
-                order = self._identity.incarnation.order
-                retention.prune(self.directory, self._keep, order, spare=[saved.step], soundness=soundness)
+                found = committed(self.directory)
+                for path in retention.unwanted(self.directory, found, self._keep, [saved.step], soundness):
+                    remove_checkpoint(path, self._identity.incarnation.order)
         except Exception as error:
             if ranks.rank == 0 and not in_a_hurry():
                 log.warning("older checkpoints than %s are kept: %s", saved.path.name, ranks.explain(error).message)
@@ -575,11 +576,11 @@ def _surviving() -> Iterator[None]:
         traceback.print_exc()
 
 
-def _step(step: object) -> int:
-    """Return `step` as a plain int, since numpy's numbers cannot be written into a manifest.
+def _as_plain(step: object, metrics: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    """Return step and metrics as plain numbers, since numpy's cannot be written into a manifest.
 
     Raises:
-        CheckpointError: it is no number, or below zero, where no reader would find it.
+        CheckpointError: one is no number, or the step is below zero, where no reader would find it.
     """
     try:
         number = operator.index(step)  # type: ignore[arg-type]
@@ -589,17 +590,13 @@ def _step(step: object) -> int:
         raise CheckpointError(
             f"step={step!r} is not a number of optimiser steps", hint="give the steps done so far: 0, 1, 2 and so on"
         )
-    return number
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
         try:
             found[str(name)] = float(value)
         except (TypeError, ValueError):
             raise CheckpointError(f"metrics[{name!r}] is {value!r}, which is no number") from None
-    return found
+    return number, found
 
 
 _open: set[Checkpointer] = set()  # those that were not closed, even where a script has dropped its own

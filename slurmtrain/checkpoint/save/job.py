@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import file_name
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
-from slurmtrain.checkpoint.save.plan import PLAIN, TENSORS, SavePlan, group_key, short_digest
+from slurmtrain.checkpoint.save.plan import PLAIN, TENSORS, SavePlan, short_digest
 from slurmtrain.checkpoint.save.staging import Image
 from slurmtrain.checkpoint.state import merge_plain
 from slurmtrain.checkpoint.store import commit
@@ -164,34 +164,35 @@ class SaveJob:
             raise self.image
         if self.ranks.rank != 0:
             wait_until_visible(temporary)
-        name, record = file_name(self.ranks.rank), None
+        name, data, record = file_name(self.ranks.rank), self.image.data, None
         try:
             with blocks.threads(background=True) as pool:
-                not_finite = self._find_not_finite(self.image, pool)
+                watched = [piece for piece in self.plan.pieces if piece.name in self.finite]
+                start = self.plan.data_start
+                fine = blocks.each(
+                    pool,
+                    lambda each: bytes_are_finite(data[start + each.begin : start + each.end], each.dtype),
+                    watched,
+                )
+                not_finite = [piece.name for piece, each in zip(watched, fine, strict=True) if not each]
                 if not not_finite:
-                    record = blocks.write(temporary / name, self.image.data, pool, check=self._check_discarded)
+                    record = blocks.write(temporary / name, data, pool, check=self._check_discarded)
         except FileNotFoundError:
             # A newer incarnation removes what older ones were writing.
             check_fence(self.identity.directory, self.identity.incarnation)
             raise
         fsync_directory(temporary)
         plain = {key: zlib.crc32(json.dumps(value).encode()) for key, value in self.plain.items()}
-        self.image.fingerprints[group_key(PLAIN, self.plan.number)] = plain
+        self.image.fingerprints[f"{PLAIN} {self.plan.number}"] = plain
         return {
             "step": self.pending.step,
             "name": name,
             "record": [record.size, record.digests] if record is not None else None,
-            "header": hashlib.sha256(self.image.data[: self.plan.data_start]).hexdigest(),
+            "header": hashlib.sha256(data[: self.plan.data_start]).hexdigest(),
             "plain": dict(self.plain) if self.ranks.rank in self.plan.group_leaders else None,
             "not_finite": not_finite,
             "alike": {key: short_digest(sorted(values.items())) for key, values in self.image.fingerprints.items()},
         }
-
-    def _find_not_finite(self, image: Image, pool: ThreadPoolExecutor) -> list[str]:
-        """Return the names of tensors whose copy should be finite, and is not, while training goes on."""
-        pieces = [piece for piece in self.plan.pieces if piece.name in self.finite]
-        fine = blocks.each(pool, lambda piece: bytes_are_finite(image.bytes_of(piece), piece.dtype), pieces)
-        return [piece.name for piece, each in zip(pieces, fine, strict=True) if not each]
 
     def _commit(self, temporary: Path, parts: list[dict[str, Any]]) -> tuple[str, int, str]:
         """Commit, on rank 0, the files that all ranks have handed in.
