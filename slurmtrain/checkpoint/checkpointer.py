@@ -35,7 +35,7 @@ from slurmtrain.checkpoint.errors import (
     NonFiniteError,
     SupersededError,
 )
-from slurmtrain.checkpoint.format.directory import committed, file_name, newest_committed_step, own_name, step_of
+from slurmtrain.checkpoint.format.directory import committed, file_name, newest_committed_step, step_of
 from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
 from slurmtrain.checkpoint.node_folder import NodeFolder
 from slurmtrain.checkpoint.ranks import (
@@ -45,7 +45,7 @@ from slurmtrain.checkpoint.ranks import (
     claim_directory,
     config_as_json,
 )
-from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest, check_allowed
+from slurmtrain.checkpoint.restore.restorer import Restored, Restorer
 from slurmtrain.checkpoint.save.job import PendingSave, SaveJob, SaveResult
 from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
 from slurmtrain.checkpoint.save.staging import Image, Staging
@@ -132,15 +132,7 @@ class Checkpointer:
         if self._node_folder is not None:
             ranks.all_do(self._node_folder.open)
         self._staging = Staging()
-        self._restorer = Restorer(
-            ranks,
-            self._on_host,
-            identity,
-            self._staging.borrow,
-            self._uploader,
-            self._node_folder,
-            changed=frozenset(changed),
-        )
+        self._changed = frozenset(changed)
         self.lost: CheckpointError | None = None
         self.last_committed_step: int | None = None
         self.sound_step: int | None = None
@@ -224,15 +216,15 @@ class Checkpointer:
         names = {id(parameter): name for name, parameter in reversed(parameters.items())}
         frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
         optimizers = {key: value for key, value in objects.items() if isinstance(value, Optimizer)}
-        waiting = {key: optimizer for key, optimizer in optimizers.items() if state.can_wait(optimizer)}
+        changing = state.of_optimizers(optimizers, names, tensors)
         image: Image | CheckpointError
         try:
             image = self._staging.stage(
                 plan,
                 tensors,
                 own,
-                guarded=state.of_optimizers(waiting, names, tensors),
-                optimizers=waiting.values(),
+                guarded=changing,
+                optimizers=optimizers.values(),
                 number=self._saves_begun,
             )
         except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
@@ -249,7 +241,7 @@ class Checkpointer:
             plain=plain,
             optimizers=optimizers.keys(),
             metrics=numbers,
-            finite=(parameters.keys() | state.of_optimizers(optimizers, names, tensors)) - frozen,
+            finite=(parameters.keys() | changing) - frozen,
             discard=self._discard,
             report_drift=not self._drift_reported,
         )
@@ -265,10 +257,10 @@ class Checkpointer:
 
         That it can be restored is checked once for the same objects with the same names: it takes longer than listing them.
         """
-        own_objects = state.per_rank_objects(per_rank)
+        own_objects = state.per_rank_objects(per_rank, self._ranks.rank)
         tensors, plain = state.flatten(objects)
         own_tensors, own_plain = state.flatten(own_objects)
-        tensors.update({own_name(self._ranks.rank, name): tensor for name, tensor in own_tensors.items()})
+        tensors.update(own_tensors)
         found = (tuple((key, id(value)) for key, value in {**objects, **own_objects}.items()), tuple(tensors))
         if found != self._checked_objects:
             state.check(objects, own_objects)
@@ -530,12 +522,23 @@ class Checkpointer:
             CheckpointMismatchError: there are checkpoints, but none fits or none is sound.
             CheckpointError: `path` is no checkpoint or is damaged; or tensors are handed in that could not be loaded.
         """
-        check_allowed(allow)
         self._ranks.all_do(lambda: state.refuse_loose_tensors({**objects, **(per_rank or {})}))
         self._wait_idle()
-        own_objects = {} if as_start else state.per_rank_objects(per_rank)
-        asked_for = Path(path) if path is not None else None
-        restored = self._restorer.restore(RestoreRequest(objects, own_objects, asked_for, allow, as_start, at_most))
+        restored = Restorer(
+            self._ranks,
+            self._on_host,
+            self._identity,
+            self._staging.borrow,
+            self._uploader,
+            self._node_folder,
+            self._changed,
+            objects,
+            {} if as_start else state.per_rank_objects(per_rank, self._ranks.rank),
+            Path(path) if path is not None else None,
+            allow,
+            as_start,
+            at_most,
+        ).restore()
         if restored is not None and path is None:
             self.last_committed_step = restored.step
         if restored is None or not as_start:
