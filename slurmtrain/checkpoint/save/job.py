@@ -35,9 +35,6 @@ from slurmtrain.checkpoint.tensors import bytes_are_finite
 from slurmtrain.system.activity import SAVE, doing
 from slurmtrain.system.files import fsync_directory
 
-GROUPS_NAMED = 8  # of those that differ; it is no use to name more
-
-
 DRAIN_S = 30.0  # how long whoever has failed waits for a save in flight
 
 
@@ -236,11 +233,11 @@ class SaveJob:
 
     # Do ranks that should hold the same do so? Otherwise a mixture would be saved that no rank has ever had. Ranks do not
     # send each other all of their fingerprints, which would be hundreds of megabytes for rank 0 of thousands. Each sends one
-    # digest for each group of ranks with which it holds the same. Only of groups that differ are the fingerprints asked for,
-    # to name the tensors.
+    # digest for each group of ranks with which it holds the same. Only of a group that differs are the fingerprints asked
+    # for, to name the tensors.
 
-    def _find_differing(self, parts: list[dict[str, Any]], everyones: list[dict[str, Any]]) -> list[str]:
-        """Take what all ranks hand in, on rank 0, and return the keys of the groups whose ranks differ, tensors' first."""
+    def _find_differing(self, parts: list[dict[str, Any]], everyones: list[dict[str, Any]]) -> str | None:
+        """Take what all ranks hand in, on rank 0, and return the key of a group whose ranks differ, tensors' first."""
         parts.extend(everyones)
         digests: dict[str, set[str]] = {}
         for rank, part in enumerate(parts):
@@ -253,33 +250,25 @@ class SaveJob:
                 digests.setdefault(key, set()).add(digest)
         differing = [key for key, found in digests.items() if len(found) > 1]
         differing = [key for key in differing if self.report_drift or key.startswith(TENSORS)]
-        return sorted(differing, key=lambda key: (not key.startswith(TENSORS), key))
+        return min(differing, key=lambda key: (not key.startswith(TENSORS), key), default=None)
 
-    def _name_differences(self, differing: list[str]) -> None:
-        """Note in `drift` what differs and may. Raise CheckpointError, on all ranks, if tensors differ."""
-        asked = differing[:GROUPS_NAMED]
+    def _name_differences(self, key: str) -> None:
+        """Note in `drift` what differs between ranks of a group. Raise CheckpointError, on all ranks, if tensors do."""
 
-        def fingerprints() -> list[dict[str, int] | None]:
-            known = self.image.fingerprints if isinstance(self.image, Image) else {}
-            return [known.get(key) for key in asked]
+        def fingerprints() -> dict[str, int] | None:
+            return self.image.fingerprints.get(key) if isinstance(self.image, Image) else None
 
-        def judge(answers: list[list[dict[str, int] | None]]) -> None:
-            named = [differences(key, [answer[number] for answer in answers]) for number, key in enumerate(asked)]
-            every = [name for names in named for name in names]
-            wrong = [name for key, names in zip(asked, named, strict=True) if key.startswith(TENSORS) for name in names]
-            if wrong:
-                least = "at least " if len(differing) > len(asked) else ""
-                more = f" (and {least}{len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
+        def judge(everyones: list[dict[str, int] | None]) -> None:
+            first, *others = differences(key, everyones)
+            what = first + (f" (and {len(others)} more)" if others else "")
+            if key.startswith(TENSORS):
                 raise CheckpointError(
-                    f"{wrong[0]}{more}, and should be the same on all of them",
+                    f"{what}, and should be the same on all of them",
                     hint="what differs by design belongs into per_rank=; else the ranks have drifted apart: are gradients "
                     "averaged over all of them, or does a node compute wrongly? GPUs of different models differ in the last "
                     "bits: ask for GPUs of one model",
                 )
-            more = f" (and {len(every) - 1} more)" if len(every) > 1 else ""
-            self.drift = (
-                f"{every[0]}{more}: that of the lowest rank is saved; what each is to get back belongs into per_rank="
-            )
+            self.drift = f"{what}: that of the lowest rank is saved; what each is to get back belongs into per_rank="
 
         self.ranks.gather_on_rank_0(fingerprints, judge)
 
