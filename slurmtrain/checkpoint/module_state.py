@@ -161,7 +161,8 @@ def check_entries(key: str, module: nn.Module, found: Mapping[str, Any]) -> None
     own, extra = held(root), extra_owners(root)
     places = {place_of(tensor) for tensor in own.values()}
     for name, entry in found.items():
-        if name in own and _is_expanded(own[name]):
+        strided = name in own and own[name].layout == torch.strided
+        if strided and any(n > 1 and not stride for stride, n in zip(own[name].stride(), own[name].shape, strict=True)):
             raise CheckpointError(
                 f"{key}.{name} is expanded, so that several of its elements are one, and cannot be filled",
                 hint="make it with .contiguous() or .clone() after .expand()",
@@ -174,12 +175,6 @@ def check_entries(key: str, module: nn.Module, found: Mapping[str, Any]) -> None
                 hint="leave out hooks that convert, copy or add entries, and give more by get_extra_state() and "
                 "set_extra_state(); fully_shard (FSDP2) in place of FullyShardedDataParallel (FSDP1)",
             )
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
 
 
 def loads_by_itself(module: nn.Module) -> bool:
