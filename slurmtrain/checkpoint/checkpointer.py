@@ -219,14 +219,8 @@ class Checkpointer:
         changing = state.of_optimizers(optimizers, names, tensors)
         image: Image | CheckpointError
         try:
-            image = self._staging.stage(
-                plan,
-                tensors,
-                own,
-                guarded=changing,
-                optimizers=optimizers.values(),
-                number=self._saves_begun,
-            )
+            waiting = optimizers.values()
+            image = self._staging.stage(plan, tensors, own, changing, waiting, number=self._saves_begun)
         except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
             image = self._ranks.explain(error)
         self._saves_begun += 1
@@ -441,11 +435,8 @@ class Checkpointer:
                 error = CheckpointError(f"{type(error).__name__}: {error}")
             if not isinstance(error, DiscardedError):
                 if self._ranks.rank == 0:
-                    log.warning(
-                        "the save of step %d failed, older checkpoints are as they were: %s",
-                        pending.step,
-                        error.message,
-                    )
+                    what = "the save of step %d failed, older checkpoints are as they were: %s"
+                    log.warning(what, pending.step, error.message)
                 with _surviving():
                     self._on_ending(error)
             pending.set_exception(error)

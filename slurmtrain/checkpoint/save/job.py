@@ -165,11 +165,9 @@ class SaveJob:
         try:
             with blocks.threads(background=True) as pool:
                 watched = [piece for piece in self.plan.pieces if piece.name in self.finite]
-                start = self.plan.data_start
+                tensors = data[self.plan.data_start :]
                 fine = blocks.each(
-                    pool,
-                    lambda each: bytes_are_finite(data[start + each.begin : start + each.end], each.dtype),
-                    watched,
+                    pool, lambda each: bytes_are_finite(tensors[each.begin : each.end], each.dtype), watched
                 )
                 not_finite = [piece.name for piece, each in zip(watched, fine, strict=True) if not each]
                 if not not_finite:

@@ -144,9 +144,9 @@ class Staging:
         plan: SavePlan,
         tensors: Mapping[str, Tensor],
         own: bytes,
-        *,
         guarded: Collection[str],
         optimizers: Iterable[Optimizer],
+        *,
         number: int = 0,
     ) -> Image:
         """Begin to copy the plan's pieces and `own` into the buffer.
