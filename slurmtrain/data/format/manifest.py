@@ -8,11 +8,10 @@ no torch.
       manifest.json                      this
       tokenizer.json                     a copy of the tokenizer's file, if it has one
       chat_template.jinja                of chat data: the template that was used, beside the tokenizer's other settings
-      train/00000.tokens                 uint8, uint16 or uint32 [tokens]: documents end to end, with bos and eos, if any
-      train/00000.ends                   uint64 [documents]: where each document ends in the shard, in tokens
-      train/00000.bytes                  uint32 [documents]: UTF-8 bytes of each document's text
-      train/00000.loss_mask              uint8 [tokens]: 1 for tokens that count as targets; only of chat data
-      valid/00000.tokens ...             another split
+      00000/train.tokens                 uint8, uint16 or uint32 [tokens]: documents end to end, with bos and eos, if any
+      00000/train.ends                   uint64 [documents]: where each document ends in the shard, in tokens
+      00000/train.loss_mask              uint8 [tokens]: 1 for tokens that count as targets; only of chat data
+      00000/valid.tokens ...             another split
 
 All numbers are little-endian. A shard without documents has no files and is not listed.
 """
@@ -36,11 +35,10 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.system import files
 from slurmtrain.system.files import fsync_directory
 
-FORMAT = 1
 FILE_NAME = "manifest.json"
 SHARED_MODE = 0o666  # the umask decides who reads a data set
 TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}  # bytes of one token, by dtype
-KINDS = ("tokens", "ends", "bytes")  # the files of a shard, by suffix
+KINDS = ("tokens", "ends")  # the files of a shard, by suffix
 LOSS_MASK = "loss_mask"  # a further one of chat data
 AGAIN = "prepare the data set again"
 Kind = Literal["bytes", "tokenizers"]  # of a tokenizer
@@ -91,7 +89,7 @@ class Shard:
     """One shard of a split.
 
     Attributes:
-        name: file name without suffix.
+        name: name of its folder.
         documents: number of documents.
         tokens: number of tokens.
         bytes: UTF-8 bytes of its documents' texts.
@@ -106,7 +104,7 @@ class Shard:
 
     def file_sizes(self, dtype: str) -> dict[str, int]:
         """Return the size in bytes of each of the shard's files, by kind."""
-        sizes = {"tokens": self.tokens * TOKEN_BYTES[dtype], "ends": self.documents * 8, "bytes": self.documents * 4}
+        sizes = {"tokens": self.tokens * TOKEN_BYTES[dtype], "ends": self.documents * 8}
         return {**sizes, LOSS_MASK: self.tokens} if LOSS_MASK in self.sha256 else sizes
 
 
@@ -155,7 +153,7 @@ class Manifest:
 
     def text(self) -> str:
         """Return the content of manifest.json."""
-        value = {"format": FORMAT, "dtype": self.tokenizer.dtype, **dataclasses.asdict(self)}
+        value = {"format": 1, "dtype": self.tokenizer.dtype, **dataclasses.asdict(self)}
         return json.dumps(value, indent=1) + "\n"
 
     def write(self, folder: Path) -> None:
@@ -172,22 +170,13 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / FILE_NAME
     try:
         value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{folder} has no {FILE_NAME}, so it is not a prepared data set, or an incomplete one",
-            hint="`slurmtrain prepare` writes it last; repeat the prepare command to continue",
-        ) from None
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", hint="data.path is the folder that `prepare` wrote"
+            f"{folder} has no {FILE_NAME} that can be read ({error.strerror}): no prepared data set, or not complete",
+            hint="`slurmtrain prepare` writes it last; repeat the prepare command to continue",
         ) from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}", hint=AGAIN) from None
-    if isinstance(value, dict) and value.get("format") != FORMAT:
-        raise ConfigError(
-            f"{path} has format {value.get('format')!r}, expected {FORMAT}",
-            hint="prepare the data set again, or read it with the version that wrote it",
-        )
     try:
         return msgspec.convert(value, Manifest)
     except ValueError as error:
@@ -197,32 +186,29 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Compare every byte of a prepared data set with its digest; yield a sentence for each file that is missing or differs."""
 
-    def problem(path: Path, size: int | None, sha256: str | None) -> str | None:
+    def problem(path: Path, sha256: str | None) -> str | None:
         try:
-            found = path.stat().st_size
-            if size is not None and found != size:
-                return f"{path} has {found} bytes, expected {size}"
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
         return None if digest == sha256 else f"{path} differs from its digest: it is damaged"
 
-    files: list[tuple[Path, int | None, str | None]] = [
-        (shard_file(folder, split, shard.name, kind), size, shard.sha256.get(kind))
+    files = [
+        (shard_file(folder, split, shard.name, kind), shard.sha256.get(kind))
         for split, content in manifest.splits.items()
         for shard in content.shards
-        for kind, size in shard.file_sizes(manifest.tokenizer.dtype).items()
+        for kind in shard.file_sizes(manifest.tokenizer.dtype)
     ]
     if manifest.tokenizer.file is not None:
-        files.insert(0, (folder / manifest.tokenizer.file, None, manifest.tokenizer.sha256))
+        files.insert(0, (folder / manifest.tokenizer.file, manifest.tokenizer.sha256))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing leaves other threads alone
         yield from filter(None, pool.map(problem, *zip(*files, strict=True)))
 
 
 def shard_file(folder: Path, split: str, shard: str, kind: str) -> Path:
     """Return the path of one of the files of a shard; `kind` is one of KINDS or LOSS_MASK."""
-    return folder / split / f"{shard}.{kind}"
+    return folder / shard / f"{split}.{kind}"
 
 
 def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:

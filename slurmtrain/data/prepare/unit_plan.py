@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -25,22 +25,9 @@ from slurmtrain.data.format.manifest import TokenizerFacts, replace_file
 from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokenizers import NO_TOKEN, Tokenizer, TokenizerChoice, load_tokenizer, needed
 from slurmtrain.data.prepare.chat_template import ChatTemplate, load_chat_template
-from slurmtrain.data.prepare.sources import InputFile, find_sources
-from slurmtrain.data.prepare.units_done import WORK_FOLDER, units_folder
+from slurmtrain.data.prepare.inputs import InputFile, InputPiece, find_sources
 from slurmtrain.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class InputPiece:
-    """A part of an input: the records that begin in its bytes from `start` up to but not including `end`."""
-
-    source: InputFile
-    start: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        return self.end - self.start
+from slurmtrain.system.files import temporary_beside
 
 
 @dataclass(frozen=True)
@@ -60,15 +47,19 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings that decide the shards, apart from the inputs.
+class PreparePlan:
+    """All units of a data set that is to be prepared, and the settings that decide the shards.
 
     Attributes:
+        output: the folder of the data set.
         tokenizer: how the tokenizer is loaded.
         facts: the identity that the loaded tokenizer must have.
         chat: how conversations become text; None: records are documents.
     """
 
+    output: Path
+    sources: tuple[InputFile, ...]
+    units: tuple[Unit, ...]
     text_field: str
     valid_fraction: float
     unit_bytes: int
@@ -76,45 +67,10 @@ class Settings:
     facts: TokenizerFacts
     chat: ChatTemplate | None = None
 
-
-@dataclass(frozen=True)
-class PreparePlan:
-    """All units of a data set that is to be prepared.
-
-    Attributes:
-        output: the folder of the data set.
-        digest: digest of everything that decides the shards; equal digests mean equal bytes.
-    """
-
-    output: Path
-    settings: Settings
-    sources: tuple[InputFile, ...]
-    units: tuple[Unit, ...]
-    digest: str
-
     @property
     def work_folder(self) -> Path:
-        return self.output / WORK_FOLDER
-
-    @property
-    def units_folder(self) -> Path:
-        """The folder of the records of units that are done."""
-        return units_folder(self.output)
-
-    @property
-    def begun_folder(self) -> Path:
-        """The folder of the temporary files of units.
-
-        It is apart from the records since every process that begins a unit lists it.
-        """
-        return self.work_folder / "begun"
-
-    def share(self, index: int, of: int) -> tuple[Unit, ...]:
-        """Return the units of process or task `index` of `of`.
-
-        Every `of`-th unit is one of them, so that each process gets some of every input.
-        """
-        return self.units[index::of]
+        """The folder of the plan, and of units that were begun."""
+        return self.output / ".prepare"
 
 
 def make_plan(config: PrepareConfig) -> PreparePlan:
@@ -131,11 +87,18 @@ def make_plan(config: PrepareConfig) -> PreparePlan:
             needed("pyarrow", str(source.path))
     choice = _tokenizer_choice(config)
     tokenizer, _ = load_tokenizer(choice)
-    chat = _chat_template(config, choice, tokenizer, sources)
     unit_bytes = max(1, int(config.unit_mb * 1e6))
-    settings = Settings(config.text_field, config.valid_fraction, unit_bytes, choice, tokenizer.facts, chat)
-    units = tuple(Unit(number, pieces) for number, pieces in enumerate(_grouped(sources, unit_bytes)))
-    return PreparePlan(output, settings, tuple(sources), units, _digest(settings, sources))
+    return PreparePlan(
+        output,
+        tuple(sources),
+        tuple(Unit(number, pieces) for number, pieces in enumerate(_grouped(sources, unit_bytes))),
+        config.text_field,
+        config.valid_fraction,
+        unit_bytes,
+        choice,
+        tokenizer.facts,
+        _chat_template(config, choice, tokenizer, sources),
+    )
 
 
 def agree_on(plan: PreparePlan) -> None:
@@ -146,25 +109,30 @@ def agree_on(plan: PreparePlan) -> None:
         DataError: the disk is full.
     """
     path = plan.work_folder / "plan.json"
-    if (plan.output / "manifest.json").exists() and not path.exists():
+    used = any(next(plan.output.glob(pattern), None) for pattern in ("manifest.json", "*/unit.json"))
+    if used and not path.exists():
         raise ConfigError(f"{plan.output} holds a data set that was not prepared there", hint="choose another output")
-    changed = {f"the last change of {source.name}": source.modified for source in plan.sources}
-    mine = _facts(plan.settings, plan.sources) | changed
+    mine = _facts(plan)
+    folder = temporary_beside(plan.work_folder)
     try:
-        for folder in (plan.units_folder, plan.begun_folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        there = json.loads(path.read_bytes()) if path.exists() else mine
+        folder.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"prepare.output={plan.output} cannot be used: {error.strerror}") from None
-    if there is mine:
-        with file_errors_reported(plan.output):
-            replace_file(path, json.dumps(mine, indent=1).encode())
-    difference = _difference(there, mine)
-    if difference is not None:
-        raise ConfigError(
-            f"{plan.output} was started with other settings: {difference}",
-            hint="give what it was begun with, or choose another output, or remove that one",
-        )
+    with file_errors_reported(plan.output):
+        try:
+            replace_file(folder / path.name, json.dumps(mine, indent=1).encode())
+            with contextlib.suppress(OSError):  # of several that begin at once, one is the first
+                folder.rename(plan.work_folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        there = json.loads(path.read_bytes())
+    for name in {**mine, **there}:
+        before, now = there.get(name, "missing"), mine.get(name, "missing")
+        if before != now:
+            raise ConfigError(
+                f"{plan.output} was started with other settings: {name} was {before}, now {now}",
+                hint="give what it was begun with, or choose another output, or remove that one",
+            )
 
 
 def _tokenizer_choice(config: PrepareConfig) -> TokenizerChoice:
@@ -209,36 +177,20 @@ def _cut(source: InputFile, unit_bytes: int) -> list[InputPiece]:
     return [InputPiece(source, start, end) for start, end in pairwise(edges)]
 
 
-def _facts(settings: Settings, sources: Sequence[InputFile]) -> dict[str, Any]:
+def _facts(plan: PreparePlan) -> dict[str, Any]:
     """Return everything that decides the shards, under the names of the user's settings."""
-    tokenizer = asdict(settings.facts)
-    chat = settings.chat
+    chat = plan.chat
     return {
-        **{f"the input {source.name}": f"{source.size} bytes of {source.format}" for source in sources},
-        "prepare.text_field": settings.text_field,
+        **{f"the input {source.name}": f"{source.size} bytes of {source.format}" for source in plan.sources},
+        "prepare.text_field": plan.text_field,
         "prepare.loss_on": chat and str(chat.loss_on),
         "the sha256 of prepare.chat_template": chat and chat.facts.template_sha256,
         "the tokens of prepare.chat_template": chat and dict(chat.tokens),
-        "prepare.valid_fraction": settings.valid_fraction,
-        "prepare.unit_mb": settings.unit_bytes / 1e6,
-        **{f"tokenizer.{name}": value for name, value in tokenizer.items()},
+        "prepare.valid_fraction": plan.valid_fraction,
+        "prepare.unit_mb": plan.unit_bytes / 1e6,
+        **{f"tokenizer.{name}": value for name, value in asdict(plan.facts).items()},
+        **{f"the last change of {source.name}": source.modified for source in plan.sources},
     }
-
-
-def _digest(settings: Settings, sources: Sequence[InputFile]) -> str:
-    return hashlib.sha256(json.dumps(_facts(settings, sources), sort_keys=True).encode()).hexdigest()
-
-
-def _difference(there: dict[str, Any], mine: dict[str, Any]) -> str | None:
-    """Describe the first difference between two plans; return None when they are equal."""
-    for name in [*mine, *there]:
-        if name not in mine:
-            return f"{name} is missing"
-        if name not in there:
-            return f"{name} is new"
-        if there[name] != mine[name]:
-            return f"{name} was {there[name]}, now {mine[name]}"
-    return None
 
 
 RERUN_HINT = "the same command again goes on where this one ended"
@@ -249,10 +201,6 @@ def file_errors_reported(output: Path) -> Iterator[None]:
     """Raise errors of the file system as DataError. `output` is the folder that most is written to."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{error.filename} disappeared while a data set was being prepared", hint=f"restore it; {RERUN_HINT}"
-        ) from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(f"there is no space left for {output}", hint=f"free some space; {RERUN_HINT}") from None

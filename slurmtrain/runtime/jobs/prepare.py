@@ -17,7 +17,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.data.format.manifest import Manifest
 from slurmtrain.data.prepare.finish import finish
 from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit, agree_on, make_plan
-from slurmtrain.data.prepare.units_done import recorded
+from slurmtrain.data.prepare.units_done import units_done
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import EXIT_REQUEUE
 from slurmtrain.observe.metrics import MetricsLog
@@ -65,9 +65,7 @@ def run_prepare(
             report.update()
 
     units = share_of(plan, config, environment)
-    finished = work(
-        plan, units, workers_of(config, environment), stop_flag, show, max_bad_share=config.prepare.max_bad_share
-    )
+    finished = work(plan, units, workers_of(config, environment), lambda: stop_flag.requested, show)
     if report is None:
         finished = finished and _wait_for(context.attempt_dir.prepared_file, stop_flag)
     elif finished and (finished := report.wait_for_all(stop_flag)):
@@ -104,7 +102,7 @@ def workers_of(config: Config, environment: Environment) -> int:
 def summary(plan: PreparePlan, manifest: Manifest | None) -> str:
     """Describe the result in a sentence."""
     if manifest is None:
-        done = len(recorded(plan.units_folder))
+        done = len(units_done(plan.output))
         return f"this part is done, {done} of {len(plan.units)} units in all; who does the last one writes the manifest"
     splits = ", ".join(
         f"{name}: {format_count(split.documents)} documents, {format_count(split.tokens)} tokens"
@@ -115,14 +113,14 @@ def summary(plan: PreparePlan, manifest: Manifest | None) -> str:
 
 
 def _part(plan: PreparePlan, config: Config) -> Sequence[Unit]:
-    return plan.share(config.prepare.part, config.prepare.parts)
+    return plan.units[config.prepare.part :: config.prepare.parts]
 
 
 class _Report:
     """Rank 0's report on all tasks: the number of units done in place of steps, for `status`."""
 
     def __init__(self, plan: PreparePlan, config: Config, context: AttemptContext):
-        self._folder = plan.units_folder
+        self._output = plan.output
         self._names = {unit.name for unit in _part(plan, config)}
         context.run_dir.update_info(steps=len(self._names))
         self.done = self._before = done_before(context, self._count())
@@ -155,7 +153,7 @@ class _Report:
         self._log.write(self.done, **pace)
 
     def _count(self) -> int:
-        return len(self._names & recorded(self._folder))
+        return len(self._names & units_done(self._output))
 
 
 def done_before(context: AttemptContext, now: int) -> int:

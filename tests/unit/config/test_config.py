@@ -75,8 +75,8 @@ def test_bash_variables_in_set_up_lines_reach_bash() -> None:
 
 def test_interpolations_are_resolved_in_the_frozen_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARED_DATA", "/shared/data")
-    config = compose(["data=files", "data.paths=['${oc.env:SHARED_DATA}/*.txt']", "data.seq_len='${train.steps}'"])
-    assert config.data["paths"] == ["/shared/data/*.txt"]
+    config = compose(["+data.more=['${oc.env:SHARED_DATA}/*.txt']", "data.seq_len='${train.steps}'"])
+    assert config.data["more"] == ["/shared/data/*.txt"]
     assert config.data["seq_len"] == config.train.steps
     assert "${" not in freeze(config)
 
@@ -217,7 +217,7 @@ def test_what_can_be_is_accepted() -> None:
         ["cluster.setup=['a\nb']", "hooks.on_finish='a\nb'"],  # of several lines
         ["lora.r=4", "model.tie_embeddings=false", "lora.target_modules=[query,output]"],
         ["lora.r=4", "lora.target_modules=[query,blocks.1.feed_forward.down,attention.out]"],
-        ["checkpoint.local=/dev/shm", "checkpoint.local_every_steps=5"],
+        ["checkpoint.local=/dev/shm"],
         ["cluster=a100x4", "cluster.spare_nodes=1", "requeue=off", "requeue.in_place=true"],
         ["experiment=smoke", "cluster.tasks_per_node=2", "train.steps=20", "observe.profile_steps=19-25"],
     ):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name
+from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name, committed, remove
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.cli import main
@@ -138,7 +138,8 @@ def test_a_checkpoint_is_let_go_when_its_evaluation_has_failed_or_its_save_has(
 ) -> None:
     for step in (5, 10):  # nothing was ever committed for step 5, and nothing will be
         hold(trained, step)
-    retention.prune(trained.checkpoints, Keep(last=2), 1)
+    for path in retention.unwanted(trained.checkpoints, committed(trained.checkpoints), Keep(last=2)):
+        remove(path, 1)
     submit_due(trained)
     assert held(trained) == [10]
     evaluation = trained.evaluation(10)

@@ -65,7 +65,6 @@ def test_every_presets_dense_count_is_that_of_torch_within_one_percent(name: str
     model = Decoder(**tiny(name))
     expected = model.training_flops().of(ROWS * LENGTH, dense_pairs(ROWS, LENGTH))
     assert counted(step(model)) == pytest.approx(expected, rel=0.01)
-    assert expected == ROWS * LENGTH * model.flops_per_token(LENGTH)
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama3_1b", "llama3_8b", "qwen2_5_0_5b", "qwen3_0_6b"])

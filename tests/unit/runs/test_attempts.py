@@ -15,7 +15,6 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.config.schema import Config
-from slurmtrain.runs.attempts import Attempt, stalled_numbers
 from slurmtrain.supervise.end_of_attempt import close_abandoned
 from slurmtrain.system import files
 from tests.support.fake_slurm import ON_CPUS, FakeSlurm
@@ -353,20 +352,6 @@ def test_an_attempt_that_may_still_run_is_never_closed(
 
 
 # The budget of attempts without progress.
-
-
-def test_an_attempt_from_whose_copy_the_next_one_goes_on_has_made_progress() -> None:
-    for began_at, count in (
-        ([0, 0, 0], 2),
-        ([0, 50, 90], 0),  # each went on from a copy on the nodes of the one before
-        ([0, 50, 50], 1),  # the second one got nowhere
-        ([0, 50, None, 50], 2),
-        ([0, 50, 0, 50], 2),  # the copies were lost, and the same steps were done again
-        ([50, 50], 1),  # it began from another run's checkpoint
-    ):
-        crashed: dict[str, Any] = {"reason": "crash", "verdict": "requeue", "stalled": True}
-        tries = [Attempt(number, first_step=step, **crashed) for number, step in enumerate(began_at, 1)]
-        assert len(stalled_numbers(tries, len(tries))) == count, began_at
 
 
 def test_a_crash_loop_ends_and_a_checkpoint_resets_it(job: Job) -> None:
