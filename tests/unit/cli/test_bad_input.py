@@ -108,7 +108,6 @@ cluster.spare_nodes=1  requeue.in_place=false  ->  cluster.spare_nodes=1 needs r
 cluster.spare_nodes=1  sweep.pack=2  ->  needs sweep.pack=1  ->  leave
 +cluster=local  cluster.spare_nodes=1  ->  needs a SLURM cluster  ->  leave
 checkpoint.local=copies  ->  checkpoint.local='copies' is not an absolute path  ->  /dev/shm
-checkpoint.local_every_steps=5  ->  local_every_steps=5 needs checkpoint.local  ->  leave
 cluster.stage.dir=scratch  ->  is not a folder on a node  ->  $SLURM_TMPDIR
 cluster.stage.data=[/a/x,/b/x]  ->  needs paths whose last parts differ  ->  leave
 +cluster=local  cluster.stage.code=true  ->  cluster.stage needs a SLURM cluster  ->  leave
