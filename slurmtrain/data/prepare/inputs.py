@@ -158,13 +158,9 @@ def records_of(piece: InputPiece, text_field: str | None) -> Iterator[Record]:
         ConfigError: the file has changed since the plan was made, or it is not of its format.
         OSError: the file cannot be read, or no longer exists.
     """
-    _check_unchanged(piece.source)
-    yield from _READERS[piece.source.format](piece, text_field)
-    _check_unchanged(piece.source)
-
-
-def _check_unchanged(source: InputFile) -> None:
-    found = os.stat(source.path)
+    source = piece.source
+    yield from _READERS[source.format](piece, text_field)
+    found = os.stat(source.path)  # the unit counts only after this, so a change before the reading is seen here, too
     if (found.st_size, found.st_mtime_ns) != (source.size, source.modified):
         raise ConfigError(
             f"{source.path} was changed while it was being prepared",

@@ -22,11 +22,14 @@ from slurmtrain.data.sources.prepared import PreparedText
 from slurmtrain.errors import ConfigError
 from tests.unit.data.test_prepare import prepare as prepare_all
 
-# In the manner of Llama 3: trims, has a begin token, and asks for the date.
+# In the manner of Llama 3.1: trims, has a begin token, asks for the date, and writes calls of tools in the content's place.
+CALLS = "{{ {'name': call.name} | tojson }}"
 LLAMA = (
     "{{ bos_token }}{%- if strftime_now is defined %}{{ strftime_now('%Y') }}{%- endif %}"
-    "{%- for message in messages %}{{ '<|start|>' + message['role'] + '<|close|>\n\n' }}{{ message['content'] | trim }}<|eot|>"
-    "{%- endfor %}{%- if add_generation_prompt %}{{ '<|start|>assistant<|close|>\n\n' }}{%- endif %}"
+    "{%- for message in messages %}{{ '<|start|>' + message['role'] + '<|close|>\n\n' }}"
+    "{%- if 'tool_calls' in message %}{% set call = message.tool_calls[0] %}" + CALLS + "{%- else %}"
+    "{{ message['content'] | trim }}{%- endif %}<|eot|>{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|start|>assistant<|close|>\n\n' }}{%- endif %}"
 )
 # In the manner of Qwen 3: only the last answer keeps what the assistant has thought, and tools are told as JSON.
 QWEN = (
@@ -40,28 +43,17 @@ QWEN = (
     "{{- '<|im_end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
 )
-# In the manner of Mistral: no generation prompt, roles that must alternate, and marks of the answers.
+# In the manner of Mistral: no generation prompt, roles that must alternate, marks of the answers, and calls in their place.
 MISTRAL = (
     "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] in ('user', 'assistant') and message.tool_calls is not defined %}"
     "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% if message['role'] == 'user' %}[INST] {{ message['content'] }} [/INST]"
-    "{% else %}{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
-)
-# In the manner of Llama 3.1 and of Mistral 0.3: calls of tools are written in the content's place.
-CALLS = "{{ {'name': call.name} | tojson }}"
-LLAMA_CALLS = (
-    "{{ bos_token }}{%- for message in messages %}{{ '<|start|>' + message['role'] + '<|close|>\n\n' }}"
-    "{%- if 'tool_calls' in message %}{% set call = message.tool_calls[0] %}" + CALLS + "{%- else %}"
-    "{{ message['content'] | trim }}{%- endif %}<|eot|>{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|start|>assistant<|close|>\n\n' }}{%- endif %}"
-)
-MISTRAL_CALLS = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}[INST] {{ message['content'] }}[/INST]"
+    "{% endif %}{% if message['role'] == 'user' %}[INST] {{ message['content'] }}[/INST]"
     "{% elif message.tool_calls is defined %}[CALLS] [{% set call = message.tool_calls[0] %}"
     + CALLS
     + "]{{ eos_token }}"
     "{% elif message['role'] == 'tool' %}[RESULT] {{ message['content'] }}[/RESULT]"
-    "{% else %}{{ ' ' + message['content'] | trim + eos_token }}{% endif %}{% endfor %}"
+    "{% else %}{% generation %}{{ ' ' + message['content'] | trim + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
 ENDS = {"chatml": "<|im_end|>", "llama": "<|eot|>", "qwen": "<|im_end|>", "mistral": "</s>"}  # of an answer
 TEMPLATES = {"chatml": CHATML_TEMPLATE, "llama": LLAMA, "qwen": QWEN, "mistral": MISTRAL}
@@ -89,7 +81,9 @@ def answer_of(name: str, text: str, *, last: bool = False) -> str:
     """What counts of an answer in the manner of a template."""
     if name == "qwen":
         text = ("<think>\n\n</think>\n\n" if last else "") + text.split("</think>")[-1].lstrip("\n")
-    return (text.strip() if name == "llama" else text) + ENDS[name]
+    if name in ("llama", "mistral"):
+        text = " " * (name == "mistral") + text.strip()
+    return text + ENDS[name]
 
 
 def messages(said: Sequence[str]) -> list[dict[str, Any]]:
@@ -236,9 +230,9 @@ def test_loss_on_and_weights_choose_the_answers(tmp_path: Path) -> None:
                 "It rains.<|im_end|>",
             ],
         ),
-        (LLAMA_CALLS, ["Hello<|eot|>", '{"name": "look"}<|eot|>', '{"name": "ask"}<|eot|>', "It rains.<|eot|>"]),
+        (LLAMA, ["Hello<|eot|>", '{"name": "look"}<|eot|>', '{"name": "ask"}<|eot|>', "It rains.<|eot|>"]),
         (
-            MISTRAL_CALLS,
+            MISTRAL,
             [" Hello</s>", '[CALLS] [{"name": "look"}]</s>', '[CALLS] [{"name": "ask"}]</s>', " It rains.</s>"],
         ),
     ],
@@ -263,7 +257,7 @@ def test_calls_of_tools_beside_or_in_place_of_a_content_count_and_what_others_sa
     assert answers(Tokenizer.from_file(str(model / "tokenizer.json")), ids, mask) == expected
 
 
-@pytest.mark.parametrize("template", [QWEN, LLAMA_CALLS, MISTRAL_CALLS])
+@pytest.mark.parametrize("template", [QWEN, LLAMA, MISTRAL])
 def test_the_last_call_counts_and_not_one_before_in_the_same_words(template: str, tmp_path: Path) -> None:
     model = write_model_folder(tmp_path / "model", template)
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "look"}]}
