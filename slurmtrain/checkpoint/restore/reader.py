@@ -43,19 +43,14 @@ Blocks = dict[str, list[int]]  # numbers of blocks by file
 Need = dict[str, list[tuple[int, int]]]  # blocks by file: number, and bytes that are needed of it
 
 
-def read_contents(
-    path: Path, manifest: Manifest, ranks: RankGroup | None = None, names: Sequence[str] | None = None
-) -> Contents:
+def read_contents(path: Path, manifest: Manifest, ranks: RankGroup | None = None) -> Contents:
     """Return what is in all files of the checkpoint `path`. All ranks call it together, and each reads some of the headers.
-
-    Args:
-        names: of the files that this rank reads the headers of; None: as many as each other.
 
     Raises:
         DamagedError: see `read_headers` and `Contents.whole`.
     """
     ranks = ranks or RankGroup(None)
-    some = sorted(manifest.files)[ranks.rank :: ranks.size] if names is None else names
+    some = sorted(manifest.files)[ranks.rank :: ranks.size]
 
     def read() -> list[Any]:
         table = read_headers(path, manifest, some)
@@ -298,7 +293,6 @@ def read_tensors(
     ranks: RankGroup,
     on_this_host: RankGroup,
     buffer: Callable[[int], memoryview],
-    fetch: Callable[[Collection[str]], None] = lambda files: None,
 ) -> dict[str, Any]:
     """Verify what all ranks need, and if it is sound, fill `targets`. All ranks call it together.
 
@@ -306,7 +300,6 @@ def read_tensors(
         targets: tensors to fill, by name.
         live: names of the targets that must not be touched before everything is known to be sound.
         buffer: returns memory of a size, to hold this rank's share.
-        fetch: brings the files that this rank needs, of which this host may not have all; called by all ranks together.
 
     Returns:
         This rank's own plain state, if the JSON of it is among the targets.
@@ -315,7 +308,6 @@ def read_tensors(
         DamagedError: on every rank: any rank has found damage. No live tensor has been touched then.
     """
     spans = ranks.all_do(lambda: spans_of(contents, {name: box_of(name, each) for name, each in targets.items()}))
-    fetch({span.file for span in spans})
     share = share_out(on_this_host.gather(lambda: need_of(spans)), on_this_host.rank)
     for span in spans:
         if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:

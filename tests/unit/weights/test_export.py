@@ -22,7 +22,7 @@ from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.errors import UsageError
 from slurmtrain.weights import export as weights_export
 from slurmtrain.weights.export import export
-from tests.support.checkpoint_files import Piece, write_files
+from tests.support.checkpoint_files import Piece, text_of, write_files
 
 SHARD = "rank00000.safetensors"
 
@@ -53,7 +53,7 @@ def by_ranks(directory: Path, files: list[list[Piece]], tensors: dict[str, torch
     order = Incarnation(1, "x")
     claim(directory, order)
     temporary = commit.begin(directory, 7, order)
-    return commit.commit(temporary, write_files(temporary, files, tensors), order)
+    return commit.commit(temporary, text_of(write_files(temporary, files, tensors)), 7, order)
 
 
 def cut(tensor: torch.Tensor, name: str, parts: int, dimension: int) -> list[tuple[str, Box, torch.Tensor]]:
