@@ -1,4 +1,4 @@
-"""How long each part of a step takes on this rank, without waiting for its device.
+"""How long steps take on this rank, and each of their parts, without waiting for its device.
 
 A step is a line of marks: each says which part begins there, so that the parts add up to the step without gaps. On a CPU a
 mark is a reading of the clock. On a GPU it is an event in the stream that computes, which is read when the GPU has passed it:
@@ -262,3 +262,79 @@ class PhaseClock:
             if marks[0].ends_step:
                 self._steps.append(tuple(self._step))
                 self._step = [0.0] * len(PHASES)
+
+
+class _Step(NamedTuple):
+    seconds: float
+    tokens: int
+    data_wait_s: float
+    samples: int
+    work: tuple[int, ...]
+
+
+class Throughput:
+    """A moving window over finished steps.
+
+    Args:
+        window: number of the last steps that count.
+        clock: returns seconds, monotonic.
+    """
+
+    def __init__(self, window: int = 20, clock: Callable[[], float] = time.perf_counter):
+        self._steps: deque[_Step] = deque(maxlen=window)
+        self._clock = clock
+        self._since = clock()
+
+    def start(self) -> None:
+        """Count the time from now on as that of the next step; called after an evaluation, a checkpoint or another pause."""
+        self._since = self._clock()
+
+    def step(self, tokens: int, data_wait_s: float = 0.0, *, samples: int = 0, work: tuple[int, ...] = ()) -> float:
+        """Record a step, and return its seconds.
+
+        Args:
+            tokens, samples: number of tokens and of samples of the step, over all ranks.
+            data_wait_s: seconds of it that this rank has waited for its data.
+            work: what the model has computed on, over all ranks, in any numbers that add up.
+        """
+        now = self._clock()
+        seconds, self._since = now - self._since, now
+        self._steps.append(_Step(seconds, tokens, data_wait_s, samples, work))
+        return seconds
+
+    @property
+    def full(self) -> bool:
+        """Whether the window is full, so that the first steps, with their one-time costs, no longer stand out."""
+        return len(self._steps) == self._steps.maxlen
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The tokens per second over the window; 0 before the first step."""
+        return self._per_second(sum(step.tokens for step in self._steps))
+
+    @property
+    def samples_per_s(self) -> float:
+        """The samples per second over the window; 0 before the first step."""
+        return self._per_second(sum(step.samples for step in self._steps))
+
+    @property
+    def work_per_s(self) -> list[float]:
+        """Each of the numbers of `work` per second over the window."""
+        return [self._per_second(sum(each)) for each in zip(*(step.work for step in self._steps), strict=True)]
+
+    @property
+    def step_time_s(self) -> float:
+        """The mean seconds per step over the window; 0 before the first step."""
+        return self._seconds / len(self._steps) if self._steps else 0.0
+
+    @property
+    def data_wait_s(self) -> float:
+        """The mean seconds per step of waiting for data; 0 before the first step."""
+        return sum(step.data_wait_s for step in self._steps) / len(self._steps) if self._steps else 0.0
+
+    @property
+    def _seconds(self) -> float:
+        return sum(step.seconds for step in self._steps)
+
+    def _per_second(self, count: float) -> float:
+        return count / self._seconds if self._seconds > 0 else 0.0

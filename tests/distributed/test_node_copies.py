@@ -23,7 +23,7 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.training.hooks import TrainingHook
-from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.training.hooks.base import StepResult, TrainingState
 from tests.distributed.test_checkpoint import Rank
 from tests.distributed.test_training import alone, fit, trainer
 from tests.support.gloo import GlooRanks

@@ -19,12 +19,11 @@ from torch import Tensor
 from slurmtrain.models import Decoder
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.observe.phases import HostTimer, Window
-from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.signals import StopCause, StopFlag
 from slurmtrain.training.hooks import TrainingHook
-from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.training.hooks.base import StepResult, TrainingState
 from slurmtrain.training.trainer import Outcome
 from tests.distributed.test_training import SLOW_RATE, alone, fit, losses, trainer
 from tests.support.gloo import GlooRanks
@@ -260,16 +259,15 @@ PROFILED = ["train.steps=8", "train.eval_every=3", "checkpoint.every_steps=3"]
 
 
 class Asks(TrainingHook):
-    """Touches RUN/profile after a step, as a person would, and looks for it as rank 0's watch does."""
+    """Asks for a profile after a step, as rank 0's watch does when a person has touched RUN/profile."""
 
-    def __init__(self, switch: ProfileSwitch, run: RunDir, wishes: set[int], stop: StopFlag, stop_at: int | None):
-        self._switch, self._run, self._wishes = switch, run, wishes
+    def __init__(self, run: RunDir, wishes: set[int], stop: StopFlag, stop_at: int | None):
+        self._run, self._wishes = run, wishes
         self._stop, self._stop_at = stop, stop_at
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
         if state.step in self._wishes:
-            self._run.profile_switch.touch()
-        self._switch.look()
+            self._stop.profile_asked.set()
         if state.step == self._stop_at:
             self._stop.request(StopCause.SIGTERM)
 
@@ -285,11 +283,9 @@ def profiled(
     path.mkdir(exist_ok=True)
     run, stop, words = RunDir(path), StopFlag(), [*PROFILED, *(overrides or [])]
     hooks: list[TrainingHook] = []
-    switch = None
     if distributed.environment.rank == 0:
-        switch = ProfileSwitch(run)
-        hooks.insert(0, Asks(switch, run, wishes, stop, stop_at))
-    return trainer(distributed, path, words, stop, attempt, hooks, profile_switch=switch).fit()
+        hooks.insert(0, Asks(run, wishes, stop, stop_at))
+    return trainer(distributed, path, words, stop, attempt, hooks).fit()
 
 
 def profile_names(path: Path) -> list[str]:
@@ -344,8 +340,8 @@ def test_the_steps_of_the_config_are_profiled_once_over_all_attempts(
 LOOP = """
 import slurmtrain, torch
 run = slurmtrain.init(device="cpu")
-from slurmtrain.observe import profiling
-profiling.LOOK_EVERY_S = 0
+from slurmtrain.runtime import api
+api.LOOK_EVERY_S = 0
 x = torch.ones(8, 8)
 for step in range(20):
     if step in (3, 17):

@@ -18,8 +18,8 @@ from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
 from slurmtrain.system.signals import StopCause, StopFlag
 from slurmtrain.training.hooks import TrainingHook
+from slurmtrain.training.hooks.base import StepResult, TrainingState
 from slurmtrain.training.seeds import use_deterministic_kernels
-from slurmtrain.training.state import StepResult, TrainingState
 from tests.distributed.test_training import losses, trainer
 from tests.parity.matrix import ROWS, Row, compare, config_of, reference_name, train_row, train_rows
 from tests.support.gloo import GlooRanks, cluster_config

@@ -16,8 +16,7 @@ from torch import Tensor
 from slurmtrain.observe.phases import Phase
 from slurmtrain.observe.stragglers import NUMBERS, WORDS, Straggler, StragglerDetector, summary
 from slurmtrain.runs.reasons import Event
-from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.training.hooks.base import StepResult, TrainingHook, TrainingState
 
 
 class StragglerWatch(TrainingHook):
