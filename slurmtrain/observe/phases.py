@@ -118,24 +118,10 @@ class PhaseTimes:
         return self.seconds[Phase.COMMUNICATION] / stepping if stepping > 0 else 0.0
 
 
-class Window(NamedTuple):
-    """Several steps, from one `PhaseClock.cut` to the next.
-
-    Attributes:
-        steps: number of steps that have ended in it.
-        total_s: its seconds by the clock of this process.
-    """
-
-    number: int
-    steps: int
-    total_s: float
-
-
 class _Mark(NamedTuple):
-    """A mark: from here on, `phase` counts, in window number `window`; `ends_step` if a step ends here."""
+    """A mark: from here on, `phase` counts; `ends_step` if a step ends here."""
 
     phase: int
-    window: int
     at: Any
     ends_step: bool = False
 
@@ -156,11 +142,10 @@ class PhaseClock:
         self._timer = timer
         self.communication_known = communication_known
         self._marks: deque[_Mark] = deque()
-        self._phase, self._window = PHASES.index(Phase.OTHER), 0
-        self._windows: dict[int, list[float]] = {}
-        self._step = [0.0] * len(PHASES)
+        self._phase = PHASES.index(Phase.OTHER)
+        self._seconds, self._step = [0.0] * len(PHASES), [0.0] * len(PHASES)  # since `read`, and of this step
         self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS_KEPT)
-        self._done, self._cut_at = 0, (0, 0.0)  # steps ended; and what they and the clock were at the last cut
+        self._done, self._began = 0, 0.0  # steps that have ended since `read`, and when that was
 
     @property
     def measures(self) -> bool:
@@ -173,11 +158,9 @@ class PhaseClock:
         if self._timer is None:
             return
         self._marks.clear()
-        self._windows.clear()
-        self._window += 1
-        self._step = [0.0] * len(PHASES)
+        self._seconds, self._step = [0.0] * len(PHASES), [0.0] * len(PHASES)
         self._steps.clear()
-        self._done, self._cut_at = 0, (0, time.perf_counter())
+        self._done, self._began = 0, time.perf_counter()
         self._add()
 
     def end_step(self) -> None:
@@ -213,26 +196,16 @@ class PhaseClock:
             return nullcontext()
         return self.within(Phase.COMMUNICATION)
 
-    def cut(self) -> Window:
-        """End a window here, begin the next one, and return the one that ends, for `read`."""
-        now = time.perf_counter()
-        (done, began), self._cut_at = self._cut_at, (self._done, now)
-        self._window += 1
-        if self._timer is not None:
-            self._add()
-        return Window(self._window - 1, self._done - done, now - began)
-
-    def read(self, window: Window) -> PhaseTimes | None:
-        """Return the times of a window, once: all of its marks have to have passed. None: there is nothing to tell."""
+    def read(self) -> PhaseTimes | None:
+        """Return the times since the last call, or `start`: all marks have to have passed. None: there is nothing to tell."""
         if self._timer is None:
             return None
+        self._add()
         self._read()
-        found = self._windows.pop(window.number, None)
-        for earlier in [each for each in self._windows if each < window.number]:
-            del self._windows[earlier]
-        if found is None or window.steps == 0:
-            return None
-        return PhaseTimes(window.steps, window.total_s, dict(zip(PHASES, found, strict=True)))
+        now = time.perf_counter()
+        steps, total_s, seconds = self._done, now - self._began, self._seconds
+        self._done, self._began, self._seconds = 0, now, [0.0] * len(PHASES)
+        return PhaseTimes(steps, total_s, dict(zip(PHASES, seconds, strict=True))) if steps else None
 
     def take_steps(self) -> list[dict[Phase, float]]:
         """Return the times of the steps that have ended since the last call, as far as the device has passed their marks."""
@@ -247,7 +220,7 @@ class PhaseClock:
 
     def _add(self, *, ends_step: bool = False) -> None:
         assert self._timer is not None
-        self._marks.append(_Mark(self._phase, self._window, self._timer.mark(), ends_step))
+        self._marks.append(_Mark(self._phase, self._timer.mark(), ends_step))
 
     def _read(self) -> None:
         """Add up what lies between marks that have passed."""
@@ -257,7 +230,7 @@ class PhaseClock:
         while len(marks) > 1 and self._timer.passed(marks[1].at):
             first = marks.popleft()
             seconds = self._timer.seconds(first.at, marks[0].at)
-            self._windows.setdefault(first.window, [0.0] * len(PHASES))[first.phase] += seconds
+            self._seconds[first.phase] += seconds
             self._step[first.phase] += seconds
             if marks[0].ends_step:
                 self._steps.append(tuple(self._step))

@@ -51,7 +51,6 @@ class Profiling:
         ranks: this rank and its peers.
         writers: the ranks that write a profile (observe.profile_ranks); none: all.
         on_gpu: the model is on a GPU.
-        planned: first and last step that the config names; None: none. All ranks then make it together.
         event: records an event; used on rank 0.
     """
 
@@ -62,7 +61,6 @@ class Profiling:
         writers: Collection[int] = (),
         *,
         on_gpu: bool,
-        planned: tuple[int, int] | None = None,
         event: Callable[[Event, dict[str, Any]], None] = lambda event, values: None,
     ):
         self._run_dir, self._ranks, self._writers, self._on_gpu = run_dir, ranks, sorted(writers), on_gpu
@@ -70,28 +68,14 @@ class Profiling:
         self._profiler: StepProfiler | None = None
         self.left = 0  # with the one that warms up
         self._steps, self._first, self._folder = 0, 0, Path()  # of the profile that is under way
-        if planned is not None:
-            folder = run_dir.profile(max(planned[0], 1))
-            if ranks.on_rank_0(lambda: bool(list(run_dir.profiles.glob(f"{folder.name}*")))):
-                planned = None  # an earlier attempt has taken it
-        self.planned = planned
 
-    def begin_planned(self, step: int, *, most: int) -> None:
-        """Begin the profile that the config names before step `step`, once, if it is not over."""
-        assert self.planned is not None
-        (first, last), self.planned = self.planned, None
-        if step <= last:
-            self.begin(step, most=most, steps=last - max(step, first) + 1, warmup=int(step < first))
-
-    def begin(self, step: int, *, most: int | None = None, steps: int = STEPS, warmup: int = 1) -> None:
+    def begin(self, step: int, *, most: int | None = None) -> None:
         """Begin a profile before step `step`. All ranks call it together.
 
         Args:
             most: steps that are left to do.
-            steps: number of steps to profile.
-            warmup: steps before the first that is recorded.
         """
-        plan = self._ranks.on_rank_0(lambda: self._plan(step, most, steps, warmup))
+        plan = self._ranks.on_rank_0(lambda: self._plan(step, most))
         if plan is None:
             return
         self._steps, warmup, folder = plan
@@ -101,14 +85,13 @@ class Profiling:
             self._profiler = StepProfiler(self._folder, rank, self._steps, warmup=warmup, on_gpu=self._on_gpu)
             self._profiler.start()
 
-    def _plan(self, step: int, most: int | None, steps: int, warmup: int) -> tuple[int, int, str] | None:
+    def _plan(self, step: int, most: int | None) -> tuple[int, int, str] | None:
         """Decide on rank 0 how many steps are profiled and how many warm up, and make the folder."""
         if self._writers and self._writers[0] >= self._ranks.size:
             log.warning("no profile: observe.profile_ranks=%s, and there are %d ranks", self._writers, self._ranks.size)
             return None
-        if most is not None:
-            warmup = warmup if most > warmup else 0
-            steps = min(steps, most - warmup)
+        warmup = 0 if most == 1 else 1
+        steps = STEPS if most is None else min(STEPS, most - warmup)
         try:
             return steps, warmup, str(_new_folder(self._run_dir, step + warmup))
         except OSError as error:

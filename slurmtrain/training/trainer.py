@@ -183,8 +183,6 @@ class Trainer:
         """Run one optimiser step over the global batch, and what is done after it."""
         state, hooks, phases = self.state, self.state.hooks, self.state.phases
         profiles, steps_left = self._profiles, state.total_steps - state.step
-        if profiles.planned is not None and not profiles.left and state.step + 1 >= profiles.planned[0] - 1:
-            profiles.begin_planned(state.step + 1, most=steps_left)
         hooks.before_step(state)
         began = time.perf_counter()
         with phases.within(Phase.DATA):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slurmtrain.models import Decoder
 from slurmtrain.observe.metrics import read_metrics
-from slurmtrain.observe.phases import HostTimer, Window
+from slurmtrain.observe.phases import HostTimer, PhaseTimes
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.signals import StopCause, StopFlag
@@ -125,15 +125,15 @@ def timed(distributed: DistributedContext, run_path: Path, overrides: list[str])
     """Train, and return for each logged step moments by another clock just before and after its end was noted."""
     made, moments = trainer(distributed, run_path, overrides), dict[int, tuple[float, float]]()
     phases = made.state.phases
-    cut = phases.cut
+    read = phases.read
 
-    def noted() -> Window:
+    def noted() -> PhaseTimes | None:
         before = time.monotonic()
-        window = cut()
+        times = read()
         moments[made.step] = before, time.monotonic()
-        return window
+        return times
 
-    phases.cut = noted  # type: ignore[method-assign]
+    phases.read = noted  # type: ignore[method-assign]
     made.fit()
     return moments
 
@@ -251,7 +251,7 @@ def test_a_rank_that_is_slowed_by_half_is_named_with_its_part(
     slow = ["+data.seconds=0.02", f"+data.slow={data}", "+model.seconds=0.04", f"+model.slow={passes}"]
     gloo_ranks(2, fit_by_own_clock, tmp_path / "run", [DATA, MODEL, *slow, *WATCHED, *layout, "train.steps=40"])
     (told,) = events(tmp_path / "run", "straggler")
-    assert (told["ranks"], told["phase"], told["sporadic"]) == ([1], phase, False)
+    assert (told["ranks"], told["phase"]) == ([1], phase)
     assert (told["step"], told["ratio"]) == (26, 1.5)  # five windows of five steps, looked at one step later
 
 
@@ -321,20 +321,6 @@ def test_a_preemption_during_a_profile_saves_first_and_drops_it(tmp_path: Path) 
     stopped = profiled(alone(), tmp_path / "run", {1}, stop_at=4)
     assert not stopped.finished and stopped.saved is not None
     assert not (tmp_path / "run" / "profile").exists() and not (tmp_path / "run" / "profiles").exists()
-
-
-@pytest.mark.parametrize(("steps", "first", "recorded"), [("1", 1, 1), ("7-20", 7, 2)])
-def test_the_steps_of_the_config_are_profiled_once_over_all_attempts(
-    tmp_path: Path, steps: str, first: int, recorded: int
-) -> None:
-    planned = [f"observe.profile_steps={steps}"]
-    profiled(alone(), tmp_path / "run", set(), planned)
-    trace = tmp_path / "run" / "profiles" / f"step_{first:07d}" / "rank-0.trace.json.gz"
-    assert recorded_steps(trace) == recorded
-    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
-        checkpoint.rename(tmp_path / checkpoint.name)  # it has to begin anew
-    profiled(alone(), tmp_path / "run", set(), planned, attempt=2)
-    assert len(events(tmp_path / "run", "profiled")) == 1
 
 
 LOOP = """

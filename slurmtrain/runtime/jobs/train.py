@@ -16,7 +16,6 @@ from slurmtrain.checkpoint.save.schedule import mean_time_between_failures
 from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import EvalMode
-from slurmtrain.config.fields import profiled_steps
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader
@@ -92,13 +91,11 @@ def build_trainer(
     timeline.mark("model and data")
     timeline.begin("looking for a checkpoint")
 
-    steps = profiled_steps(observe.profile_steps) if observe.profile_steps is not None else None
     profiles = Profiling(
         run_dir,
         RankGroup(distributed.control_group),
         observe.profile_ranks,
         on_gpu=distributed.device.type == "cuda",
-        planned=steps,
         event=record.event if record is not None else lambda event, values: None,
     )
     used: list[TrainingHook] = []

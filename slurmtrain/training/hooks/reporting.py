@@ -14,7 +14,7 @@ from slurmtrain.config.schema import Config, TrainConfig
 from slurmtrain.observe.logger import Ending
 from slurmtrain.observe.logger_thread import CLOSE_S, LoggerThread, follow, loggers_of
 from slurmtrain.observe.metrics import MetricsLog
-from slurmtrain.observe.phases import Phase, PhaseTimes, Window
+from slurmtrain.observe.phases import Phase, PhaseTimes
 from slurmtrain.observe.progress import ProgressLine
 from slurmtrain.planner.hardware import Peak
 from slurmtrain.runs.run_dir import RunDir
@@ -41,7 +41,6 @@ class StepReports:
 
     def report(self, state: TrainingState, result: StepResult) -> None:
         """Report the step that is done."""
-        window = state.phases.cut()
         with state.phases.waiting():
             total = state.ranks.sum(result.loss_sum)  # after which the device has done all of the step
         throughput = state.throughput
@@ -50,7 +49,7 @@ class StepReports:
             "grad_norm": float(result.grad_norm),
             "param_norm": _parameter_norm(state),
             "lr": result.learning_rate,
-            **{name: _short(value) for name, value in self._measured(state, window).items()},
+            **{name: _short(value) for name, value in self._measured(state).items()},
             "data_hash": state.counters.data_hash,
         }
         state.hooks.log(state.step, values)
@@ -62,7 +61,7 @@ class StepReports:
                 f"more than train.data_workers={self._train.data_workers} may help"
             )
 
-    def _measured(self, state: TrainingState, window: Window) -> dict[str, float]:
+    def _measured(self, state: TrainingState) -> dict[str, float]:
         """Return the numbers that depend on the clock, or on the machine."""
         throughput = state.throughput
         return {
@@ -73,7 +72,7 @@ class StepReports:
             "data_wait_s": throughput.data_wait_s,
             **self._utilisation(state),
             **_memory(state),
-            **_times(state, state.phases.read(window)),
+            **_times(state, state.phases.read()),
         }
 
     def _utilisation(self, state: TrainingState) -> dict[str, float]:

@@ -87,7 +87,7 @@ ATTEMPT_KEYS = "number job_id nodes started ended first_step last_step reason ve
 def test_status_names_slow_ranks_with_node_and_part_and_shows_no_control_characters(make: Make) -> None:
     run = make("finished")
     usual = {"step": 120, "node": "n2", "ranks": [3], "phase": "forward_backward", "ratio": 1.6}
-    run.event(Event.STRAGGLER, attempt=1, excess_s=0.2, step_s=0.5, sporadic=False, **usual)
+    run.event(Event.STRAGGLER, attempt=1, excess_s=0.2, step_s=0.5, **usual)
     run.event(Event.STRAGGLER, attempt=1, **{**usual, "node": "n\x1b[2Jx", "step": 300})
     text = printed("status", run.id)
     said = "\n  slow ranks: rank 3 on n2 (1.6 times as long for forward_backward, in attempt 1 since step 120); rank"

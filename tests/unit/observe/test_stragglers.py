@@ -88,17 +88,6 @@ def test_none_is_named_in_500_windows_of_noise(noise: str, ranks: int) -> None:
     assert named_after(StragglerDetector([0] * ranks), 500, 7, ranks, NOISES[noise], {}) == {}
 
 
-def test_a_rank_that_is_slow_now_and_then_is_named_too() -> None:
-    generator, detector = np.random.default_rng(1), StragglerDetector([0] * 4)
-    found = []
-    for _ in range(10):
-        times = USUAL[Phase.FORWARD_BACKWARD] * normal(generator, (4, STEPS))
-        times[2, ::5] *= 3  # one step in five: another program on its node
-        told = [summary([{**USUAL, Phase.FORWARD_BACKWARD: seconds} for seconds in rank]) for rank in times]
-        found += detector.look(told)[0]
-    assert [(each.rank, each.phase, each.sporadic) for each in found] == [(2, Phase.FORWARD_BACKWARD, True)]
-
-
 def test_a_rank_that_has_recovered_is_told_once_and_can_be_named_again() -> None:
     generator, detector, told = np.random.default_rng(2), StragglerDetector([0] * 4), []
     for number in range(40):
