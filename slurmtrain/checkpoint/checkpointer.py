@@ -36,7 +36,7 @@ from slurmtrain.checkpoint.errors import (
     NonFiniteError,
     SupersededError,
 )
-from slurmtrain.checkpoint.format.directory import committed, newest_committed_step, own_name, step_of
+from slurmtrain.checkpoint.format.directory import committed, newest_committed_step, step_of
 from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
 from slurmtrain.checkpoint.node_copies import NodeCopies, NodesDestination
 from slurmtrain.checkpoint.ranks import (
@@ -46,7 +46,7 @@ from slurmtrain.checkpoint.ranks import (
     claim_directory,
     config_as_json,
 )
-from slurmtrain.checkpoint.restore.restorer import Restored, Restorer, RestoreRequest, check_allowed
+from slurmtrain.checkpoint.restore.restorer import Restored, Restorer
 from slurmtrain.checkpoint.save.job import Destination, PendingSave, SaveJob, SaveResult
 from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
 from slurmtrain.checkpoint.save.staging import Image, Staging
@@ -135,15 +135,7 @@ class Checkpointer:
             self._uploader = MirrorUploader(mirror, ranks, identity, keep)
         self._node_copies = NodeCopies(ranks, identity, Path(local), hosts) if local else None
         self._staging = Staging()
-        self._restorer = Restorer(
-            ranks,
-            self._on_host,
-            identity,
-            self._staging.borrow,
-            self._uploader,
-            self._node_copies,
-            changed=frozenset(changed),
-        )
+        self._changed = frozenset(changed)
         self.lost: CheckpointError | None = None
         self.last_committed_step: int | None = None
         self.sound_step: int | None = None
@@ -256,7 +248,7 @@ class Checkpointer:
                 tensors,
                 own,
                 guarded=state.changed_by_optimizers(objects, tensors),
-                optimizers=state.waiting_optimizers(objects).values(),
+                optimizers=[value for value in objects.values() if isinstance(value, Optimizer)],
                 number=self._saves_begun,
             )
         except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
@@ -292,10 +284,10 @@ class Checkpointer:
 
         That it can be restored is checked once for the same objects with the same names: it takes longer than listing them.
         """
-        own_objects = state.per_rank_objects(per_rank)
+        own_objects = state.per_rank_objects(per_rank, self._ranks.rank)
         tensors, plain = state.flatten(objects)
         own_tensors, own_plain = state.flatten(own_objects)
-        tensors.update({own_name(self._ranks.rank, name): tensor for name, tensor in own_tensors.items()})
+        tensors.update(own_tensors)
         found = (tuple((key, id(value)) for key, value in {**objects, **own_objects}.items()), tuple(tensors))
         if found != self._checked_objects:
             state.check(objects, own_objects)
@@ -572,12 +564,23 @@ class Checkpointer:
             CheckpointMismatchError: there are checkpoints, but none fits or none is sound.
             CheckpointError: `path` is no checkpoint or is damaged; or tensors are handed in that could not be loaded.
         """
-        check_allowed(allow)
         self._ranks.all_do(lambda: state.refuse_loose_tensors({**objects, **(per_rank or {})}))
         self._wait_idle()
-        own_objects = {} if as_start else state.per_rank_objects(per_rank)
-        asked_for = Path(path) if path is not None else None
-        restored = self._restorer.restore(RestoreRequest(objects, own_objects, asked_for, allow, as_start, at_most))
+        restored = Restorer(
+            self._ranks,
+            self._on_host,
+            self._identity,
+            self._staging.borrow,
+            self._uploader,
+            self._node_copies,
+            self._changed,
+            objects,
+            {} if as_start else state.per_rank_objects(per_rank, self._ranks.rank),
+            Path(path) if path is not None else None,
+            allow,
+            as_start,
+            at_most,
+        ).restore()
         if restored is not None and path is None and not restored.origin:  # a copy on the nodes is lost with them
             self.last_committed_step = restored.step
         if restored is None or not as_start:

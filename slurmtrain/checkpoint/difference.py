@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import MANIFEST, OWN, file_name, own_names
-from slurmtrain.checkpoint.format.headers import read_contents, read_own_state
+from slurmtrain.checkpoint.format.directory import MANIFEST, OWN, file_name, own_name
+from slurmtrain.checkpoint.format.headers import parse_own_state
 from slurmtrain.checkpoint.format.manifest import TensorFacts, read_manifest
-from slurmtrain.checkpoint.restore.reader import read_whole
-from slurmtrain.checkpoint.safetensors_files import tensors_of
+from slurmtrain.checkpoint.restore.reader import read_contents, read_whole
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.checkpoint.tensors import dtype_name
+from slurmtrain.checkpoint.tensors import bytes_of, dtype_name
 
 SAFETENSORS, TORCH_FILES = ".safetensors", (".pt", ".pth", ".bin", ".ckpt")
 
@@ -112,13 +113,15 @@ def _of_ours(path: Path, ranks: int) -> _Part:
     """Return all tensors and plain values of a checkpoint, but of so many ranks only those that each has for itself."""
     manifest = read_manifest(path)
     contents = read_contents(path, manifest)
-    common = {name for rank in range(ranks) for name in own_names(contents.facts, rank).values()}
+    own = [own_name(rank, "") for rank in range(ranks)]  # of their JSON, which begins all of their names
     tensors = {
-        name: fact for name, fact in sorted(contents.facts.items()) if not name.startswith(OWN) or name in common
+        name: fact
+        for name, fact in sorted(manifest.tensors.items())
+        if not name.startswith(OWN) or name.startswith(tuple(own))
     }
     plain = dict(_flat(manifest.state))
-    for file in map(file_name, range(ranks)):
-        plain.update(_flat(read_own_state(path / file, contents.files[file]), file))
+    for rank, (_, text) in enumerate(read_whole(path, contents, manifest, own)):
+        plain.update(_flat(parse_own_state(path, bytes(bytes_of(text))), file_name(rank)))
     return _Part(tensors, partial(read_whole, path, contents, manifest), plain)
 
 
@@ -131,26 +134,21 @@ def _files_of_others(path: Path) -> set[str]:
 
 
 def _of_file(path: Path) -> _Part:
-    def facts(tensor: Any) -> TensorFacts:
-        return TensorFacts(tuple(tensor.shape), dtype_name(tensor.dtype))
-
-    if path.suffix == SAFETENSORS:
-        stored = tensors_of(path)
-        return _Part(
-            {name: facts(each) for name, each in stored.items()},
-            lambda names: ((name, stored[name].read()) for name in names),
-        )
+    plain: dict[str, Any]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an older pickle: what it cannot read is an error
-            plain = dict(_flat(torch.load(path, map_location="cpu", weights_only=True)))
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        if path.suffix == SAFETENSORS:
+            plain = load_file(path)  # which maps the file, and reads what is looked at
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of an older pickle: what it cannot read is an error
+                plain = dict(_flat(torch.load(path, map_location="cpu", weights_only=True)))
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         first = str(error).strip().splitlines()[:1]
-        raise CheckpointError(f"{path.name} is not read with weights_only: {' '.join(first)[:200]}") from None
-    tensors = {name: value for name, value in plain.items() if isinstance(value, torch.Tensor)}
+        raise CheckpointError(f"{path.name} cannot be read safely: {' '.join(first)[:200]}") from None
+    tensors = {name: value.detach() for name, value in plain.items() if isinstance(value, Tensor)}
     return _Part(
-        {name: facts(each) for name, each in tensors.items()},
-        lambda names: ((name, tensors[name].detach()) for name in names),
+        {name: TensorFacts(tuple(each.shape), dtype_name(each.dtype)) for name, each in tensors.items()},
+        lambda names: ((name, tensors[name]) for name in names),
         {name: value for name, value in plain.items() if name not in tensors},
     )
 

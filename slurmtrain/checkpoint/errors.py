@@ -17,6 +17,10 @@ class UnreadableError(CheckpointError):
     """The storage does not give a checkpoint's files now, which says nothing about them. A retry may help."""
 
 
+class DamagedError(CheckpointError):
+    """The files of a checkpoint are not what was written."""
+
+
 class SupersededError(CheckpointError):
     """A newer incarnation of the run is at work: this one may not commit any more, and has nothing left to do."""
 

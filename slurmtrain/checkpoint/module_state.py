@@ -8,7 +8,7 @@ too late.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -85,15 +85,21 @@ def is_extra(name: str) -> bool:
     return _EXTRA_KEY in name.split(".")
 
 
-def parameters(objects: Mapping[str, Any], *, all_names: bool = False) -> dict[str, nn.Parameter]:
+def _named(
+    objects: Mapping[str, Any], members: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
+) -> dict[str, Tensor]:
+    """Return the members of the given modules by their names in a checkpoint."""
+    found: dict[str, Tensor] = {}
+    for key, value in objects.items():
+        if isinstance(value, nn.Module):
+            clean = Names(unwrap(value))
+            found.update({f"{key}.{clean(name)}": each for name, each in members(unwrap(value))})
+    return found
+
+
+def parameters(objects: Mapping[str, Any], *, all_names: bool = False) -> dict[str, Tensor]:
     """Return the parameters of the given modules by name; a tied one by its first name, or by all of its names."""
-    return {
-        f"{key}.{clean(name)}": parameter
-        for key, value in objects.items()
-        if isinstance(value, nn.Module)
-        for clean in (Names(unwrap(value)),)
-        for name, parameter in unwrap(value).named_parameters(remove_duplicate=not all_names)
-    }
+    return _named(objects, lambda module: module.named_parameters(remove_duplicate=not all_names))
 
 
 def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
@@ -101,13 +107,7 @@ def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
 
     Unlike parameters, they may differ between data parallel ranks by design, and the lowest rank's count.
     """
-    return frozenset(
-        f"{key}.{clean(name)}"
-        for key, value in objects.items()
-        if isinstance(value, nn.Module)
-        for clean in (Names(unwrap(value)),)
-        for name, _ in unwrap(value).named_buffers(remove_duplicate=False)
-    )
+    return frozenset(_named(objects, lambda module: module.named_buffers(remove_duplicate=False)))
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
@@ -115,7 +115,7 @@ def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
     return {id(parameter): name for name, parameter in parameters(objects).items()}
 
 
-def trained_parameters(objects: Mapping[str, Any]) -> dict[str, nn.Parameter]:
+def trained_parameters(objects: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the parameters of the given modules that can be trained, by all of their names."""
     return {name: each for name, each in parameters(objects, all_names=True).items() if each.requires_grad}
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from slurmtrain.checkpoint.errors import CheckpointError, NodeFolderError
+from slurmtrain.checkpoint.errors import CheckpointError, DamagedError, NodeFolderError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.format.directory import committed, step_of
@@ -131,30 +131,30 @@ class NodeCopies:
         """Return the names of the files of a copy whose headers this rank is to read: on one rank of a node, all of its."""
         return _files_here(path, manifest) if self.is_leader else []
 
-    def fetch(self, path: Path, manifest: Manifest, needed: Collection[str]) -> list[str]:
+    def fetch(self, path: Path, manifest: Manifest, needed: Collection[str]) -> None:
         """Send files from node to node that ranks need and that their own node does not hold.
 
         Args:
             path: the copy on this node.
             needed: names of the files that this rank needs.
 
-        Returns:
-            Why that is not possible, one sentence each, on every rank. What has arrived is not compared with its digests.
+        What has arrived is not compared with its digests.
+
+        Raises:
+            DamagedError: on every rank: a node has no room for them.
         """
         answers = self._ranks.gather(lambda: [_files_here(path, manifest), sorted(needed)])
         lacking = [set(needs) - set(here) for here, needs in answers]
         own = self._nodes[self._ranks.rank]
         wanted = set[str]().union(*(files for node, files in zip(self._nodes, lacking, strict=True) if node == own))
 
-        def room() -> str:
+        def check_room() -> None:
             try:
                 self.folder.check_room(1, sum(manifest.sizes[name] for name in wanted))
             except NodeFolderError as error:
-                return error.message
-            return ""
+                raise DamagedError(f"{path} is damaged: not all of it is here: {error.message}") from None
 
-        if no_room := {*self._ranks.gather(room)} - {""}:
-            return sorted(no_room)
+        self._ranks.all_do(check_room)
 
         def send_and_receive() -> None:
             for name in sorted(set[str]().union(*lacking)):
@@ -164,7 +164,6 @@ class NodeCopies:
                 self._pass_on(path / name, manifest.sizes[name], holder, wanted=name in wanted)
 
         self.on_nodes(self._ranks, send_and_receive)
-        return []
 
     def _pass_on(self, file: Path, size: int, holder: int, *, wanted: bool) -> None:
         """Send a file from the node number `holder` to all others, some of which may not want it.

@@ -25,6 +25,7 @@ from torch import Tensor
 from slurmtrain.checkpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
+    DamagedError,
     DiscardedError,
     LostPeersError,
     NodeFolderError,
@@ -43,7 +44,7 @@ T = TypeVar("T")
 FAILURES: dict[str, type[CheckpointError]] = {
     kind.__name__: kind
     for kind in (
-        *(CheckpointError, CheckpointMismatchError, UnreadableError, SupersededError),
+        *(CheckpointError, DamagedError, CheckpointMismatchError, UnreadableError, SupersededError),
         *(LostPeersError, DiscardedError, NonFiniteError, NodeFolderError),
     )
 }

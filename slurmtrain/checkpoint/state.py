@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
-from slurmtrain.checkpoint.format.directory import OWN
+from slurmtrain.checkpoint.format.directory import OWN, own_name
 from slurmtrain.checkpoint.format.manifest import TensorFacts
 from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
 from slurmtrain.checkpoint.module_state import (
@@ -34,8 +34,6 @@ from slurmtrain.checkpoint.module_state import (
 from slurmtrain.checkpoint.save.staging import fingerprint
 from slurmtrain.checkpoint.tensors import dtype_of, local
 
-# Tensors of a parameter's shape that torch's optimisers keep for each, beyond which nothing large is known.
-_MOMENTS = {"SGD": 1, "Adagrad": 1, "Adadelta": 2, "RMSprop": 3, "Rprop": 2, "Adafactor": 1, "Muon": 1}
 # Settings of how a step is computed, which belong to this run's layout and device, not to the checkpoint's.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
@@ -136,7 +134,7 @@ def refuse_loose_tensors(objects: Mapping[str, Any]) -> None:
     for key, value in objects.items():
         if not isinstance(value, Stateful) and _has_tensor(value):
             raise CheckpointError(
-                f"{key.removeprefix(OWN)} is of type {type(value).__name__}, and nothing would take its tensors back",
+                f"{key.rpartition('/')[2]} is of type {type(value).__name__}, and nothing would take its tensors back",
                 hint="hand in what holds them: model=model, not model=model.state_dict(); or an object with state_dict() "
                 "and load_state_dict()",
             )
@@ -148,36 +146,42 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensor, value)))
 
 
-def object_names(tensors: Collection[str], plain: Collection[str]) -> set[str]:
-    """Return the names of the objects that a checkpoint holds, from those of its tensors and plain values."""
-    shared = [name for name in tensors if not name.startswith(OWN)]
-    return {name.partition(".")[0] for name in shared} | {name for name in plain if not name.startswith(EXTRA)}
-
-
-def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> dict[str, Tensor]:
+def templates(
+    objects: Mapping[str, Any], live: Mapping[str, Tensor], saved: Mapping[str, TensorFacts]
+) -> dict[str, Tensor]:
     """Return tensors to load into, for every one of `saved` that belongs to `objects`.
 
     Modules are loaded in place. Tensors of other objects are made here, with the layout of those that they hold now,
-    or, for state that a new optimiser does not have yet, with that of the parameter that it belongs to.
+    or, for an optimiser's, with that of the parameter that they belong to.
+
+    Args:
+        live: those of the modules, see `module_tensors`.
     """
-    targets = module_tensors(objects)
+    targets = dict(live)
     known = parameters(objects)
-    live: dict[str, dict[str, Tensor]] = {}
+    held: dict[str, dict[str, Tensor]] = {}
     for name, fact in saved.items():
-        owners = [key for key in objects if name.startswith(f"{key}.")]
-        if name in targets or not owners:
+        key = max((key for key in objects if name.startswith(f"{key}.")), key=len, default=None)
+        if key is None or name in targets:
             continue
-        value = objects[key := max(owners, key=len)]
-        if isinstance(value, nn.Module) and not is_extra(name):
-            continue
-        if key not in live:
-            live[key] = _live(key, value)
-        template = live[key].get(name)
-        if template is None and isinstance(value, Optimizer):
-            template = _parameter_of(name.removeprefix(f"{key}.state."), known)
-            if template is None and name.startswith(f"{key}.state."):
+        value = objects[key]
+        template: Tensor | None = None
+        if isinstance(value, nn.Module):
+            if not is_extra(name):
+                continue
+        elif isinstance(value, Optimizer):
+            owner = name.removeprefix(f"{key}.state.")
+            while owner and owner not in known:  # the parameter's name, and a field's
+                owner = owner.rpartition(".")[0]
+            if not owner and name.startswith(f"{key}.state."):
                 continue  # of a parameter that other ranks hold: a stage of a pipeline
-        if template is not None and tuple(template.shape) == fact.shape and (fact.shape or name in live[key]):
+            if owner and fact.shape:  # counts of steps are on the CPU
+                template = known[owner]
+        elif isinstance(value, Stateful) and not isinstance(value, RandomState):
+            if key not in held:
+                held[key] = _tensors_of(key, value)
+            template = held[key].get(name)
+        if template is not None and tuple(template.shape) == fact.shape:
             targets[name] = torch.empty_like(template, dtype=dtype_of(fact.dtype), requires_grad=False)
             if not targets[name].is_cuda:
                 ask_for_huge_pages(local(targets[name]))
@@ -186,22 +190,14 @@ def templates(objects: Mapping[str, Any], saved: Mapping[str, TensorFacts]) -> d
     return targets
 
 
-def _live(key: str, value: Any) -> dict[str, Tensor]:
+def _tensors_of(key: str, value: Stateful) -> dict[str, Tensor]:
     """Return the tensors that an object holds now, by the names of a checkpoint; none if it has no state yet."""
     tensors: dict[str, Tensor] = {}
-    if isinstance(value, Stateful) and not isinstance(value, (nn.Module, Optimizer, RandomState)):
-        try:
-            _encode_state(key, value.state_dict(), tensors)
-        except Exception:  # many cannot before they have run or were loaded; what they are given then is on the CPU
-            return {}
+    try:
+        _encode_state(key, value.state_dict(), tensors)
+    except Exception:  # many cannot before they have run or were loaded; what they are given then is on the CPU
+        return {}
     return tensors
-
-
-def _parameter_of(name: str, known: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the parameter to which an optimiser's tensor belongs: its name begins with the parameter's name."""
-    while name and name not in known:
-        name = name.rpartition(".")[0]
-    return known.get(name)
 
 
 def load_objects(
@@ -229,7 +225,7 @@ def load_objects(
             if loads_by_itself(value):
                 _load_by_itself(key, value)
             continue
-        if lenient and key not in plain:
+        if key not in plain and (lenient or key.startswith(OWN)):
             continue
         if isinstance(value, Optimizer):
             names = parameter_names(objects)
@@ -258,15 +254,15 @@ def _load_by_itself(key: str, module: nn.Module) -> None:
             )
 
 
-def per_rank_objects(per_rank: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what each rank saves for itself, by names that mark it as such: `per_rank` and the random state.
+def per_rank_objects(per_rank: Mapping[str, Any] | None, rank: int) -> dict[str, Any]:
+    """Return what a rank saves for itself, by its names in a checkpoint: `per_rank` and the random state.
 
     Raises:
         CheckpointError: `per_rank` has an object of that name.
     """
     if per_rank and "random" in per_rank:
         raise CheckpointError("per_rank has an object 'random', a name that is taken", hint="choose another")
-    return {OWN + key: value for key, value in {"random": RANDOM_STATE, **(per_rank or {})}.items()}
+    return {own_name(rank, key): value for key, value in {"random": RANDOM_STATE, **(per_rank or {})}.items()}
 
 
 # Plain values as JSON: numbers, texts, lists, tuples and dicts, in which a tensor leaves a reference by its name.
@@ -370,11 +366,6 @@ def flatten_optimizer(key: str, optimizer: Optimizer, names: Mapping[int, str], 
     return encode({"state": fields, "param_groups": groups, "beside": beside}, key, tensors)
 
 
-def _is_group(value: Any) -> bool:
-    names = value.get("params") if isinstance(value, dict) else None
-    return isinstance(names, list) and all(isinstance(name, str) for name in names)
-
-
 def load_optimizer(
     key: str,
     optimizer: Optimizer,
@@ -398,41 +389,35 @@ def load_optimizer(
         CheckpointError: the checkpoint's state is not that of an optimiser.
         CheckpointMismatchError: its groups are others.
     """
-    wrong = CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser")
-    saved = plain.get("state") if isinstance(plain, dict) else None
-    if not isinstance(saved, dict):
-        raise wrong
-    beside, groups = (decoded(key, plain.get(part), tensors) for part in ("beside", "param_groups"))
-    if not (isinstance(beside, dict) and isinstance(groups, list) and all(map(_is_group, groups))):
-        raise wrong
+    try:
+        saved = dict(plain["state"])
+        beside = dict(decoded(key, plain["beside"], tensors))
+        groups = [dict(group) for group in decoded(key, plain["param_groups"], tensors)]
+        members = [set(map(str, group["params"])) for group in groups]
+        fields = {name: dict(decoded(key, saved[name], tensors)) for name in names.values() if name in saved}
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"the state of {key} in the checkpoint is not that of an optimiser") from None
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointMismatchError(
             f"{key} has {len(optimizer.param_groups)} parameter groups, and {len(groups)} in the checkpoint",
             hint="were parameters frozen, or groups changed, since it was saved?",
         )
     on_this_rank = set(names.values())
-    state: dict[Any, Any] = {}
+    order: list[str] = []  # torch numbers the parameters of all groups
     param_groups: list[dict[str, Any]] = []
-    number = 0
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
+    for group, values, theirs in zip(optimizer.param_groups, groups, members, strict=True):
         keys = [_name_of(parameter, names) for parameter in group["params"]]
         # The checkpoint's group may have parameters that other ranks hold.
-        different = sorted(set(keys) ^ (set(values["params"]) & on_this_rank))
+        different = sorted(set(keys) ^ (theirs & on_this_rank))
         if different and not lenient:
             raise CheckpointMismatchError(
                 f"{key}: a parameter group holds other parameters than in the checkpoint: {', '.join(different[:5])}",
                 hint="to continue all the same: checkpoint.allow=[keys]",
             )
-        numbers = []
-        for name in keys:
-            if name in saved:
-                state[number] = decoded(key, saved[name], tensors)
-                if not isinstance(state[number], dict):
-                    raise wrong
-            numbers.append(number)
-            number += 1
         kept = {name: group[name] for name in _IMPLEMENTATION if name in group}
-        param_groups.append({**values, **kept, "params": numbers})
+        param_groups.append({**values, **kept, "params": range(len(order), len(order) + len(keys))})
+        order += keys
+    state = {number: fields[name] for number, name in enumerate(order) if name in fields}
     optimizer.load_state_dict({"state": {**state, **beside}, "param_groups": param_groups})
     if not convert:
         _undo_casts(optimizer, state)
@@ -494,29 +479,13 @@ def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[s
     return merged
 
 
-def waiting_optimizers(objects: Mapping[str, Any]) -> dict[str, Optimizer]:
-    """Return the given optimisers whose steps can be made to wait."""
-    return {
-        key: value
-        for key, value in objects.items()
-        if isinstance(value, Optimizer)
-        and hasattr(value, "_optimizer_step_pre_hooks")
-        and getattr(type(value).step, "hooked", False)
-    }
-
-
 def changed_by_optimizers(objects: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
     """Return the names of the tensors that only steps of the given optimisers change: their parameters, and their own state."""
     names = parameter_names(objects)
-    waiting = waiting_optimizers(objects)
-    found = {
-        names[id(parameter)]
-        for optimizer in waiting.values()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) in names
-    }
-    return found | of_optimizers(waiting, tensors)
+    optimizers = {key: value for key, value in objects.items() if isinstance(value, Optimizer)}
+    groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
+    changed = {names[id(each)] for group in groups for each in group["params"]}
+    return changed | of_optimizers(optimizers, tensors)
 
 
 def of_optimizers(keys: Collection[str], tensors: Collection[str]) -> set[str]:
@@ -531,7 +500,7 @@ def expected_optimizer_state(objects: Mapping[str, Any]) -> dict[str, Tensor]:
     expected: dict[str, Tensor] = {}
     for key, value in objects.items():
         if isinstance(value, Optimizer) and not value.state:
-            moments = _MOMENTS.get(type(value).__name__, 2)
+            moments = 2 if "betas" in value.defaults else 1  # Adam's two of a parameter's shape, or a momentum
             for group in value.param_groups:
                 for parameter in group["params"]:
                     if parameter.requires_grad and id(parameter) in names:

@@ -224,7 +224,7 @@ def _compare_with_digests(path: Path) -> tuple[int, int, list[str]]:
         except UnreadableError:
             raise
         except CheckpointError as error:
-            return 0, 0, [error.message.removeprefix(f"{path}: ")]
+            return 0, 0, [error.message.removeprefix(f"{path} is damaged: ")]
         with _progress_bar(path.name, manifest.size) as progress:
             damage = blocks.find_damage(path, manifest.files, progress=progress)
     return manifest.size, len(manifest.files), damage
@@ -364,7 +364,7 @@ def _check_newest(target: Target, found: list[Path]) -> None:
 def _export(target: Target, options: argparse.Namespace) -> int:
     """Write the weights of one checkpoint to a file or folder, and print how many tensors it has."""
     path, out, kind = target.of_step(options.step)[-1], Path(options.out), options.format
-    if kind is not None and out.suffix == ".safetensors":
+    if kind is not None and out.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
         raise UsageError(f"--format {kind} writes a folder, and {out} is the name of a file")
     if kind is not None and options.only != "model":
         raise UsageError(

@@ -152,9 +152,7 @@ def _verify(folder: Path) -> int:
         print(problem, flush=True)
         problems += 1
     if problems:
-        print(
-            f"{problems} damaged or missing: remove the damaged files and repeat the prepare command to recreate them"
-        )
+        print(f"{problems} damaged or missing: remove their folders and repeat the prepare command to recreate them")
         return 1
     counts = ", ".join(f"{name}: {split.tokens} tokens" for name, split in manifest.splits.items())
     print(f"{folder} is unchanged ({counts}); fingerprint {manifest.fingerprint}")

@@ -336,7 +336,6 @@ class TrainConfig(Struct):
     shuffle: bool = True  # use a different order of samples in each epoch; false: the order of the data
     repeat: bool = True  # start another epoch when all samples have been seen; false: refuse a run that would need to
     data_workers: Natural = 0  # data loader processes per rank that read ahead
-    data_ahead: Natural = 2  # steps that data_workers read ahead
     log_every: Annotated[Positive, Share(0.02, most=10)] = OPEN  # steps between log lines
     # steps between evaluations; 0: only at the end; see `eval`
     eval_every: Annotated[Natural, Share(0.25, most=500)] = OPEN

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from slurmtrain.data.sources.mixture import Mixture as Mixture
     from slurmtrain.data.sources.prepared import PreparedText as PreparedText
     from slurmtrain.data.sources.text import StdlibText as StdlibText
-    from slurmtrain.data.sources.text import TextFiles as TextFiles
 
-_HOMES = {"Mixture": "mixture", "PreparedText": "prepared", "StdlibText": "text", "TextFiles": "text"}
+_HOMES = {"Mixture": "mixture", "PreparedText": "prepared", "StdlibText": "text"}
 
 
 def __getattr__(name: str) -> Any:

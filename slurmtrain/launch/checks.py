@@ -34,7 +34,7 @@ def check(
         ConfigError: it cannot work.
     """
     check_fits(config, dims)
-    check_prepared(config, later=later)
+    check_prepared(config)
     if look_at_files:
         from slurmtrain.launch.named_paths import check_named_paths
 

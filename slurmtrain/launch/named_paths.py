@@ -178,7 +178,7 @@ def check_named_paths(config: Config, cwd: Path, *, later: bool = False, begun: 
 def _missing(key: str, field: Field, path: Path, seen: Seen, cwd: Path) -> ConfigError:
     """Return the error for a path that is certainly not there."""
     missing, hint = seen.missing or "", f"relative paths start in the folder of the command, {cwd}"
-    names = sorted(os.listdir(seen.place)) if os.access(seen.place, os.R_OK | os.X_OK) else []
+    names = sorted(os.listdir(seen.place)) if seen.place.is_dir() and os.access(seen.place, os.R_OK | os.X_OK) else []
     folders = (path, path / "checkpoints")  # with the folder of a run, its newest checkpoint is meant
     if newest := next((found[-1] for folder in folders if (found := committed(folder))), None):
         hint = f"its newest one is {newest}"
@@ -207,10 +207,8 @@ def _named(config: Config, *, later: bool, begun: bool) -> Iterator[tuple[str, F
     if inside or later or kind != JobKind.TRAIN:
         return
     for values, name in ((config.data, "data"), (config.eval.sets, "eval.sets")):
-        for path in _texts(values):
-            yield "data.paths" if name == "data" else name, Field(_path, "file"), path
         for path in config_check.prepared_folders(values):
-            yield "data.path" if name == "data" else name, Field(_path, "folder of prepared data"), path
+            yield "data.path" if name == "data" else name, Field(_path, "folder of prepared data", MANIFEST), path
     if not _has_weights(config.model):
         return
     folder = Path(config.model["path"])
@@ -228,16 +226,6 @@ def _files_of_weights(folder: Path) -> Sequence[str]:
         return sorted({str(name) for name in index["weight_map"].values()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return ["*.safetensors"]
-
-
-def _texts(values: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield the patterns of all text files that a data config names."""
-    paths = values.get("paths")
-    if values.get("_target_") == config_check.TEXT_FILES and paths:
-        yield from (Path(path) for path in ([paths] if isinstance(paths, str) else paths) if isinstance(path, str))
-    for value in values.values():
-        if isinstance(value, Mapping):
-            yield from _texts(value)
 
 
 # What can be wrong with the program of job.command.

@@ -179,25 +179,17 @@ class Decoder(nn.Module):
         """
         initialize(self, seed)
 
-    def num_parameters(self) -> int:
-        """Return the number of parameters; a tied matrix counts once."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
     def training_flops(self) -> ModelFlops:
-        """Return the operations of a training step, see `planner.shape`; matrices that are not trained count less."""
-        looked_up = None if self.output is None else self.embedding.weight
-        multiplied = [each for each in self.parameters() if each.ndim == 2 and each is not looked_up]
-        per_token = sum(each.numel() * (TRAINED if each.requires_grad else FROZEN) for each in multiplied)
-        return ModelFlops(per_token, attention_flops(self.n_layers, self.n_heads, self.head_dim))
-
-    def flops_per_token(self, seq_len: int) -> int:
-        """Return the floating-point operations of one token's forward and backward pass, 6 N + 12 L H D S.
+        """Return the operations of a training step, 6 N + 12 L H D S for a token; matrices that are not trained count less.
 
         The formula is that of Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B, where D is Q. N counts the
         elements of all matrices that are multiplied: an untied input embedding is looked up and left out. As there,
         attention counts as if it were not causal and recomputed activations do not count.
         """
-        return self.training_flops().of(1, seq_len)
+        looked_up = None if self.output is None else self.embedding.weight
+        multiplied = [each for each in self.parameters() if each.ndim == 2 and each is not looked_up]
+        per_token = sum(each.numel() * (TRAINED if each.requires_grad else FROZEN) for each in multiplied)
+        return ModelFlops(per_token, attention_flops(self.n_layers, self.n_heads, self.head_dim))
 
 
 class Block(nn.Module):

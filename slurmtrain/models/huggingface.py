@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,10 @@ class HuggingFace(nn.Module):
                 "model=huggingface takes either model.config, to draw weights, or model.path, to read them",
                 hint="e.g. model.path=/models/Qwen3-8B, or 'model.config={model_type: qwen3, num_hidden_layers: 4}'",
             )
-        try:
-            import transformers
-        except ImportError:
-            raise _missing("transformers") from None
-        model: Any = _drawn(transformers, config or {}) if path is None else _described(transformers, path)
+        if path is not None and not Path(path, "config.json").is_file():
+            what = " has no config.json" if Path(path).is_dir() else ": there is no such folder"
+            raise ConfigError(f"model.path={path}{what}", hint="name a folder written by save_pretrained")
+        model: Any = _built(config, path, on_meta=path is not None)
         self.model: nn.Module = model.float()
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
 
@@ -64,96 +62,66 @@ class HuggingFace(nn.Module):
         return name.removeprefix(PREFIX)
 
 
-def _missing(package: str) -> ConfigError:
-    return ConfigError(
-        f"model=huggingface needs {package}, which is not installed", hint="pip install 'slurmtrain[hf]'"
-    )
+def _built(config: Mapping[str, Any] | None, path: str | None, *, on_meta: bool) -> Any:
+    """Return the model that a config, or the config.json in a folder, describes.
 
-
-def _drawn(transformers: Any, config: Mapping[str, Any], *, on_meta: bool = False) -> nn.Module:
+    Args:
+        on_meta: its parameters are on the meta device. Its buffers are not: those that are in no file (rotary frequencies)
+            are computed once only, when a module is built.
+    """
     try:
-        described = transformers.AutoConfig.for_model(**config)
-        with _without_drawing() if on_meta else nullcontext(), torch.device("meta") if on_meta else nullcontext():
-            model: Any = transformers.AutoModelForCausalLM.from_config(described)
-        model.tie_weights()  # which not drawing leaves out, too
-    except (TypeError, ValueError) as error:  # no model_type, an unknown one, or one that predicts no tokens
-        first = str(error).splitlines()[0][:200]
+        import transformers
+        from accelerate import init_empty_weights
+    except ImportError as error:
         raise ConfigError(
-            f"transformers cannot build model.config={dict(config)}: {first}",
+            f"model=huggingface needs {error.name}, which is not installed", hint="pip install 'slurmtrain[hf]'"
+        ) from None
+    auto: Any = transformers.AutoConfig
+    try:
+        described = (
+            auto.for_model(**config or {}) if path is None else auto.from_pretrained(path, local_files_only=True)
+        )
+        with ExitStack() as stack:
+            if on_meta:
+                stack.enter_context(_without_drawing())
+                stack.enter_context(init_empty_weights(include_buffers=False))
+            model: Any = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+        model.tie_weights()  # which not drawing leaves out; behind it, since it makes a new parameter of each that is set
+    except (TypeError, ValueError, OSError) as error:  # no model_type, an unknown one, or one that predicts no tokens
+        first = str(error).splitlines()[0][:200]
+        what = f"model.config={dict(config or {})}" if path is None else f"the model of model.path={path}"
+        raise ConfigError(
+            f"transformers cannot build {what}: {first}",
             hint="model_type is that of a config.json, such as llama or qwen3",
         ) from None
-    found: nn.Module = model
-    return found
+    return model
 
 
-def _described(transformers: Any, path: str) -> nn.Module:
-    """Return the model of the config.json in `path`, with parameters on the meta device.
+def stored_names(config: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return config.json and the names of the tensors, a tied one once, in a folder of the model that `config` describes.
 
-    Its buffers are not: those that are in no file (rotary frequencies) are computed once only, when a module is built.
-    """
-    try:
-        from accelerate import init_empty_weights
-    except ImportError:
-        raise _missing("accelerate") from None
-    if not Path(path, "config.json").is_file():
-        what = " has no config.json" if Path(path).is_dir() else ": there is no such folder"
-        raise ConfigError(f"model.path={path}{what}", hint="name a folder written by save_pretrained")
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        with _without_drawing(), init_empty_weights(include_buffers=False):
-            model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.tie_weights()  # which not drawing leaves out; behind it, since it makes a new parameter of each that is set
-    except (TypeError, ValueError, OSError) as error:
-        first = str(error).splitlines()[0][:200]
-        raise ConfigError(f"transformers cannot build the model of model.path={path}: {first}") from None
-    found: nn.Module = model
-    return found
-
-
-@dataclass(frozen=True)
-class StoredNames:
-    """What a folder of Hugging Face has of a model of transformers.
-
-    Attributes:
-        config: the contents of config.json.
-        names: names of the tensors; a tied one has one name.
-        renamed: names that its files have instead, if transformers names or joins tensors otherwise when it writes them.
-    """
-
-    config: Mapping[str, Any]
-    names: frozenset[str]
-    renamed: frozenset[str]
-
-
-def stored_names(config: Mapping[str, Any]) -> StoredNames:
-    """Return what a folder of the model that `config` describes has, which takes no memory and no weights.
+    It takes no memory and no weights.
 
     Raises:
-        ConfigError: transformers cannot build it.
+        ConfigError: transformers cannot build it, or names or joins its tensors otherwise when it writes them.
     """
-    import transformers
-
-    model: Any = _drawn(transformers, config, on_meta=True)
-    names = [name for name, _ in model.named_parameters()]  # a parameter of several names is given once
-    names += [name for name, _ in model.named_buffers() if name in model.state_dict()]
-    written = set(names)
+    model = _built(config, None, on_meta=True)
+    names = {name for name, _ in model.named_parameters()}  # a parameter of several names is given once
+    values = model.state_dict()
+    names |= {name for name, _ in model.named_buffers() if name in values}
     try:
         loading = importlib.import_module("transformers.core_model_loading")
     except ImportError:  # transformers 4 writes tensors as they are
         pass
     else:
-        values = model.state_dict()
-        written = set(loading.revert_weight_conversion(model, {name: values[name] for name in names}))
-    described = {**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__]}
-    return StoredNames(described, frozenset(names), frozenset(written - set(names)))
-
-
-def read_whole(path: Path) -> nn.Module:
-    """Return the model in `path` as transformers reads it, in the element type that its weights have there."""
-    import transformers
-
-    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype="auto")
-    return model
+        renamed = loading.revert_weight_conversion(model, {name: values[name] for name in names}).keys() - names
+        if renamed:
+            raise ConfigError(
+                f"transformers writes {min(renamed)} and others under other names, or joined otherwise, than it trains them",
+                hint="export to a file, FILE.safetensors, and load that into the model, whose save_pretrained writes the "
+                "folder",
+            )
+    return {**json.loads(model.config.to_json_string()), "architectures": [type(model).__name__]}, names
 
 
 def _without_drawing() -> AbstractContextManager[None]:

@@ -113,12 +113,7 @@ def _targets(layers: list[str], wanted: list[str]) -> list[str]:
 
 
 def _check_not_tied(model: nn.Module, targets: list[str]) -> None:
-    owners = Counter(
-        id(parameter)
-        for module in model.modules()
-        for parameter in module._parameters.values()
-        if parameter is not None
-    )
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name in targets:
         if owners[id(model.get_submodule(name).weight)] > 1:
             raise ConfigError(

@@ -65,5 +65,5 @@ def inspect(path: Path) -> tuple[Manifest | None, list[str]]:
     except UnreadableError:
         raise
     except CheckpointError as error:
-        return None, [error.message.removeprefix(f"{path}: ")]
+        return None, [error.message.removeprefix(f"{path} is damaged: ")]
     return manifest, blocks.find_damage(path, manifest.files, contents=False, late_s=0.0)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 from slurmtrain.choices import Grouping
 from slurmtrain.errors import UnreadableRecordError
@@ -57,17 +60,22 @@ def usage_of(
         now: unix seconds; None: those of this machine's clock.
     """
     now = time.time() if now is None else now
+    spent: list[Part] = []
+    still_open: dict[RunDir, History] = {}
     unreadable: list[str] = []
+    for each in _map(partial(_read, since=since, now=now), run_dirs):
+        spent += each.spent
+        still_open |= each.still_open
+        unreadable += each.unreadable
+    for run_dir, state in (states(still_open) if still_open else {}).items():
+        # Where SLURM, or the host of a local run, cannot be asked, the run counts as alive.
+        alive = None if state.status == RunStatus.UNKNOWN else state.alive
+        spent += _spent(run_dir, still_open[run_dir], alive, since, now)
     parts: dict[str, list[Part]] = {}
-    for run_dir, history, alive in _read_all(run_dirs, unreadable):
-        spent = of_history(history, alive=alive, now=now)
-        if since is not None and spent.end <= since:
-            continue
-        spent = spent if since is None else spent.since(since)
+    for run_dir, goodput in spent:
         whole = run_dir.evaluated_run or run_dir
         who = whole.id if by is Grouping.RUN else _owner(run_dir)
-        # Segments are not kept: of thousands of runs they would fill the memory.
-        parts.setdefault(who, []).append((whole, replace(spent, segments=())))
+        parts.setdefault(who, []).append((whole, goodput))
     rows = [_row(who, found) for who, found in parts.items()]
     if by is Grouping.RUN:
         rows.sort(key=lambda row: row.who)  # an id begins with its time
@@ -80,28 +88,62 @@ def _row(who: str, parts: Sequence[Part]) -> Row:
     return Row(who, len({run for run, _ in parts}), over_all(spent for _, spent in parts))
 
 
-def _read_all(run_dirs: Sequence[RunDir], unreadable: list[str]) -> Iterator[tuple[RunDir, History, bool | None]]:
-    """Yield all runs and their evaluations; SLURM is asked, once, about those that only it can say the end of."""
-    still_open: dict[RunDir, History] = {}
-    for whole in run_dirs:
-        for run_dir in [whole, *(whole.all_evaluations() if os.path.isdir(whole.evaluations) else ())]:
-            try:
-                check_parts(run_dir)
-                history = read_history(run_dir)
-            except UnreadableRecordError as error:
-                unreadable.append(error.message)
-            except OSError as error:
-                unreadable.append(f"{run_dir.path}: {error}")
+class Found(NamedTuple):
+    """What the files of a run and its evaluations say.
+
+    Attributes:
+        spent: the time of those that have ended.
+        still_open: those that only SLURM, or the host of a local run, can say the end of.
+        unreadable: why others are left out, a sentence each.
+    """
+
+    spent: list[Part]
+    still_open: dict[RunDir, History]
+    unreadable: list[str]
+
+
+def _read(whole: RunDir, since: float | None, now: float) -> Found:
+    found = Found([], {}, [])
+    for run_dir in [whole, *(whole.all_evaluations() if os.path.isdir(whole.evaluations) else ())]:
+        try:
+            check_parts(run_dir)
+            history = read_history(run_dir)
+        except UnreadableRecordError as error:
+            found.unreadable.append(error.message)
+        except OSError as error:
+            found.unreadable.append(f"{run_dir.path}: {error}")
+        else:
+            if history.is_open:
+                found.still_open[run_dir] = history
             else:
-                if history.is_open:
-                    still_open[run_dir] = history
-                else:
-                    yield run_dir, history, False
-    now = states(still_open) if still_open else {}
-    for run_dir, history in still_open.items():
-        state = now[run_dir]
-        # Where SLURM, or the host of a local run, cannot be asked, the run counts as alive.
-        yield run_dir, history, None if state.status == RunStatus.UNKNOWN else state.alive
+                found.spent.extend(_spent(run_dir, history, False, since, now))
+    return found
+
+
+def _spent(run_dir: RunDir, history: History, alive: bool | None, since: float | None, now: float) -> list[Part]:
+    """Return the time of a run from `since` on; nothing if it ended before."""
+    goodput = of_history(history, alive=alive, now=now)
+    if since is not None:
+        if goodput.end <= since:
+            return []
+        goodput = goodput.since(since)
+    # Segments are not kept: of thousands of runs they would fill the memory, and pass from process to process.
+    return [(run_dir, replace(goodput, segments=()))]
+
+
+def _map(read: Callable[[RunDir], Found], run_dirs: Sequence[RunDir]) -> Iterator[Found]:
+    """Yield what is read of each run: of hundreds by as many processes as this one may use cores, at most eight."""
+    processes = min(len(os.sched_getaffinity(0)), len(run_dirs) // 100, 8)
+    if processes < 2:
+        yield from map(read, run_dirs)
+        return
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    quiet = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is this process's to answer
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, fork, initializer=signal.signal, initargs=quiet) as pool:
+        yield from pool.map(read, run_dirs, chunksize=25)
 
 
 def _owner(run_dir: RunDir) -> str:

@@ -5,13 +5,13 @@ See `weights.export` for how it is read and written.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from slurmtrain.data.sources.config_check import PREPARED
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.huggingface import HuggingFace, stored_names
 from slurmtrain.weights import hf_names
-from slurmtrain.weights.export import Entry, Exported, json_bytes, opened, write_hf_folder
+from slurmtrain.weights.export import Entry, Exported, json_bytes, opened
 
 MODEL = "model"  # the object of a checkpoint that is exported
 TOKENIZER = "tokenizer.json"
@@ -41,20 +41,6 @@ TOKENIZER_FILES = (
 )
 LOOKED_AT = 1 << 16  # tokens of chat data that show how its answers end
 TO_FILE = "export to a file: FILE.safetensors"
-
-
-class Description(NamedTuple):
-    """What a checkpoint is, as a folder: its config.json, but for what depends on types and tokenizer.
-
-    Attributes:
-        names: name in the folder by name in the checkpoint; None: it is left out.
-        base: the folder that its weights came from, if that is there.
-    """
-
-    config: Mapping[str, Any]
-    names: Mapping[str, str | None]
-    base: Path | None
-    notes: tuple[str, ...] = ()
 
 
 def export_hf(
@@ -77,22 +63,21 @@ def export_hf(
             f"{path.name} holds adapters, and no whole model",
             hint="--format peft, and merge that with merge_and_unload() of peft: see `help models`",
         )
-    with opened(path, MODEL, dtype) as checkpoint:
+    with opened(path, MODEL, dtype, progress) as checkpoint:
         try:
-            described = describe(config, checkpoint.entries)
+            described, names, base, described_notes = describe(config, checkpoint.entries)
         except ConfigError as error:
             raise CheckpointError(f"{path.name}: {error.message}", hint=error.hint) from None
         ours = {entry.name: entry for entry in checkpoint.entries}
-        entries = [dataclasses.replace(ours[name], name=theirs) for name, theirs in described.names.items() if theirs]
-        files, special, notes = companions(config, described.base)
+        entries = [replace(ours[name], name=theirs) for name, theirs in names.items() if theirs]
+        files, special, notes = companions(config, base)
         dtypes = {dtype_name(entry.dtype) for entry in entries if entry.dtype.is_floating_point}
-        values = {**described.config, **{name: value for name, value in special.items() if value is not None}}
+        values = {**described, **{name: value for name, value in special.items() if value is not None}}
         values.pop("dtype", None)
         values["torch_dtype"] = dtypes.pop() if len(dtypes) == 1 else "float32"
         files[GENERATION] = _generation(values, files.get(GENERATION), _ends_of_answers(config))
-        tensors = partial(checkpoint.tensors, progress=progress)
-        exported = write_hf_folder(out, entries, tensors, values, files=files, about=checkpoint.about)
-    return dataclasses.replace(exported, notes=(*described.notes, *notes))
+        files[known_models.CONFIG] = json_bytes(values)
+        return replace(checkpoint.write_folder(out, entries, files), notes=(*described_notes, *notes))
 
 
 def is_of_adapters(config: Mapping[str, Any]) -> bool:
@@ -101,8 +86,14 @@ def is_of_adapters(config: Mapping[str, Any]) -> bool:
     return isinstance(lora, Mapping) and bool(lora.get("r"))
 
 
-def describe(config: Mapping[str, Any], entries: Sequence[Entry]) -> Description:
+def describe(
+    config: Mapping[str, Any], entries: Sequence[Entry]
+) -> tuple[Mapping[str, Any], Mapping[str, str | None], Path | None, list[str]]:
     """Describe a model, from the config that its checkpoint is bound to and its tensors.
+
+    Returns:
+        Its config.json, but for what depends on types and tokenizer; its tensors' names there by those in the checkpoint,
+            None if one is left out; the folder that its weights came from, if that is there; and notes.
 
     Raises:
         ConfigError: the config does not say what model it is, or Hugging Face has no family for it.
@@ -126,7 +117,7 @@ def describe(config: Mapping[str, Any], entries: Sequence[Entry]) -> Description
         described, names = _of_transformers(model, base, entries)
     else:
         raise ConfigError(f"it holds a {model['_target_']}, which transformers does not know", hint=TO_FILE)
-    return Description(described, names, base_folder if base is not None else None, tuple(notes))
+    return described, names, base_folder if base is not None else None, notes
 
 
 def _of_transformers(
@@ -138,20 +129,15 @@ def _of_transformers(
         raise ConfigError(
             f"model.path={model.get('path')} is not there any more, which has its config.json", hint=TO_FILE
         )
-    stored = stored_names(values)
-    if stored.renamed:
-        raise ConfigError(
-            f"transformers writes {min(stored.renamed)} and others under other names, or joined otherwise, than it trains them",
-            hint=f"{TO_FILE}, and load that into the model, whose save_pretrained writes the folder",
-        )
+    described, stored = stored_names(values)
     names: dict[str, str | None] = {}
     for entry in entries:
         name = HuggingFace.stored_name(entry.name)
-        names[entry.name] = name if name in stored.names else None  # a tied one has another name, too
-    missing = stored.names - set(names.values())
+        names[entry.name] = name if name in stored else None  # a tied one has another name, too
+    missing = stored - set(names.values())
     if missing:
-        raise ConfigError(f"it lacks {sorted(missing)[0]}, which its model has", hint=TO_FILE)
-    return dict(base if base is not None else stored.config), names
+        raise ConfigError(f"it lacks {min(missing)}, which its model has", hint=TO_FILE)
+    return dict(base if base is not None else described), names
 
 
 def _generation(config: Mapping[str, Any], given: bytes | None, ends: Sequence[int]) -> bytes:
@@ -181,11 +167,11 @@ def companions(
     """
     known = (*TOKENIZER_FILES, GENERATION)
     files = {name: (base / name).read_bytes() for name in known if (base / name).is_file()} if base else {}
-    found = next(iter(_tokenizers(config.get("data"))), None)
+    found = _prepared_data(config.get("data"))
     if found is None:
         none = () if TOKENIZER in files else ("no tokenizer is written: the run's data does not say which one made it",)
         return files, {}, none
-    folder, facts = found
+    folder, facts = found[0], found[1].tokenizer
     # Chat data has its own template, which the weights' folder need not have.
     beside = {name: (folder / name).read_bytes() for name in (TEMPLATE, TOKENIZER_CONFIG) if (folder / name).is_file()}
     template = {TEMPLATE: beside[TEMPLATE]} if TEMPLATE in beside else {}
@@ -198,29 +184,23 @@ def companions(
     return {TOKENIZER: content, TOKENIZER_CONFIG: _tokenizer_config(content, facts), **beside}, special, ()
 
 
-def _tokenizers(data: Any) -> Iterator[tuple[Path, prepared.TokenizerFacts]]:
-    """Yield folder and tokenizer of each prepared data set that a config names, at any depth, and that is there."""
+def _prepared_data(data: Any) -> tuple[Path, prepared.Manifest] | None:
+    """Return the first prepared data set that a config names, at any depth, and that is there: its folder and manifest."""
     if not isinstance(data, Mapping):
-        return
+        return None
     if data.get("_target_") == PREPARED and isinstance(data.get("path"), str):
-        folder = Path(data["path"])
-        try:
-            yield folder, prepared.read_manifest(folder).tokenizer
-        except ConfigError:
-            return
-    for value in data.values():
-        yield from _tokenizers(value)
+        with suppress(ConfigError):
+            return Path(data["path"]), prepared.read_manifest(Path(data["path"]))
+    return next(filter(None, map(_prepared_data, data.values())), None)
 
 
 def _ends_of_answers(config: Mapping[str, Any]) -> list[int]:
     """Return the special tokens with which the answers of the training's conversations end, which base models do not know."""
-    folder, facts = next(iter(_tokenizers(config.get("data"))), (Path(), None))
-    if facts is None or facts.kind == "bytes":
+    found = _prepared_data(config.get("data"))
+    if found is None or found[1].chat is None or found[1].tokenizer.kind == "bytes":
         return []
+    folder, manifest = found
     try:
-        manifest = prepared.read_manifest(folder)
-        if manifest.chat is None:
-            return []
         stream = TokenStream(folder, manifest, "train")
         tokens = np.empty(min(stream.tokens, LOOKED_AT), stream.dtype)
         counts = np.empty(len(tokens), np.uint8)

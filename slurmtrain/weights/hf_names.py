@@ -13,6 +13,8 @@ from typing import Any
 from slurmtrain.config.known_models import FAMILIES
 from slurmtrain.errors import ConfigError
 
+# The file with all weights, or the one that says which of several has which.
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Names of modules, outside of the blocks and in them.
 _OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _INSIDE = {
@@ -53,11 +55,6 @@ def _renamed(
         return f"{blocks}.{found[1]}.{other}.{found[3]}" if other else None
     module, _, last = name.rpartition(".")
     return f"{outside[module]}.{last}" if module in outside and last == "weight" else None
-
-
-def is_superfluous(name: str) -> bool:
-    """Return whether a tensor in a folder of Hugging Face is computed where it is used, so that nobody needs it."""
-    return name.endswith("rotary_emb.inv_freq")
 
 
 def config_json(

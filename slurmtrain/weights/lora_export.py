@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,9 @@ from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.config import known_models
 from slurmtrain.models.huggingface import HuggingFace
-from slurmtrain.system.files import write_synced
 from slurmtrain.weights import hf_names
-from slurmtrain.weights.export import Entry, Exported, appearing, json_bytes, opened, write_safetensors
+from slurmtrain.weights.export import Exported, json_bytes, opened
 from slurmtrain.weights.hf_export import GENERATION, MODEL, companions, is_of_adapters
-
-WEIGHTS = "adapter_model.safetensors"  # the names that peft gives
-CONFIG = "adapter_config.json"
 
 
 def export_peft(path: Path, out: Path) -> Exported:
@@ -39,35 +36,30 @@ def export_peft(path: Path, out: Path) -> Exported:
         )
     if not (Path(base) / "config.json").is_file():
         raise CheckpointError(f"{path.name} holds adapters beside the weights of {base}, which is not there any more")
-    entries, tensors, layers = [], [], {}
     with opened(path, MODEL, None) as checkpoint:
-        for entry, tensor in checkpoint.tensors(checkpoint.entries, lambda count: None):
+        entries, layers = [], {}
+        for entry in checkpoint.entries:
             layer, _, rest = entry.name.partition(".lora_")
             layers[layer] = _name_in_folder(layer, model or {})
-            name = f"base_model.model.{layers[layer]}.lora_{rest[:1]}.weight"
-            entries.append(Entry(name, tuple(tensor.shape), tensor.dtype, tensor.dtype))
-            tensors.append(tensor)
-        about = checkpoint.about
-    lora = config["lora"]
-    adapter_config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora["r"],
-        "lora_alpha": lora["alpha"],
-        "lora_dropout": lora["dropout"],
-        "target_modules": list(layers.values()),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-    files, _, notes = companions(config, Path(base))
-    files.pop(GENERATION, None)
-    with appearing(out, folder=True) as temporary:
-        write_safetensors(temporary / WEIGHTS, entries, about, lambda some: zip(some, tensors, strict=True))
-        for name, content in {**files, CONFIG: json_bytes(adapter_config)}.items():
-            write_synced(temporary / name, content)
-    return Exported(out, len(entries), sum(path.stat().st_size for path in out.iterdir()), notes)
+            entries.append(replace(entry, name=f"base_model.model.{layers[layer]}.lora_{rest[:1]}.weight"))
+        lora = config["lora"]
+        adapter_config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": lora["r"],
+            "lora_alpha": lora["alpha"],
+            "lora_dropout": lora["dropout"],
+            "target_modules": list(layers.values()),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+        files, _, notes = companions(config, Path(base))
+        files.pop(GENERATION, None)
+        # The names that peft gives.
+        files["adapter_config.json"] = json_bytes(adapter_config)
+        return replace(checkpoint.write_folder(out, entries, files, stem="adapter_model"), notes=notes)
 
 
 def _name_in_folder(layer: str, model: Mapping[str, Any]) -> str:

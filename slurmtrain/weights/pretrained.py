@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from slurmtrain.checkpoint import module_state
+from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.manifest import Box
-from slurmtrain.checkpoint.safetensors_files import StoredTensor, tensors_of
-from slurmtrain.checkpoint.tensors import box_of, dtype_name, local
+from slurmtrain.checkpoint.tensors import box_of, local
 from slurmtrain.config import known_models
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.decoder import Decoder
-from slurmtrain.models.huggingface import HuggingFace, read_whole
+from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.models.lora import has_adapters, name_without_adapters, without_adapters
 from slurmtrain.weights import hf_names
 
@@ -71,9 +73,49 @@ def load_pretrained(model: nn.Module, folder: Path) -> None:
         raise ConfigError(
             f"{type(inner).__name__} has no weights in folders of Hugging Face", hint=known_models.ANY_FAMILY
         )
-    for source, box, part in wanted:
+    for source, index, part in wanted:
         if part.numel():
-            part.copy_(source.read(box))
+            part.copy_(source[index])
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    """Return the tensors of a folder by name, as the slices of the safetensors library, which reads what they are asked for.
+
+    Raises:
+        CheckpointError: there is none, or one is damaged.
+    """
+    found: dict[str, Any] = {}
+    for path in _files(folder):
+        try:
+            file: Any = safe_open(path, "pt")
+            found |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged: {error}", hint="was it copied completely?") from None
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / hf_names.INDEX
+    if index.is_file():
+        try:
+            names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} cannot be read: {error}") from None
+        for name in names:
+            if Path(name).name != name:
+                raise CheckpointError(f"{index} names {name!r}, which is not a file in that folder")
+        return [folder / name for name in sorted(names)]
+    if (folder / hf_names.SINGLE).is_file():
+        return [folder / hf_names.SINGLE]
+    pickled = next(folder.glob("*.bin"), None)
+    raise CheckpointError(
+        f"{folder} has neither {hf_names.SINGLE} nor {hf_names.INDEX}",
+        hint=f"{pickled.name} is a pickle; write the folder again with save_pretrained of a newer transformers"
+        if pickled is not None
+        else "name a folder written by save_pretrained",
+    )
 
 
 def _load_converted(held: Mapping[str, Tensor], folder: Path) -> None:
@@ -81,7 +123,9 @@ def _load_converted(held: Mapping[str, Tensor], folder: Path) -> None:
 
     Each rank then has the whole model in memory for a while, in the element type of the files.
     """
-    whole = read_whole(folder).state_dict()
+    import transformers
+
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto").state_dict()
     with torch.no_grad():
         for name, tensor in held.items():
             box = box_of(name, tensor)
@@ -92,11 +136,11 @@ def _load_converted(held: Mapping[str, Tensor], folder: Path) -> None:
 
 def _wanted(
     held: Mapping[str, Tensor],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, Any],
     name_of: Callable[[str], str | None],
     folder: Path,
-) -> list[tuple[StoredTensor, Box, Tensor]]:
-    """Return where to read each tensor that this rank holds from, which part of it, and into which memory."""
+) -> list[tuple[Any, tuple[slice, ...], Tensor]]:
+    """Return where to read each tensor that this rank holds from, the index of its part there, and its memory."""
     wanted, missing, wrong = [], {}, []
     filled: set[int] = set()
     for name, tensor in held.items():
@@ -104,12 +148,12 @@ def _wanted(
         part = local(tensor.detach())
         if source is None:
             missing[name_of(name) or name] = part
-        elif source.shape != tuple(tensor.shape):
-            wrong.append(f"{name_of(name)} is {list(source.shape)} there, and {list(tensor.shape)} in the model")
-        elif tensor.is_floating_point() and (not source.dtype.is_floating_point or source.dtype.itemsize == 1):
-            wrong.append(f"{name_of(name)} is {dtype_name(source.dtype)} there: quantised weights cannot be read")
+        elif source.get_shape() != list(tensor.shape):
+            wrong.append(f"{name_of(name)} is {source.get_shape()} there, and {list(tensor.shape)} in the model")
+        elif tensor.is_floating_point() and source.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            wrong.append(f"{name_of(name)} is {source.get_dtype()} there: quantised weights cannot be read")
         else:
-            wanted.append((source, box_of(name, tensor), part))
+            wanted.append((source, box_of(name, tensor).within(Box.whole(tensor.shape)), part))
             filled.add(part.data_ptr())
     # A tied matrix has two names, and one of them is in the folder.
     absent = [name for name, part in missing.items() if part.numel() and part.data_ptr() not in filled]
@@ -127,7 +171,7 @@ def _has_no_place(name: str, held: Mapping[str, Tensor]) -> bool:
     """Return whether a tensor of a folder has no place in the decoder, some blocks of which this rank holds."""
     ours = hf_names.decoder_name(name)
     if ours is None:
-        return not hf_names.is_superfluous(name)
+        return not name.endswith("rotary_emb.inv_freq")  # computed where it is used, so that nobody needs it
     block = ".".join(ours.split(".")[:2]) + "."
     return ours.startswith("blocks.") and ours not in held and any(other.startswith(block) for other in held)
 

@@ -40,7 +40,6 @@ def main(words: list[str]) -> None:
 
 
 def write_tokens(folder: Path, count: int) -> None:
-    (folder / "train").mkdir(parents=True)
     random = np.random.default_rng(0)
     tokens = random.integers(0, VOCABULARY, count, dtype=np.uint16)
     lengths = random.lognormal(6.2, 1.1, count // 500).astype(np.int64) + 2  # documents as long as web text's

@@ -24,8 +24,8 @@ from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.leaving import timed_out
 from slurmtrain.runtime.watchdog import Watchdog
-from tests.support.gloo import GlooRanks, Ranks, wait_until
-from tests.support.local_runs import SMALL, LocalRun, Project
+from tests.support.gloo import GlooRanks, Ranks
+from tests.support.local_runs import SMALL, Project
 from tests.support.runs import submitted_run
 
 FAULTY = """
@@ -107,51 +107,18 @@ SMALL_RUN = [
 ]
 
 
-OWN_LOOP = """
-import os, threading, time
-import slurmtrain
-
-ATTEMPT = os.environ["SLURMTRAIN_ATTEMPT"]
-
-def dig():
-    while ATTEMPT == "1":
-        pass
-
-run = slurmtrain.init(device="cpu", watchdog=3)
-for step in range(5):
-    time.sleep(0.3)
-    if step == 3 and ATTEMPT == "2":
-        if run.rank == 1:
-            raise ValueError("the eighth seal")
-        threading.Event().wait()  # nothing tells this rank that the other one has gone
-    if step == 3 and run.rank == 1:
-        dig()
-    slurmtrain.should_stop()
-"""
-
-ENDS_FIRST = """
-import time
-import slurmtrain
-
-run = slurmtrain.init(device="cpu", watchdog=True)
-for step in range(3):
-    slurmtrain.should_stop()
-    time.sleep(0.5)
-time.sleep({1: 0, 0: 6, 2: 12}[run.rank])  # as to evaluate the last model
-"""
-
 ALONE = """
 import ctypes, os, signal, time
 import slurmtrain
 
 slurmtrain.init(device="cpu", watchdog=3)
 attempt = os.environ["SLURMTRAIN_ATTEMPT"]
-for step in range(5 if attempt == "3" else 100):
+for step in range(100):
     time.sleep(0.3)
     slurmtrain.should_stop()
     if step == 18 and attempt == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if step == 18 and attempt == "2":
+    if step == 18:
         ctypes.PyDLL(None).sleep(1000)
 """
 
@@ -211,59 +178,15 @@ def test_a_rank_that_hangs_is_named_with_its_node_and_its_phase(hung: dict[str, 
         assert frame in found.sentence
 
 
-def submit_program(project: Project, text: str, *overrides: str) -> LocalRun:
-    (project.path / "own.py").write_text(text)
-    command = f"{sys.executable} -u own.py"
-    words = ("+cluster=local", "job=command", f"job.command='{command}'", "cluster.cpus_per_task=1")
-    return project.submit(*words, *overrides, small=False)
-
-
-# Whoever ends the other ranks, it is not the launcher, which waits for longer than a test may take.
-TWO = ("cluster.tasks_per_node=2", "cluster.srun_wait_s=3600")
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LocalRun]]:
-    """Runs of the command line that go on at the same time, since all of them wait most of it."""
-    names = ("hang and crash", "alone", "ranks end one after the other")
-    first, second, third = projects = [Project(tmp_path_factory.mktemp("run") / "project") for _ in names]
-    try:
-        started = [
-            submit_program(first, OWN_LOOP, *TWO, "requeue.max_attempts_without_progress=20"),
-            submit_program(second, ALONE, "watchdog.min_s=3", "watchdog.factor=1"),
-            submit_program(third, ENDS_FIRST, *TWO, "cluster.tasks_per_node=3", "watchdog.silent_s=4"),
-        ]
-        yield dict(zip(names, started, strict=True))
-    finally:
-        for project in projects:
-            project.reap()
-
-
-def test_after_a_hang_and_a_crash_the_run_finishes_and_nothing_is_left(runs: dict[str, LocalRun]) -> None:
-    """When a rank raises the others leave, too, though nothing tells them."""
-    run = runs["hang and crash"].finish()
-    hang, crash, last = run.attempts()
-    assert [(each.reason, each.verdict) for each in (hang, crash, last)] == [
-        ("hang", "requeue"),
-        ("crash", "requeue"),
-        ("finished", "done"),
-    ]
-    named = f"hung: rank 1 on {hang.nodes[0]} did not come to where the others wait in step 4"
-    assert hang.sentence is not None
-    assert hang.sentence.startswith(named) and "dig (own.py:" in hang.sentence, hang.sentence
-    assert "in dig" in run.run_dir.attempt(1).hang_page.read_text()
-    assert (crash.sentence or "").startswith("crashed: rank 1: ValueError: the eighth seal")
-    log = run.run_dir.attempt(2).rank_log(1).read_text()
-    assert "Traceback" in log and "own.py" in log  # a crash in a person's code keeps its traceback
-    wait_until(lambda: not run.processes(), "gone", 10)
-
-
-def test_a_rank_that_is_alone_is_named_and_ended_when_it_is_stopped_or_holds_the_interpreter(
-    runs: dict[str, LocalRun],
-) -> None:
-    run = runs["alone"].finish()
-    stopped, held, finished = run.attempts()
-    assert (stopped.reason, held.reason, finished.reason) == ("hang", "hang", "finished")
+def test_a_rank_that_is_alone_is_named_and_ended_when_it_is_stopped_or_holds_the_interpreter(project: Project) -> None:
+    """Ranks of two that are killed or stopped, and start again in their job: see tests/slurm/test_training.py."""
+    (project.path / "own.py").write_text(ALONE)
+    words = ("+cluster=local", "job=command", f"job.command='{sys.executable} -u own.py'", "cluster.cpus_per_task=1")
+    limits = ("watchdog.min_s=3", "watchdog.factor=1", "requeue.max_attempts_without_progress=2")
+    run = project.submit(*words, *limits, small=False)
+    assert run.wait() == 1, run.output
+    stopped, held = run.attempts()
+    assert [(each.reason, each.verdict) for each in (stopped, held)] == [("hang", "requeue"), ("hang", "end")]
     node = stopped.nodes[0]
     assert stopped.sentence is not None and held.sentence is not None
     assert stopped.sentence.startswith(f"hung: rank 0 on {node} was stopped (SIGSTOP) in step "), stopped.sentence

@@ -167,6 +167,7 @@ def assert_same_state(one: Path, other: Path) -> None:
     assert json.dumps(plain_state(one), sort_keys=True) == json.dumps(plain_state(other), sort_keys=True)
 
 
+@pytest.mark.slow
 def test_killed_below_torchrun_both_models_end_with_the_bits_of_the_undisturbed_run(
     folder: Path, two_models: Path
 ) -> None:

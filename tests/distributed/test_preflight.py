@@ -34,13 +34,13 @@ Said = tuple[list[str], tuple[str, ...] | None]
 class Ranks:
     """Four ranks, each on a node of its own as far as they know, in one run with an attempt for each check."""
 
-    def __init__(self, directory: Path, *, nodes: int = 4, in_turn: bool = False, names: str = "n{}"):
+    def __init__(self, directory: Path, *, nodes: int = 4):
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local = size // nodes
         os.environ |= {
-            NODES_VARIABLE: ",".join(names.format(index) for index in range(nodes)),
-            "GROUP_RANK": str(rank % nodes if in_turn else rank // local),
-            "LOCAL_RANK": str(rank // nodes if in_turn else rank % local),
+            NODES_VARIABLE: ",".join(f"n{index}" for index in range(nodes)),
+            "GROUP_RANK": str(rank // local),
+            "LOCAL_RANK": str(rank % local),
             "LOCAL_WORLD_SIZE": str(local),
         }
         self.environment = Environment.detect()
@@ -121,32 +121,6 @@ def test_what_is_wrong_on_one_node_is_found_by_all_ranks_and_blamed_on_that_node
     (folder, *_), blamed = found["own folder"]
     assert folder.startswith("n2: does not see in 1 s what rank 0 has written into the run directory")
     assert blamed == ("n2",)
-
-
-def handed_out_in_turn(directory: Path) -> Said:
-    ranks = Ranks(directory, nodes=2, in_turn=True)
-    said = ranks.check()
-    ranks.distributed.leave_together()
-    return said
-
-
-def test_ranks_that_are_handed_out_to_the_nodes_in_turn_are_checked_as_well(gloo_ranks: GlooRanks) -> None:
-    assert gloo_ranks.start(4, handed_out_in_turn).results()[0] == ([], None)
-
-
-def of_one_name(directory: Path) -> Said:
-    ranks = Ranks(directory, names="trainer")
-    sound = Readers()
-    older = replace(sound.process(), packages={**sound.process().packages, "numpy": "1.0.0"})
-    said = ranks.check(Readers(process=lambda: older), on=2)
-    ranks.distributed.leave_together()
-    return said
-
-
-def test_nodes_of_the_same_name_are_told_apart_by_their_numbers(gloo_ranks: GlooRanks) -> None:
-    """Containers of one image, started by torchrun: each calls itself by the name of its host."""
-    (said,), _ = gloo_ranks.start(4, of_one_name).results()[0]
-    assert said.startswith("trainer (node 2): numpy 1.0.0; expected: numpy ")
 
 
 def measured(directory: Path) -> tuple[list[str], Rates | None, Path]:

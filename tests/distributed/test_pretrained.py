@@ -15,7 +15,6 @@ from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.manifest import Box
-from slurmtrain.checkpoint.safetensors_files import tensors_of
 from slurmtrain.checkpoint.tensors import box_of, local
 from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import HUGGING_FACE, with_sizes
@@ -31,7 +30,7 @@ from slurmtrain.runtime.jobs.build_model import distribute_model
 from slurmtrain.weights.hf_export import export_hf
 from slurmtrain.weights.hf_names import hugging_face_name
 from slurmtrain.weights.lora_export import export_peft
-from slurmtrain.weights.pretrained import load_pretrained
+from slurmtrain.weights.pretrained import load_pretrained, tensors_of
 from tests.distributed.test_training import StopAt, alone, fit, losses, trainer
 from tests.support import transformers_models as theirs
 from tests.support.gloo import GlooRanks
@@ -111,8 +110,7 @@ def differing(model: torch.nn.Module, folder: Path, name_of: Callable[[str], str
     stored, wrong = tensors_of(folder), []
     for name, tensor in module_state.entries(model).items():
         source = stored.get(name_of(name) or "") or stored["model.embed_tokens.weight"]
-        whole = source.read()
-        if not torch.equal(whole[box_of(name, tensor).within(Box.whole(source.shape))], local(tensor.detach())):
+        if not torch.equal(source[:][box_of(name, tensor).within(Box.whole(tensor.shape))], local(tensor.detach())):
             wrong.append(name)
     return wrong
 
@@ -183,13 +181,6 @@ def test_a_model_with_new_adapters_computes_what_it_did_without() -> None:
     assert len(spread) == 14 and sum(spread) / len(spread) == pytest.approx(1, abs=0.1)
 
 
-def test_a_layer_that_has_the_weights_of_the_embedding_gets_no_adapters() -> None:
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4), "head": torch.nn.Linear(4, 8, bias=False)})
-    model["head"].weight = model["embed"].weight
-    with pytest.raises(ConfigError, match="head has the same weights as another layer"):
-        add_adapters(model, LoraConfig(r=2, target_modules=["head"]))
-
-
 def test_target_modules_choose_the_layers() -> None:
     model = decoder(4, target_modules=["query", "blocks.1.feed_forward.down"])
     layers = {name.rpartition(".lora_")[0] for name in model.state_dict()}
@@ -231,8 +222,12 @@ def test_a_stopped_run_of_adapters_resumes_to_the_same_bits_on_every_layout(
         assert_same_tensors(adapters(f"{layout} still"), adapters("alone still"))  # they began with the same values
 
 
-def test_other_adapters_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
-    fit(alone(), tmp_path / "run", [*ADAPTED, "train.steps=2"])
+def test_other_adapters_than_the_checkpoints_are_refused_and_those_of_drawn_weights_have_no_folder(
+    tmp_path: Path,
+) -> None:
+    fit(alone(), tmp_path / "run", [*ADAPTED, "train.steps=1"])
+    with pytest.raises(CheckpointError, match="drawn at random"):
+        export_peft(committed(RunDir(tmp_path / "run").checkpoints)[-1], tmp_path / "out")
     with pytest.raises(Exception, match=r"lora\.r: 4 -> 8|shape"):
         trainer(alone(), tmp_path / "run", [*ADAPTED, "lora.r=8"], attempt=2).fit()
 
@@ -270,12 +265,6 @@ def test_adapters_beside_read_weights_are_exported_and_merged_as_the_page_shows(
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before
 
 
-def test_adapters_of_weights_that_were_drawn_have_no_folder(tmp_path: Path) -> None:
-    fit(alone(), tmp_path / "run", [*ADAPTED, "train.steps=1"])
-    with pytest.raises(CheckpointError, match="drawn at random"):
-        export_peft(committed(RunDir(tmp_path / "run").checkpoints)[-1], tmp_path / "out")
-
-
 VOCABULARY = 256 + len(SPECIAL)
 ANSWER = "It is 42."
 
@@ -301,26 +290,6 @@ def sft_words(base: Path, data: Path, *more: str) -> list[str]:
         "optim.warmup_steps=2",
         *more,
     ]
-
-
-def test_what_does_not_count_has_no_gradient(base: Path, tmp_path: Path) -> None:
-    """The last sft_words of a user come after all that counts, so a step does not depend on what they are."""
-    tokenizer = f"{base / 'tokenizer.json'}"
-    weights = {}
-    for loss_on in ("answers", "all"):
-        for last in ("thanks", "bye..."):
-            folder = tmp_path / f"{loss_on} {last}"
-            said = [{"messages": messages([f"Question {n}?", ANSWER, last])} for n in range(8)]
-            data = prepare(folder, said, tokenizer=tokenizer, loss_on=loss_on)
-            fit(alone(), folder / "run", sft_words(base, data, "train.steps=1", "data.packing=documents"))
-            weights[loss_on, last] = checkpoint_tensors(RunDir(folder / "run").checkpoints)
-
-    def model(key: tuple[str, str]) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in weights[key].items() if name.startswith("model.")}
-
-    assert_same_tensors(model(("answers", "thanks")), model(("answers", "bye...")))
-    with pytest.raises(AssertionError):
-        assert_same_tensors(model(("all", "thanks")), model(("all", "bye...")))
 
 
 def test_the_recipe_ends_with_a_folder_that_transformers_answers_from(base: Path, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace
 
 from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.runtime.addresses import RendezvousError, machine
@@ -62,19 +61,6 @@ def meet_and_talk(distributed: DistributedContext) -> tuple[list[float], list[st
 
 def test_all_ranks_meet_in_three_groups_and_hear_what_rank_0_tells_as_it_was(gloo_ranks: GlooRanks) -> None:
     assert gloo_ranks(3, meet_and_talk) == [([6.0, 6.0, 6.0], list(WORDS))] * 3
-
-
-def port_of_the_store(directory: Path, ports: str) -> int:
-    cluster = replace(cluster_config(), port_range=ports)
-    distributed = init_distributed(cluster, "cpu", Environment.detect(), directory, signals.install_signal_handlers())
-    assert distributed.store_address is not None and sums(distributed) == [3.0, 3.0, 3.0]
-    distributed.leave_together()
-    return distributed.store_address[1]
-
-
-def test_ranks_meet_on_a_port_of_the_range_that_a_firewall_lets_through(gloo_ranks: GlooRanks) -> None:
-    ports = gloo_ranks.start(2, port_of_the_store, "23000-23040").results()
-    assert ports[0] == ports[1] and 23000 <= ports[0] <= 23040
 
 
 def test_when_a_rank_is_missing_every_rank_names_it_and_its_node(gloo_ranks: GlooRanks) -> None:

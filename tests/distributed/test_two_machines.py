@@ -122,18 +122,6 @@ def test_ranks_of_two_machines_meet_by_the_network_that_connects_them_and_by_no_
     assert [each.found for each in said] == [f"left0 =left0 4 {LISTENS}"] * 2 + ["right0 =right0 4"] * 2, said
 
 
-def test_where_nothing_says_which_network_it_is_rank_0_asks_for_its_name_and_listens_on_none(
-    machines: tuple[str, str], tmp_path: Path
-) -> None:
-    said = meet(machines, "n0,n1", "10.9.9.9", tmp_path, only=[0])
-    assert (
-        "rank 0 on n0 cannot know which of its networks the other ranks use: it has left0 (10.77.0.1), other0"
-        in said[0].error
-    )
-    assert "cluster.network_interface=NAME" in said[0].error
-    assert not (tmp_path / "rendezvous.json").exists()
-
-
 def test_a_network_that_does_not_connect_the_machines_is_named(machines: tuple[str, str], tmp_path: Path) -> None:
     said = meet(machines, "n0,n1", ADDRESSES[0], tmp_path, interface="other0")
     for rank in (2, 3):

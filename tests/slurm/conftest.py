@@ -6,7 +6,6 @@ A machine without SLURM fails these tests instead of skipping them: a skip would
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from slurmtrain.sandbox import SandboxSpec, default_directory, up
 from slurmtrain.slurm.command_environment import PREFIX_FILE
 from tests.slurm.project import Project, make_project
-from tests.support.accounts import PROGRAMS, SBIN, add_accounts
 from tests.support.gloo import wait_until
 from tests.support.slurm_cluster import Cluster, reconfigured
 
@@ -78,13 +76,3 @@ def user_signal(sandbox: Cluster) -> Iterator[Cluster]:
     line = "PreemptParameters=send_user_signal" if current else "SlurmctldParameters=preempt_send_user_signal"
     with reconfigured(sandbox, {"JobRequeue=1": f"{line}\nJobRequeue=1"}):
         yield sandbox
-
-
-@pytest.fixture(scope="module")
-def accounting_sandbox() -> Iterator[Cluster]:
-    """Two nodes, with slurmdbd: accounts and limits, and QOS that preempt each other. `tests/run` does not install it."""
-    if missing := [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:{SBIN}") is None]:
-        pytest.skip(f"without {', '.join(missing)}: apt-get install slurmdbd mariadb-server-core mariadb-client-core")
-    with pytest.MonkeyPatch.context() as patched:
-        add_accounts(patched)
-        yield from _cluster("tests-db", SandboxSpec(nodes=2, cpus=4, gpus=2, grace_s=10, kill_wait_s=10))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from slurmtrain.runs.lookup import all_runs
 from tests.slurm.project import Project, Run, assert_counted_once, counting
 
 STEPS = 30
@@ -100,39 +97,3 @@ def test_a_run_after_another_starts_when_that_one_has_finished_in_a_further_job(
     done = project.submit(*counting(5), small=False, words=("--after", both))
     assert "Dependency=(null)" in done.cluster.run(["scontrol", "show", "job", "-o", done.job_id]).stdout
     done.finish()
-
-
-def test_the_next_job_of_a_chain_goes_on_where_the_supervisor_of_the_one_before_was_killed(project: Project) -> None:
-    run = project.submit(*SLOW, "requeue=chain", "requeue.chain_length=2", small=False, nodes="n2")
-    run.wait_for_step(3)
-    os.kill(run.supervisor_pids()[0], signal.SIGKILL)
-    run.cluster.wait_for(jobs(run)[0], "FAILED")
-    run.finish()
-    first, second = run.attempts()
-    assert [first.job_id, second.job_id] == jobs(run) and second.reason == "finished"
-    assert (first.reason, first.verdict) == ("asked", "restarting")
-    assert_counted_once(run, STEPS)
-
-
-def test_a_task_of_an_array_is_submitted_again_alone(project: Project) -> None:
-    words = [
-        "-m",
-        *project.cluster.words,
-        *counting(STEPS, pause_s=0.15),
-        "requeue=resubmit",
-        "train.seed=1,2",
-        "submit",
-    ]
-    project.cluster.slurmtrain(*words, cwd=project.path)
-    runs = [run_dir for run_dir in all_runs(project.path / "runs") if ".sweep-" in run_dir.path.parent.name]
-    one, other = (Run(run_dir, project.cluster, project.path) for run_dir in runs)
-    array = jobs(one)[0].partition("_")[0]
-    other.wait_for_step(3)
-    other.cli("preempt", other.run_dir.id)
-    one.finish()
-    other.finish()
-    assert jobs(one) == [f"{array}_0"]
-    assert jobs(other)[0] == f"{array}_1" and len(jobs(other)) == 2
-    assert [attempt.reason for attempt in other.attempts()] == ["asked", "finished"]
-    for run in (one, other):
-        assert_counted_once(run, STEPS)

@@ -9,12 +9,11 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.errors import ClusterError, UsageError
+from slurmtrain.errors import ClusterError
 from slurmtrain.report.status.state import is_over
 from slurmtrain.runs import lookup
 from slurmtrain.sandbox import Sandbox, SandboxSpec, default_directory, find, up
@@ -255,9 +254,3 @@ def test_the_folders_of_sandboxes_are_closed_to_others_even_where_they_were_open
         path.chmod(0o711)
     os.close(claim_directory(directory))
     assert [path.stat().st_mode & 0o777 for path in (directory, directory.parent)] == [0o700, 0o700]
-
-
-@pytest.mark.parametrize("sizes", [{"nodes": -1}, {"cpus": -1}, {"gpus": -1}])
-def test_a_size_that_cannot_be_is_refused_by_name(sizes: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"{next(iter(sizes))}=-1"):
-        SandboxSpec(**sizes)

@@ -108,9 +108,6 @@ def sweeper(sandbox: Cluster, tmp_path: Path) -> Iterator[Sweeper]:
         sandbox.run(["scancel", *jobs], check=False)
 
 
-LATER = "+cluster.sbatch.begin=now+1hour"
-
-
 def test_a_sweep_survives_its_shell_preemptions_and_points_that_fail(sweeper: Sweeper) -> None:
     points = 8
     words = sweeper.words(
@@ -262,16 +259,3 @@ def test_packed_runs_share_a_job_and_each_ends_resumes_and_obeys_for_itself(swee
     assert sweeper.state(sweep)["states"] == {"finished": 6}
     for run in runs:
         assert_counted_once(run, 40)
-
-
-def test_two_shells_at_the_same_moment_make_one_sweep(sweeper: Sweeper) -> None:
-    words = [*sweeper.words("train.seed=range(6)", LATER), "--json"]
-    shells = [sweeper.start(*words) for _ in range(3)]
-    answers = []
-    for shell in shells:
-        text, said = shell.communicate(timeout=240)
-        assert shell.returncode == 0, said
-        answers.append(json.loads(text))
-    assert len({json.dumps(answer) for answer in answers}) == 1
-    assert list(sweeper.queue().values()) == [6]
-    assert not list((sweeper.path / "runs" / ".preparing").iterdir())

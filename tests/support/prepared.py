@@ -27,7 +27,8 @@ def write_prepared(
 
 def write_shard(folder: Path, split: str, name: str, tokens: NDArray[np.integer], lengths: NDArray[np.int64]) -> Shard:
     """One shard's files. Args: tokens: of the type they are to have; lengths: of the documents."""
-    arrays = {"tokens": tokens, "ends": np.cumsum(lengths).astype("<u8"), "bytes": (4 * lengths).astype("<u4")}
+    arrays = {"tokens": tokens, "ends": np.cumsum(lengths).astype("<u8")}
+    (folder / name).mkdir(parents=True, exist_ok=True)
     for kind, array in arrays.items():
         shard_file(folder, split, name, kind).write_bytes(array.tobytes())
     digests = {kind: hashlib.sha256(array.tobytes()).hexdigest() for kind, array in arrays.items()}
@@ -35,7 +36,6 @@ def write_shard(folder: Path, split: str, name: str, tokens: NDArray[np.integer]
 
 
 def _split(folder: Path, name: str, shards: Sequence[Documents], dtype: str) -> Split:
-    (folder / name).mkdir(parents=True)
     written = []
     for number, documents in enumerate(shards):
         tokens = np.array([token for document in documents for token in document], dtype=dtype)

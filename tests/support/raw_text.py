@@ -78,17 +78,17 @@ def write_tokenizer(path: Path) -> Path:
     return path
 
 
-def documents_of(output: Path, split: str = "train") -> Iterator[tuple[list[int], int]]:
-    """The ids and the bytes of the text of each document of a prepared data set, read the plain way."""
+def documents_of(output: Path, split: str = "train") -> Iterator[list[int]]:
+    """The ids of each document of a prepared data set, read the plain way."""
     manifest = read_manifest(output)
     for shard in manifest.splits[split].shards:
         files: dict[str, Any] = {
             kind: np.fromfile(shard_file(output, split, shard.name, kind), dtype)
-            for kind, dtype in (("tokens", manifest.tokenizer.dtype), ("ends", "<u8"), ("bytes", "<u4"))
+            for kind, dtype in (("tokens", manifest.tokenizer.dtype), ("ends", "<u8"))
         }
         begin = 0
-        for end, size in zip(files["ends"].tolist(), files["bytes"].tolist(), strict=True):
-            yield files["tokens"][begin:end].tolist(), size
+        for end in files["ends"].tolist():
+            yield files["tokens"][begin:end].tolist()
             begin = end
         assert begin == len(files["tokens"]) == shard.tokens
 
@@ -101,7 +101,7 @@ fsync, gate = os.fsync, {gate!r}
 
 def units_done():
     try:
-        return sum(name.endswith(".json") for name in os.listdir({units!r}))
+        return sum(name.isdecimal() for name in os.listdir({units!r}))
     except FileNotFoundError:
         return 0
 
@@ -119,7 +119,7 @@ def hanging_disk(folder: Path, output: Path, after: int) -> dict[str, str]:
     """Variables that let `prepare` hang when so many units of `output` are done, while the file `folder`/gate is there."""
     folder.mkdir(exist_ok=True)
     (folder / "gate").write_text(str(after))
-    units = str(output / ".prepare/units")
+    units = str(output)
     (folder / "sitecustomize.py").write_text(HANGING_DISK.format(gate=str(folder / "gate"), units=units))
     return {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
 

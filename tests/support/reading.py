@@ -7,16 +7,15 @@ from pathlib import Path
 import torch
 
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.headers import read_contents
 from slurmtrain.checkpoint.format.manifest import read_manifest
-from slurmtrain.checkpoint.restore.reader import read_whole
+from slurmtrain.checkpoint.restore.reader import read_contents, read_whole
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint by name, whole."""
     manifest = read_manifest(path)
     contents = read_contents(path, manifest)
-    return dict(read_whole(path, contents, manifest, contents.facts))
+    return dict(read_whole(path, contents, manifest, manifest.tensors))
 
 
 def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:

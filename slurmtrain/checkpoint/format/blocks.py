@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -39,7 +39,6 @@ DIGEST_LETTERS = 64
 # One thread digests 1.5 to 2 GB/s (SHA-256 by the processor's own instructions), so this many digest what one rank's share of
 # a node's fast disks or of its network gives. In the background they share the cores with the training.
 THREADS, BACKGROUND_THREADS = 8, 4
-OPEN_FILES = 256  # at a time: a process may often have no more than 1,024
 NICENESS = 10
 
 
@@ -54,9 +53,6 @@ class FileRecord:
 
     size: Annotated[int, msgspec.Meta(ge=0)]
     digests: str
-
-    def digest(self, number: int) -> str:
-        return self.digests[number * DIGEST_LETTERS : (number + 1) * DIGEST_LETTERS]
 
 
 def patiently(work: Callable[[], T], path: Path, *, late_s: float = LATE_S) -> T:
@@ -193,22 +189,17 @@ def digest_block(descriptor: int, number: int, size: int, into: Sequence[memoryv
     """
     checksum = hashlib.sha256()
     offset, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
+    pieces: Iterable[memoryview]
+    if into is None:
+        pieces = (_scratch()[: min(PIECE_BYTES, end - begin)] for begin in range(offset, end, PIECE_BYTES))
+    else:
+        pieces = (part[begin : begin + PIECE_BYTES] for part in into for begin in range(0, len(part), PIECE_BYTES))
     # No posix_fadvise: the kernel reads ahead in large pages by itself, and in small ones when advised.
-    for piece in _pieces(end - offset, into):
+    for piece in pieces:
         read_into(descriptor, piece, offset)
         checksum.update(piece)
         offset += len(piece)
     return checksum.hexdigest()
-
-
-def _pieces(length: int, into: Sequence[memoryview] | None) -> Iterator[memoryview]:
-    if into is None:
-        for offset in range(0, length, PIECE_BYTES):
-            yield _scratch()[: min(PIECE_BYTES, length - offset)]
-    else:
-        for part in into:
-            for offset in range(0, len(part), PIECE_BYTES):
-                yield part[offset : offset + PIECE_BYTES]
 
 
 _local = threading.local()
@@ -246,7 +237,7 @@ def find_damage(
     for name, expected in files.items():
         path, begun = directory / name, time.monotonic()
         try:
-            size = patiently(partial(_size, path), path, late_s=late_s)
+            size = patiently(partial(os.stat, path), path, late_s=late_s).st_size
             late_s = max(0.0, late_s - (time.monotonic() - begun))
         except OSError as error:
             late_s = 0.0
@@ -282,66 +273,32 @@ def compare(
     Raises:
         UnreadableError: see `patiently`.
     """
-    damage: dict[str, str] = {}
-    names = list(numbers)
 
-    def find_wrong(block: tuple[str, int, int]) -> str | None:
-        name, descriptor, number = block
-        expected = records[name]
+    def find_wrong(block: tuple[str, int]) -> str | None:
+        name, number = block
+        path, size = directory / name, records[name].size
+
+        def digest() -> str:
+            with os.fdopen(open_file(path), "rb", buffering=0) as file:
+                return digest_block(file.fileno(), number, size, into(name, number))
+
         try:
-            digest = partial(digest_block, number=number, size=expected.size, into=into(name, number))
-            found = read_patiently(directory / name, descriptor, digest)
+            found = patiently(digest, path, late_s=0.0)
         except OSError as error:
             return cannot_be_read(name, error)
         except EOFError as error:
             return f"{name} cannot be read: {error}"
-        progress(min(BLOCK_BYTES, expected.size - number * BLOCK_BYTES))
-        return None if found == expected.digest(number) else f"{name} is not what was written: its digest differs"
+        progress(min(BLOCK_BYTES, size - number * BLOCK_BYTES))
+        fine = found == records[name].digests[number * DIGEST_LETTERS : (number + 1) * DIGEST_LETTERS]
+        return None if fine else f"{name} is not what was written: its digest differs"
 
-    for begin in range(0, len(names), OPEN_FILES):
-        with ExitStack() as opened:
-            work: list[tuple[str, int, int]] = []
-            for name in names[begin : begin + OPEN_FILES]:
-                path = directory / name
-                try:
-                    descriptor = patiently(partial(open_file, path), path)
-                except OSError as error:
-                    damage[name] = cannot_be_read(name, error)
-                    continue
-                opened.callback(os.close, descriptor)
-                work += [(name, descriptor, number) for number in numbers[name]]
-            # All blocks of all files at once: one large file must not be one thread's work.
-            for (name, *_), wrong in zip(work, each(pool, find_wrong, work), strict=True):
-                if wrong is not None:
-                    damage.setdefault(name, wrong)
-    return [damage[name] for name in sorted(damage)]
-
-
-def _size(path: Path) -> int:
-    return os.stat(path).st_size
-
-
-def read_patiently(path: Path, descriptor: int, work: Callable[[int], T]) -> T:
-    """Return what `work` reads through the open file `descriptor`, also after a failure of the storage that passes.
-
-    It is asked again through a new descriptor: one that a server has forgotten stays stale.
-
-    Raises:
-        EOFError: the file ends before.
-        OSError, UnreadableError: see `patiently`.
-    """
-
-    def read_anew() -> T:
-        descriptor = open_file(path)
-        try:
-            return work(descriptor)
-        finally:
-            os.close(descriptor)
-
-    try:
-        return work(descriptor)
-    except OSError:  # mostly an error of the storage; an error of the file will come again
-        return patiently(read_anew, path)
+    damage: dict[str, str] = {}
+    # All blocks of all files at once: one large file must not be one thread's work.
+    work = [(name, number) for name in sorted(numbers) for number in numbers[name]]
+    for (name, _), wrong in zip(work, each(pool, find_wrong, work), strict=True):
+        if wrong is not None:
+            damage.setdefault(name, wrong)
+    return list(damage.values())
 
 
 def cannot_be_read(name: str, error: OSError) -> str:

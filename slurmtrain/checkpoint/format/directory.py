@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from slurmtrain.system.files import fsync_directory
@@ -27,14 +26,8 @@ def file_name(rank: int) -> str:
 
 
 def own_name(rank: int, name: str) -> str:
-    """Return the name in a checkpoint of the tensor that a rank has for itself under the name `name`, which begins with OWN."""
-    return f"{OWN}{rank:05d}/{name.removeprefix(OWN)}"
-
-
-def own_names(names: Iterable[str], rank: int) -> dict[str, str]:
-    """Return those of a checkpoint's names that are of what a rank has for itself, by the names that they have there."""
-    prefix = own_name(rank, OWN)
-    return {OWN + name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+    """Return the name in a checkpoint of what a rank has for itself under the name `name`."""
+    return f"{OWN}{rank:05d}/{name}"
 
 
 def _step_and_revision(path: Path) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
+from slurmtrain.checkpoint.errors import CheckpointMismatchError, DamagedError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, file_name, step_of
@@ -162,7 +162,7 @@ class Manifest:
     @property
     def size(self) -> int:
         """The bytes of all files."""
-        return sum(self.sizes.values())
+        return sum(record.size for record in self.files.values())
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -177,7 +177,8 @@ def read_manifest(path: Path, *, late_s: float = LATE_S) -> Manifest:
         late_s: seconds to wait for a file that is missing.
 
     Raises:
-        CheckpointError: manifest.json is missing, damaged, or of another format. UnreadableError: see `blocks.patiently`.
+        DamagedError: manifest.json is missing or damaged. CheckpointMismatchError: it is of another format.
+        UnreadableError: see `blocks.patiently`.
     """
     return parse_manifest(path, *read_manifest_bytes(path, late_s=late_s))
 
@@ -186,21 +187,19 @@ def read_manifest_bytes(path: Path, *, late_s: float = LATE_S) -> tuple[bytes, s
     """Return the bytes of manifest.json and the digest in COMPLETE, unchecked; see `read_manifest`."""
 
     def read(name: str) -> bytes:
-        return blocks.patiently(partial(_read_small, path / name), path / name, late_s=late_s)
+        with os.fdopen(blocks.open_file(path / name), "rb") as file:
+            if os.fstat(file.fileno()).st_size > MANIFEST_BYTES:
+                raise ValueError(f"{name} has {os.fstat(file.fileno()).st_size} bytes")
+            return file.read(MANIFEST_BYTES)
 
     try:
-        return read(MANIFEST), read(COMPLETE).decode().removesuffix("\n")
+        files = (MANIFEST, COMPLETE)
+        text, digest = (blocks.patiently(partial(read, name), path / name, late_s=late_s) for name in files)
+        return text, digest.decode().removesuffix("\n")
     except OSError as error:
-        raise CheckpointError(f"{path}: {blocks.cannot_be_read(MANIFEST, error)}") from None
+        raise DamagedError(f"{path} is damaged: {blocks.cannot_be_read(MANIFEST, error)}") from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: manifest.json cannot be read: {error}") from None
-
-
-def _read_small(path: Path) -> bytes:
-    with os.fdopen(blocks.open_file(path), "rb") as file:
-        if os.fstat(file.fileno()).st_size > MANIFEST_BYTES:
-            raise ValueError(f"{path.name} has {os.fstat(file.fileno()).st_size} bytes")
-        return file.read(MANIFEST_BYTES)
+        raise DamagedError(f"{path} is damaged: {MANIFEST} cannot be read: {error}") from None
 
 
 def write_manifest(path: Path, text: bytes) -> None:
@@ -216,10 +215,10 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
     """Return the manifest in `text`, checked against the digest `expected`.
 
     Raises:
-        CheckpointError: the manifest is damaged, or of another format.
+        DamagedError: the manifest is damaged. CheckpointMismatchError: it is of another format.
     """
     if hashlib.sha256(text).hexdigest() != expected:
-        raise CheckpointError(f"{path}: manifest.json is damaged: its digest is not the one in COMPLETE")
+        raise DamagedError(f"{path} is damaged: the digest of manifest.json is not the one in COMPLETE")
     try:
         values = json.loads(text)
         if values.get("format") != FORMAT:
@@ -236,14 +235,16 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
             if facts.nbytes > size or math.prod(filter(None, facts.shape)) >= MOST_ELEMENTS:
                 raise ValueError(f"{name[:100]} is larger than the checkpoint")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: manifest.json cannot be read: {error}") from None
+        raise DamagedError(f"{path} is damaged: manifest.json cannot be read: {error}") from None
     ranks = {file_name(rank) for rank in range(len(manifest.files))}
     if len(ranks) != manifest.world_size or manifest.files.keys() != ranks:
         others = sorted(manifest.files.keys() - ranks)[:1]
-        raise CheckpointError(
-            f"{path}: manifest.json has other files than one for each of its {manifest.world_size} ranks"
+        raise DamagedError(
+            f"{path} is damaged: manifest.json has other files than one for each of its {manifest.world_size} ranks"
             + "".join(f": {name[:100]!r}" for name in others)
         )
     if FINAL_NAME.fullmatch(path.name) and manifest.step != step_of(path):
-        raise CheckpointError(f"{path}: manifest.json is of step {manifest.step}, so it belongs to another checkpoint")
+        raise DamagedError(
+            f"{path} is damaged: manifest.json is of step {manifest.step}, so it belongs to another checkpoint"
+        )
     return manifest

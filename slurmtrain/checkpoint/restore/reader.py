@@ -8,26 +8,29 @@ rank of the host has read are taken from the page cache. No rank ever holds more
 
 from __future__ import annotations
 
+import base64
 import math
 import os
 import threading
+import zlib
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.checkpoint.errors import DamagedError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
-from slurmtrain.checkpoint.format.headers import BoxLocation, Contents, parse_own_state
+from slurmtrain.checkpoint.format.directory import own_name
+from slurmtrain.checkpoint.format.headers import Contents, parse_own_state, read_headers
 from slurmtrain.checkpoint.format.manifest import Box, Manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensors import box_of, bytes_of, dtype_of, local
@@ -37,10 +40,35 @@ STRAIGHT_BYTES = 4 << 10  # smaller parts are not worth a read of their own
 TOGETHER_BYTES = 2**29  # of tensors that `read_whole` has in memory at a time, unless more are wanted
 
 Blocks = dict[str, list[int]]  # numbers of blocks by file
-Need = dict[str, dict[int, int]]  # bytes that are needed of a block, by file and number
+Need = dict[str, list[tuple[int, int]]]  # blocks by file: number, and bytes that are needed of it
 
 
-@dataclass(frozen=True)
+def read_contents(
+    path: Path, manifest: Manifest, ranks: RankGroup | None = None, names: Sequence[str] | None = None
+) -> Contents:
+    """Return what is in all files of the checkpoint `path`. All ranks call it together, and each reads some of the headers.
+
+    Args:
+        names: of the files that this rank reads the headers of; None: as many as each other.
+
+    Raises:
+        DamagedError: see `read_headers` and `Contents.whole`.
+    """
+    ranks = ranks or RankGroup(None)
+    some = sorted(manifest.files)[ranks.rank :: ranks.size] if names is None else names
+
+    def read() -> list[Any]:
+        table = read_headers(path, manifest, some)
+        return [table.shape[1], base64.b64encode(zlib.compress(table.tobytes(), level=1)).decode()]
+
+    tables = [
+        np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=np.int64).reshape(-1, columns)
+        for columns, text in ranks.gather(read)
+    ]
+    return Contents.whole(path, manifest, np.concatenate(tables))
+
+
+@dataclass
 class Span:
     """Bytes of a file that hold a part of a tensor: whole rows of a box in the file.
 
@@ -48,6 +76,7 @@ class Span:
         dtype, rows: type and shape of the array that the bytes hold.
         out: index of the wanted part in that array.
         into: index of its place in the local tensor.
+        straight: the memory of that place, if the bytes may be read into it before everything is verified.
     """
 
     name: str
@@ -58,6 +87,15 @@ class Span:
     rows: tuple[int, ...]
     out: tuple[slice, ...]
     into: tuple[slice, ...]
+    straight: memoryview | None = None
+
+    def memory(self, tensor: Tensor) -> memoryview | None:
+        """Return the memory of a local tensor into which the bytes can be read without conversion, if there is any."""
+        target = tensor[self.into]
+        if target.shape != self.rows or target.dtype != self.dtype or target.device.type != "cpu":
+            return None
+        as_it_is = target.is_contiguous() and not target.is_conj() and not target.is_neg()
+        return bytes_of(target) if as_it_is else None
 
 
 class ByteRange(NamedTuple):
@@ -66,10 +104,6 @@ class ByteRange(NamedTuple):
     begin: int
     end: int
     target: memoryview | None
-
-    @property
-    def size(self) -> int:
-        return self.end - self.begin
 
     def between(self, begin: int, end: int) -> ByteRange | None:
         """Return the part of it that lies in these bytes of the file, if any."""
@@ -80,50 +114,39 @@ class ByteRange(NamedTuple):
         return ByteRange(first, last, target)
 
 
-def spans_of(name: str, wanted: Box, dtype: torch.dtype, sources: Sequence[BoxLocation]) -> list[Span]:
-    """Return the bytes to read to fill the box `wanted` of tensor `name`, which was saved as `dtype`."""
+def spans_of(contents: Contents, wanted: Mapping[str, Box]) -> list[Span]:
+    """Return the bytes to read to fill the wanted box of each tensor."""
     spans = []
-    for source in sources:
-        box, offset = source.box, source.offset
-        overlap = box.intersection(wanted)
-        if overlap is None:
-            continue
+    for name, file, offset, box in contents.find(wanted):
+        dtype = dtype_of(contents.facts[name].dtype)
         if not box.start:
-            spans.append(Span(name, source.file, offset, offset + dtype.itemsize, dtype, (), (), ()))
+            spans.append(Span(name, file, offset, offset + dtype.itemsize, dtype, (), (), ()))
             continue
+        overlap = box.intersection(wanted[name])
+        assert overlap is not None
         row = math.prod(box.size[1:]) * dtype.itemsize
         rows, *rest = overlap.within(box)
-        at, *others = overlap.within(wanted)
+        at, *others = overlap.within(wanted[name])
         step = max(1, SPAN_BYTES // row)
         for first in range(0, overlap.size[0], step):
             count = min(step, overlap.size[0] - first)
             begin, into = offset + (rows.start + first) * row, at.start + first
+            shape, out = (count, *box.size[1:]), (slice(0, count), *rest)
             spans.append(
-                Span(
-                    name,
-                    source.file,
-                    begin,
-                    begin + count * row,
-                    dtype,
-                    (count, *box.size[1:]),
-                    (slice(0, count), *rest),
-                    (slice(into, into + count), *others),
-                )
+                Span(name, file, begin, begin + count * row, dtype, shape, out, (slice(into, into + count), *others))
             )
     return spans
 
 
-def need_of(ranges: Sequence[tuple[str, int, int]]) -> Need:
-    """Return how many bytes of each block the byte ranges (file, begin, end) touch."""
-    need: Need = {}
-    for file, begin, end in ranges:
-        numbers = need.setdefault(file, {})
-        while begin < end:
-            number = begin // BLOCK_BYTES
-            stop = min(end, (number + 1) * BLOCK_BYTES)
-            numbers[number] = numbers.get(number, 0) + stop - begin
-            begin = stop
-    return need
+def need_of(spans: Sequence[Span]) -> Need:
+    """Return how many bytes of each block the spans touch."""
+    need: dict[str, dict[int, int]] = {}
+    for span in spans:
+        numbers = need.setdefault(span.file, {})
+        for number in range(span.begin // BLOCK_BYTES, -(-span.end // BLOCK_BYTES)):
+            begin, end = max(span.begin, number * BLOCK_BYTES), min(span.end, (number + 1) * BLOCK_BYTES)
+            numbers[number] = numbers.get(number, 0) + end - begin
+    return {file: [*numbers.items()] for file, numbers in need.items()}
 
 
 def share_out(needs: Sequence[Need], rank: int) -> Blocks:
@@ -134,7 +157,7 @@ def share_out(needs: Sequence[Need], rank: int) -> Blocks:
     wanted: dict[tuple[str, int], dict[int, int]] = {}
     for who, need in enumerate(needs):
         for file, numbers in need.items():
-            for number, count in numbers.items():
+            for number, count in numbers:
                 wanted.setdefault((file, number), {})[who] = count
     # A few bytes in the midst of another's, such as Adam's counts of steps, are no reason to read the other's block.
     ranked = {
@@ -153,105 +176,87 @@ def share_out(needs: Sequence[Need], rank: int) -> Blocks:
 
 
 class Files:
-    """The open files of a checkpoint, and the blocks of them that this rank has in memory."""
+    """The files of a checkpoint, and the blocks of them that this rank has in memory."""
 
     def __init__(self, path: Path, pool: ThreadPoolExecutor):
         self._path, self._pool = path, pool
-        self._descriptors: dict[str, int] = {}
-        self._opening = threading.Lock()
         self._held: dict[tuple[str, int], list[ByteRange]] = {}
-        self._in_place: set[int] = set()  # ids of the spans whose held bytes are where they belong
-
-    def close(self) -> None:
-        """Close the files and keep the blocks that are in memory."""
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
 
     def verify(
         self,
         records: Mapping[str, FileRecord],
         share: Blocks,
-        straight: Sequence[tuple[Span, memoryview]],
+        spans: Sequence[Span],
         buffer: Callable[[int], memoryview],
-    ) -> list[str]:
-        """Read blocks into memory, digesting them in the same pass, and return what is damaged.
+    ) -> None:
+        """Read blocks into memory, digesting them in the same pass.
 
         Args:
-            straight: bytes that are read directly into their final memory, which may be written before everything is
-                verified.
-            buffer: returns memory of a size, for the others.
+            buffer: returns memory of a size, for the bytes that are in no span's `straight`.
+
+        Raises:
+            DamagedError: some are not what was written.
         """
         final: dict[str, list[ByteRange]] = {}
-        for span, memory in sorted(straight, key=lambda entry: entry[0].begin):
-            final.setdefault(span.file, []).append(ByteRange(span.begin, span.end, memory))
-        self._in_place = {id(span) for span, _ in straight}
-        held = {
+        for span in sorted(spans, key=lambda span: span.begin):
+            if span.straight is not None:
+                final.setdefault(span.file, []).append(ByteRange(span.begin, span.end, span.straight))
+        self._held = {
             (file, number): _parts(number, records[file].size, final.get(file, []))
             for file, numbers in share.items()
             for number in numbers
         }
-        rest = buffer(sum(part.size for parts in held.values() for part in parts if part.target is None))
-        for block, parts in held.items():
-            self._held[block] = []
-            for part in parts:
-                if part.target is None:
-                    part, rest = part._replace(target=rest[: part.size]), rest[part.size :]
-                self._held[block].append(part)
-        return blocks.compare(self._path, records, share, self._pool, into=self._memory_of_block)
+        loose = [(part.end - part.begin) * (part.target is None) for parts in self._held.values() for part in parts]
+        rest = buffer(sum(loose))
+        into: dict[tuple[str, int], list[memoryview]] = {}
+        for block, parts in self._held.items():
+            into[block] = []
+            for place, (begin, end, target) in enumerate(parts):
+                if target is None:
+                    target, rest = rest[: end - begin], rest[end - begin :]
+                    parts[place] = ByteRange(begin, end, target)
+                into[block].append(target)
+        damage = blocks.compare(self._path, records, share, self._pool, into=lambda file, number: into[file, number])
+        if damage:
+            raise DamagedError(f"{self._path} is damaged: {'; '.join(damage)}")
 
-    def _memory_of_block(self, file: str, number: int) -> list[memoryview]:
-        return [part.target for part in self._held[file, number] if part.target is not None]
-
-    def fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
+    def fill(self, spans: Iterable[Span], tensors: Mapping[str, Tensor]) -> None:
         """Copy the bytes of the spans into the local parts of `tensors`, converting to their dtype."""
-        by_file: dict[str, dict[int, list[Span]]] = {}
+        # Spans that begin in one block are one thread's work: a thousand small ones are not worth a switch each.
+        work: dict[tuple[str, int], list[Span]] = {}
         for span in spans:
-            # Spans that begin in one block are one thread's work: a thousand small ones are not worth a switch each.
-            by_file.setdefault(span.file, {}).setdefault(span.begin // BLOCK_BYTES, []).append(span)
-        files = list(by_file)
-        for begin in range(0, len(files), blocks.OPEN_FILES):
-            work = [some for file in files[begin : begin + blocks.OPEN_FILES] for some in by_file[file].values()]
-            blocks.each(self._pool, lambda some: self._fill(some, tensors), work)
-            self.close()
+            work.setdefault((span.file, span.begin // BLOCK_BYTES), []).append(span)
+
+        def fill(some: Sequence[Span]) -> None:
+            blocks.patiently(partial(self._fill, some, tensors), self._path / some[0].file)
+
+        blocks.each(self._pool, fill, work.values())
 
     def _fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
-        for span in spans:
-            tensor = local(tensors[span.name]).detach()
-            target = memory_of(span, tensor)
-            if target is not None:
-                self.read(span.file, span.begin, span.end, target, in_place=id(span) in self._in_place)
-            else:
-                rows = _buffer(span.end - span.begin).view(span.dtype).view(span.rows)
-                self.read(span.file, span.begin, span.end, bytes_of(rows))
-                tensor[span.into].copy_(rows[span.out])
+        """Fill what the spans, which are of one file, belong to."""
+        with os.fdopen(blocks.open_file(self._path / spans[0].file), "rb", buffering=0) as file:
+            for span in spans:
+                tensor = local(tensors[span.name]).detach()
+                target = span.straight if span.straight is not None else span.memory(tensor)
+                if target is not None:
+                    self._read(file.fileno(), span, target)
+                else:
+                    rows = _buffer(span.end - span.begin).view(span.dtype).view(span.rows)
+                    self._read(file.fileno(), span, bytes_of(rows))
+                    tensor[span.into].copy_(rows[span.out])
 
-    def read(self, file: str, begin: int, end: int, target: memoryview, *, in_place: bool = False) -> None:
-        """Read bytes of a file, from memory if this rank holds them.
-
-        Args:
-            in_place: the bytes that this rank holds are in `target` already.
-        """
-        position = begin
-        while position < end:
-            number = position // BLOCK_BYTES
-            stop = min(end, (number + 1) * BLOCK_BYTES)
-            held = self._held.get((file, number))
+    def _read(self, descriptor: int, span: Span, target: memoryview) -> None:
+        """Read the bytes of a span into `target`: from memory, if this rank holds them, and else from the file."""
+        for number in range(span.begin // BLOCK_BYTES, -(-span.end // BLOCK_BYTES)):
+            begin, end = max(span.begin, number * BLOCK_BYTES), min(span.end, (number + 1) * BLOCK_BYTES)
+            held = self._held.get((span.file, number))
             if held is None:
-                self._read_from_disk(file, target[position - begin : stop - begin], position)
-            elif not in_place:
+                blocks.read_into(descriptor, target[begin - span.begin : end - span.begin], begin)
+            elif span.straight is None:  # else they are there already
                 for whole in held:
-                    part = whole.between(position, stop)
+                    part = whole.between(begin, end)
                     if part is not None and part.target is not None:
-                        target[part.begin - begin : part.end - begin] = part.target
-            position = stop
-
-    def _read_from_disk(self, file: str, target: memoryview, position: int) -> None:
-        path = self._path / file
-        with self._opening:
-            if file not in self._descriptors:
-                self._descriptors[file] = blocks.patiently(lambda: blocks.open_file(path), path)
-        read = partial(blocks.read_into, buffer=target, offset=position)
-        blocks.read_patiently(path, self._descriptors[file], read)
+                        target[part.begin - span.begin : part.end - span.begin] = part.target
 
 
 _local = threading.local()
@@ -282,86 +287,51 @@ def _parts(number: int, size: int, straight: Sequence[ByteRange]) -> list[ByteRa
     return parts
 
 
-def memory_of(span: Span, tensor: Tensor) -> memoryview | None:
-    """Return the memory into which the span's bytes can be read without conversion, if there is any."""
-    target = tensor[span.into]
-    if target.shape != span.rows or target.dtype != span.dtype or target.device.type != "cpu":
-        return None
-    as_it_is = target.is_contiguous() and not target.is_conj() and not target.is_neg()
-    return bytes_of(target) if as_it_is else None
-
-
 def read_tensors(
     path: Path,
     contents: Contents,
-    records: Mapping[str, FileRecord],
+    manifest: Manifest,
     targets: Mapping[str, Tensor],
-    own_file: str | None,
     *,
-    live: Collection[str],
+    live: Collection[str] = (),
     ranks: RankGroup,
     on_this_host: RankGroup,
     buffer: Callable[[int], memoryview],
-    fetch: Callable[[Collection[str]], list[str]] | None = None,
-) -> tuple[list[str], Any]:
+    fetch: Callable[[Collection[str]], None] = lambda files: None,
+) -> dict[str, Any]:
     """Verify what all ranks need, and if it is sound, fill `targets`. All ranks call it together.
 
     Args:
         targets: tensors to fill, by name.
         live: names of the targets that must not be touched before everything is known to be sound.
-        own_file: the file with the plain state that this rank has for itself, if there is one.
         buffer: returns memory of a size, to hold this rank's share.
-        fetch: brings the files that this rank needs, of which this host may not have all, and returns why it cannot; called
-            by all ranks together.
+        fetch: brings the files that this rank needs, of which this host may not have all; called by all ranks together.
 
     Returns:
-        All damage found by any rank, one sentence each, and this rank's own plain state. If there is damage, no live
-            tensor has been touched.
+        This rank's own plain state, if the JSON of it is among the targets.
+
+    Raises:
+        DamagedError: on every rank: any rank has found damage. No live tensor has been touched then.
     """
-
-    def plan() -> list[Span]:
-        wanted = {name: box_of(name, tensor) for name, tensor in targets.items()}
-        return [
-            span
-            for name, found in contents.find(wanted).items()
-            for span in spans_of(name, wanted[name], dtype_of(contents.facts[name].dtype), found)
-        ]
-
-    spans = ranks.all_do(plan)
-    ranges = [(span.file, span.begin, span.end) for span in spans]
-    own_begin, own_end = contents.files[own_file].own_state if own_file is not None else (0, 0)
-    if own_file is not None:
-        ranges.append((own_file, own_begin, own_end))
-
-    damage = fetch({file for file, _, _ in ranges}) if fetch is not None else []
-    if damage:
-        return damage, None
-    # As pairs, since JSON has no numbers as keys.
-    needs = on_this_host.gather(lambda: {file: [*numbers.items()] for file, numbers in need_of(ranges).items()})
-    share = share_out([{file: dict(pairs) for file, pairs in need.items()} for need in needs], on_this_host.rank)
-    straight = []
+    spans = ranks.all_do(lambda: spans_of(contents, {name: box_of(name, each) for name, each in targets.items()}))
+    fetch({span.file for span in spans})
+    share = share_out(on_this_host.gather(lambda: need_of(spans)), on_this_host.rank)
     for span in spans:
         if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:
-            memory = memory_of(span, local(targets[span.name]).detach())
-            if memory is not None:
-                straight.append((span, memory))
-    with blocks.threads() as pool, closing(Files(path, pool)) as files:
-        found = ranks.gather(lambda: files.verify(records, share, straight, buffer))
-        damage = sorted({sentence for each in found for sentence in each})
-        if damage:
-            return damage, None
+            span.straight = span.memory(local(targets[span.name]).detach())
+    with blocks.threads() as pool:
+        files = Files(path, pool)
+        ranks.all_do(lambda: files.verify(manifest.files, share, spans, buffer))
 
-        def read_own() -> Any:
-            if own_file is None:
-                return {}
-            own = bytearray(own_end - own_begin)
-            files.read(own_file, own_begin, own_end, memoryview(own))
-            return parse_own_state(bytes(own))
+        def fill_others() -> dict[str, Any]:
+            files.fill([span for span in spans if span.name not in live], targets)
+            own = targets.get(own_name(ranks.rank, ""))
+            return parse_own_state(path, bytes(bytes_of(own))) if own is not None else {}
 
-        # The first thing that can still fail comes before the first tensor is touched.
-        own_state = ranks.all_do(read_own)
-        ranks.all_do(lambda: files.fill(spans, targets))
-    return [], own_state
+        # All that can still fail comes before the first live tensor is touched.
+        own_state = ranks.all_do(fill_others)
+        ranks.all_do(lambda: files.fill([span for span in spans if span.name in live], targets))
+    return own_state
 
 
 def read_whole(
@@ -374,7 +344,7 @@ def read_whole(
             every rank's file has one for it.
 
     Raises:
-        CheckpointError: the checkpoint is damaged.
+        DamagedError: the checkpoint is damaged.
     """
     alone, waiting = RankGroup(None), deque(names)
     while waiting:
@@ -385,19 +355,8 @@ def read_whole(
             fact = contents.facts[name]
             some[name] = torch.empty(fact.shape, dtype=dtype_of(fact.dtype), device="cpu")
             size += some[name].nbytes
-        damage, _ = read_tensors(
-            path,
-            contents,
-            manifest.files,
-            some,
-            None,
-            live=(),
-            ranks=alone,
-            on_this_host=alone,
-            buffer=lambda size: memoryview(bytearray(size)),
-        )
-        if damage:
-            raise CheckpointError(f"{path} is damaged: {'; '.join(damage)}")
+        buffer = lambda size: memoryview(bytearray(size))  # noqa: E731
+        read_tensors(path, contents, manifest, some, ranks=alone, on_this_host=alone, buffer=buffer)
         while some:
             name = next(iter(some))
             yield name, some.pop(name)

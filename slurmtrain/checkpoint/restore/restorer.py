@@ -21,18 +21,9 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint import module_state, state
-from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
+from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, DamagedError
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.directory import (
-    committed,
-    damaged,
-    file_name,
-    own_name,
-    own_names,
-    set_aside,
-    step_of,
-)
-from slurmtrain.checkpoint.format.headers import Contents, FileContents, HeaderReader, damage_of
+from slurmtrain.checkpoint.format.directory import OWN, committed, damaged, own_name, set_aside, step_of
 from slurmtrain.checkpoint.format.manifest import (
     Manifest,
     TensorFacts,
@@ -41,7 +32,7 @@ from slurmtrain.checkpoint.format.manifest import (
     read_manifest_bytes,
 )
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
-from slurmtrain.checkpoint.restore.reader import read_tensors
+from slurmtrain.checkpoint.restore.reader import read_contents, read_tensors
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import dtype_name
 from slurmtrain.choices import DECODERS, Allow
@@ -94,32 +85,17 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class RestoreRequest:
-    """What a caller wants restored; see `Checkpointer.restore`.
-
-    Attributes:
-        objects: those that all ranks share.
-        own_objects: those that this rank has for itself.
-        path: the checkpoint that was asked for; None: the newest.
-        at_most: without `path`, the newest of at most this step; None: of any step.
-    """
-
-    objects: Mapping[str, Any]
-    own_objects: Mapping[str, Any]
-    path: Path | None = None
-    allow: Collection[str] = ()
-    as_start: bool = False
-    at_most: int | None = None
-
-
-@dataclass(frozen=True)
 class Restorer:
-    """Restores checkpoints of one directory. All ranks call `restore` together.
+    """One restore, as `Checkpointer.restore` describes it. All ranks call `restore` together.
 
     Attributes:
         ranks, ranks_on_host: all ranks, and those of this host.
         borrow_buffer: returns host memory of a size, to read into.
         changed: see `Checkpointer`.
+        objects: those that all ranks share.
+        own_objects: those that this rank has for itself, by their names in a checkpoint (`own_name`).
+        path: the checkpoint that was asked for; None: the newest.
+        at_most: without `path`, the newest of at most this step; None: of any step.
     """
 
     ranks: RankGroup
@@ -129,247 +105,175 @@ class Restorer:
     mirror_uploader: MirrorUploader | None
     node_copies: NodeCopies | None
     changed: frozenset[str]
+    objects: Mapping[str, Any]
+    own_objects: Mapping[str, Any]
+    path: Path | None
+    allow: Collection[str]
+    as_start: bool
+    at_most: int | None
 
-    def restore(self, request: RestoreRequest) -> Restored | None:
+    def restore(self) -> Restored | None:
         """Load the newest sound checkpoint, or the one that was asked for; None: there is no checkpoint."""
-        if self.node_copies is None:
-            return self._restore_from_directory(request)
-        on_nodes = self._restore_from_nodes(self.node_copies, request) if request.path is None else None
-        restored = on_nodes or self._restore_from_directory(request)
-        self.node_copies.begin(on_nodes.path if on_nodes is not None else None)
+        for kind in self.allow:
+            if kind not in KINDS:
+                raise UsageError(f"{kind!r} is not a kind of difference that can be allowed", hint=nearest(kind, KINDS))
+        copies, on_nodes = self.node_copies, None
+        if copies is not None and self.path is None:
+            on_nodes = self._from_nodes(copies)
+        restored = on_nodes or self._from_directory()
+        if copies is not None:
+            copies.begin(on_nodes.path if on_nodes is not None else None)
         return restored
 
-    def _restore_from_nodes(self, copies: NodeCopies, request: RestoreRequest) -> Restored | None:
+    def _from_nodes(self, copies: NodeCopies) -> Restored | None:
         """Load the newest copy on the nodes; None: there is none, or none that is newer, or it is damaged."""
-        path = copies.newest(request.at_most)
+        path = copies.newest(self.at_most)
         if path is None:
             return None
-        manifest = self.ranks.all_do(lambda: read_manifest(path))
         try:
-            damage = self._load(path, manifest, request, copies)
+            manifest = self.ranks.all_do(lambda: read_manifest(path))
+            return self._load(path, manifest, copies=copies, origin="the copies on the nodes")
+        except DamagedError as error:
+            if self.ranks.rank == 0:
+                log.warning("not from the copies on the nodes: %s", error.message)
+            return None
         finally:
             copies.end_restoring()
-        if damage:
-            if self.ranks.rank == 0:
-                log.warning("not from the copies on the nodes: %s: %s", path.name, "; ".join(damage))
-            return None
-        return _restored(path, manifest, request, origin="the copies on the nodes")
 
-    def _restore_from_directory(self, request: RestoreRequest) -> Restored | None:
+    def _from_directory(self) -> Restored | None:
         """Load the newest sound checkpoint of the directory, or the one that was asked for."""
         set_aside: list[str] = []
         fetched: list[str] = []  # names in the mirror of the copies that were fetched
         while True:
-            choice = self.ranks.on_rank_0(partial(self._choose, request.path, request.at_most))
-            if choice is None:
+            newest = self.ranks.on_rank_0(self._newest)
+            if newest is None:
                 copy = None
                 if self.mirror_uploader is not None:
-                    copy = self.mirror_uploader.fetch(self.ranks, request.at_most, fetched)
+                    copy = self.mirror_uploader.fetch(self.ranks, self.at_most, fetched)
                 if copy is not None:
                     fetched.append(copy[1])
                     continue
-                if request.at_most is None:
-                    self._check_never_damaged(set_aside)
+                # An attempt before this one may have set them aside and failed; this one must not start afresh either.
+                if self.at_most is None and not set_aside:
+                    set_aside = self.ranks.on_rank_0(lambda: damaged(self.identity.directory))
+                if self.at_most is None and set_aside:
+                    raise CheckpointMismatchError(
+                        f"every checkpoint in {self.identity.directory} is damaged: {'; '.join(set_aside)}",
+                        hint="look at the *.damaged-* folders; delete them to start from scratch",
+                    )
                 return None
-            path, damage = Path(choice[0]), choice[1]
-            if not damage:
-                manifest = parse_manifest(path, choice[2].encode(), choice[3])
+            path = Path(newest)
+            try:
                 with retention.reading(path):
-                    damage = self._load(path, manifest, request)
-            if not damage:
-                break
-            if request.path is not None:
+                    text, digest = self.ranks.on_rank_0(partial(_manifest_text, path))
+                    manifest = parse_manifest(path, text.encode(), digest)
+                    return self._load(path, manifest, set_aside=tuple(set_aside))
+            except DamagedError as error:
+                what = error.message.removeprefix(f"{path} is damaged: ")
+            if self.path is not None:
+                raise CheckpointError(f"{path} was requested but is damaged: {what}", hint="name another checkpoint")
+            self.ranks.on_rank_0(partial(_set_aside, path, what))
+            set_aside.append(f"{path.name}: {what}")
+
+    def _newest(self) -> str | None:
+        """Return, on rank 0, the path of the checkpoint that was asked for, or of the newest; None: there is none."""
+        if self.path is not None:
+            if not self.path.is_dir():
                 raise CheckpointError(
-                    f"{path} was requested but is damaged: {'; '.join(damage)}", hint="name another checkpoint"
+                    f"{self.path} was requested but does not exist", hint="`checkpoints RUN list` shows what is"
                 )
-            self.ranks.on_rank_0(partial(self._set_aside, path, damage))
-            set_aside.append(f"{path.name}: {damage[0]}")
-        return _restored(path, manifest, request, set_aside=tuple(set_aside))
+            return str(self.path)
+        directory = self.identity.directory
+        with suppress(OSError):
+            refresh(directory)
+        found = blocks.patiently(partial(committed, directory), directory)
+        if self.at_most is not None:
+            found = [path for path in found if step_of(path) <= self.at_most]
+        return str(found[-1]) if found else None
 
-    def _choose(self, asked_for: Path | None, at_most: int | None) -> list[Any] | None:
-        """Choose, on rank 0, the checkpoint to read, and look at everything but the contents of its files.
-
-        Returns:
-            Its path; what is wrong with its manifest or the sizes of its files, one sentence each; the text of its
-                manifest.json, and its digest by COMPLETE. None: there is none.
-        """
-        if asked_for is not None:
-            path = asked_for
-            if not path.is_dir():
-                raise CheckpointError(
-                    f"{path} was requested but does not exist", hint="`checkpoints RUN list` shows what is"
-                )
-        else:
-            directory = self.identity.directory
-            with suppress(OSError):
-                refresh(directory)
-            candidates = blocks.patiently(partial(committed, directory), directory)
-            if at_most is not None:
-                candidates = [path for path in candidates if step_of(path) <= at_most]
-            if not candidates:
-                return None
-            path = candidates[-1]
-        texts, damage = (b"", ""), []
-        try:
-            texts = read_manifest_bytes(path)
-            damage = blocks.find_damage(path, parse_manifest(path, *texts).files, contents=False)
-        except (CheckpointMismatchError, UnreadableError):
-            raise
-        except CheckpointError as error:
-            damage = [damage_of(path, error)]
-        return [str(path), damage, texts[0].decode(errors="replace"), texts[1]]
-
-    def _set_aside(self, path: Path, damage: list[str]) -> None:
-        """Set a damaged checkpoint aside, on rank 0."""
-        set_aside(path)
-        log.warning("%s is damaged and was set aside: %s", path.name, "; ".join(damage))
-
-    def _check_never_damaged(self, set_aside: list[str]) -> None:
-        """Raise CheckpointMismatchError if there were checkpoints, all of which are damaged.
-
-        An attempt before this one may have set them aside and failed; this one must not start afresh either.
-        """
-        set_aside = set_aside or self.ranks.on_rank_0(lambda: damaged(self.identity.directory))
-        if set_aside:
-            raise CheckpointMismatchError(
-                f"every checkpoint in {self.identity.directory} is damaged: {'; '.join(set_aside)}",
-                hint="look at the *.damaged-* folders; delete them to start from scratch",
-            )
-
-    def _load(
-        self,
-        path: Path,
-        manifest: Manifest,
-        request: RestoreRequest,
-        copies: NodeCopies | None = None,
-    ) -> list[str]:
-        """Fill the objects, unless the checkpoint is damaged: then return what is wrong, and touch nothing.
+    def _load(self, path: Path, manifest: Manifest, *, copies: NodeCopies | None = None, **about: Any) -> Restored:
+        """Fill the objects.
 
         Args:
             copies: `path` is this node's part of a copy on the nodes; None: it is a checkpoint that all ranks see.
+            about: more fields of what is returned.
+
+        Raises:
+            DamagedError: on every rank: it is damaged, and nothing was touched.
         """
-        if request.path is None:
+        ranks, allow = self.ranks, self.allow
+        if self.path is None:
             hint = f"move it away, or start from it on purpose: checkpoint.restore_from={path}"
             self.identity.check_run(path, manifest, hint=hint)
-        found = self.ranks.gather(lambda: self._read_headers(path, manifest, copies))
-        if damage := sorted({each["damage"] for each in found if "damage" in each}):
-            return damage
-        files = {name: held for each in found for name, held in each["files"].items()}
-        contents = Contents(manifest.tensors, {name: FileContents.from_json(files[name]) for name in sorted(files)})
-        try:
-            contents.check_whole(path)
-        except CheckpointError as error:
-            return [damage_of(path, error)]
-        own_file: str | None = file_name(self.ranks.rank)
-        if own_file not in contents.files or request.as_start:
-            own_file = None  # a rank that did not exist, or another training
-        wanted = self.ranks.all_do(lambda: set(module_state.module_tensors(request.objects)))
-        on_any_rank = wanted
-        if self.ranks.maximum(int(bool(of_modules(request.objects, contents.facts) - wanted))):
-            on_any_rank = set().union(*self.ranks.gather(lambda: sorted(wanted)))
-        targets, own_targets = self.ranks.all_do(
-            lambda: self._find_targets(path, manifest, request, wanted, on_any_rank, own=own_file is not None)
+        held = None if copies is None else copies.held(path, manifest)
+        contents = read_contents(path, manifest, ranks, held)
+        objects, own_json = dict(self.objects), own_name(ranks.rank, "")
+        # A rank that did not exist keeps what it has; another training does not take over what was a rank's own.
+        own = own_json in contents.facts and not self.as_start
+        if own:
+            objects |= self.own_objects
+        live = ranks.all_do(lambda: module_state.module_tensors(objects))
+        on_any_rank = set(live)
+        if ranks.maximum(int(bool(of_modules(objects, manifest.tensors) - on_any_rank))):
+            on_any_rank = set().union(*ranks.gather(lambda: sorted(live)))
+
+        def find_targets() -> dict[str, Tensor]:
+            """Return the tensors to fill on this rank, by name, after everything that differs was found to be allowed."""
+            saved, config = manifest.config, self.identity.config
+            if self.as_start:
+                saved, config = ({key: each[key] for key in objects if key in each} for each in (saved, config))
+            check_config(path, saved, config, allow, changed=self.changed, asked_for=self.path is not None)
+            alone = check_names(path, objects, live, on_any_rank, manifest, allow)
+            useful = {name: fact for name, fact in manifest.tensors.items() if name not in alone}
+            return check_tensors(path, state.templates(objects, live, useful), useful, allow)
+
+        targets = ranks.all_do(find_targets)
+        own_text = (
+            {own_json: torch.empty(contents.facts[own_json].shape, dtype=torch.uint8, device="cpu")} if own else {}
         )
-        in_file = partial(own_name, self.ranks.rank)
-        damage, own_plain = read_tensors(
+        own_plain = read_tensors(
             path,
             contents,
-            manifest.files,
-            targets | {in_file(name): tensor for name, tensor in own_targets.items()},
-            own_file,
-            live=wanted | {in_file(name) for name in module_state.module_tensors(request.own_objects)},
-            ranks=self.ranks,
+            manifest,
+            {**targets, **own_text},
+            live=live,
+            ranks=ranks,
             on_this_host=self.ranks_on_host,
             buffer=self.borrow_buffer,
-            fetch=None if copies is None else partial(copies.fetch, path, manifest),
+            fetch=(lambda files: None) if copies is None else partial(copies.fetch, path, manifest),
         )
-        if damage:
-            return damage
-
-        def load() -> None:
-            lenient, convert = "keys" in request.allow, "dtypes" in request.allow
-            state.load_objects(request.objects, targets, manifest.state, lenient=lenient, convert=convert)
-            state.load_objects(request.own_objects, own_targets, own_plain, lenient=True)
-
-        self.ranks.all_do(load)
-        return []
-
-    def _read_headers(self, path: Path, manifest: Manifest, copies: NodeCopies | None) -> dict[str, Any]:
-        """Return what is in this rank's share of the files, or what is wrong with one of them, as values to send."""
-        names = sorted(manifest.files)[self.ranks.rank :: self.ranks.size]
-        if copies is not None:
-            names = copies.held(path, manifest)
-        try:
-            files = HeaderReader(path, manifest).read(names)
-        except UnreadableError:
-            raise
-        except CheckpointError as error:
-            return {"damage": damage_of(path, error)}
-        return {"files": {name: held.to_json() for name, held in files.items()}}
-
-    def _find_targets(
-        self,
-        path: Path,
-        manifest: Manifest,
-        request: RestoreRequest,
-        wanted: Collection[str],
-        on_any_rank: Collection[str],
-        *,
-        own: bool,
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the tensors to fill on this rank, by name, after everything that differs was found to be allowed.
-
-        Args:
-            wanted: names of the tensors of this rank's modules.
-            on_any_rank: names of the tensors of all ranks' modules.
-            own: the checkpoint has what this rank has for itself; its tensors are the second ones that are returned.
-        """
-        objects, own_objects, allow = request.objects, request.own_objects, request.allow
-        saved_config, config = manifest.config, self.identity.config
-        if request.as_start:
-            saved_config, config = (
-                {key: each[key] for key in objects if key in each} for each in (saved_config, config)
-            )
-        asked_for = request.path is not None
-        check_config(path, saved_config, config, allow, changed=self.changed, asked_for=asked_for)
-        facts = manifest.tensors
-        alone = check_names(path, objects, wanted, on_any_rank, facts, manifest.state, allow)
-        useful = {name: fact for name, fact in facts.items() if name not in alone}
-        targets = check_tensors(path, state.templates(objects, useful), facts, allow)
-        if not own:
-            return targets, {}
-        own_facts = {name: facts[called] for name, called in own_names(facts, self.ranks.rank).items()}
-        names = module_state.module_tensors(own_objects)
-        check_names(path, own_objects, names, names, own_facts, None, allow)
-        return targets, check_tensors(path, state.templates(own_objects, own_facts), own_facts, allow)
+        lenient, convert = "keys" in allow, "dtypes" in allow
+        plain = {**manifest.state, **own_plain}
+        ranks.all_do(lambda: state.load_objects(objects, targets, plain, lenient=lenient, convert=convert))
+        named = [*manifest.tensors, *(name for name in manifest.state if not name.startswith(state.EXTRA))]
+        left_out = {name.partition(".")[0] for name in named if not name.startswith(OWN)} - objects.keys()
+        return Restored(
+            path,
+            manifest.step,
+            manifest.incarnation_label,
+            asked_for=self.path is not None,
+            left_out=tuple(sorted(left_out)),
+            as_start=self.as_start,
+            **about,
+        )
 
 
-def _restored(
-    path: Path, manifest: Manifest, request: RestoreRequest, *, set_aside: tuple[str, ...] = (), origin: str = ""
-) -> Restored:
-    left_out = sorted(state.object_names(manifest.tensors, manifest.state) - request.objects.keys())
-    return Restored(
-        path,
-        manifest.step,
-        manifest.incarnation_label,
-        set_aside,
-        asked_for=request.path is not None,
-        left_out=tuple(left_out),
-        as_start=request.as_start,
-        origin=origin,
-    )
+def _manifest_text(path: Path) -> list[str]:
+    """Return the text of a sound manifest.json and its digest, as values that rank 0 can send."""
+    text, digest = read_manifest_bytes(path)
+    parse_manifest(path, text, digest)
+    return [text.decode(), digest]
+
+
+def _set_aside(path: Path, what: str) -> None:
+    """Set a damaged checkpoint aside, on rank 0."""
+    set_aside(path)
+    log.warning("%s is damaged and was set aside: %s", path.name, what)
 
 
 KINDS = tuple(Allow)
 FINGERPRINT = "data_fingerprint"  # in the config that a checkpoint is bound to: of the data's content
 SHOWN = 5
-
-
-def check_allowed(allow: Collection[str]) -> None:
-    """Raise UsageError if `allow` has a kind of difference that is not known."""
-    for kind in allow:
-        if kind not in KINDS:
-            raise UsageError(f"{kind!r} is not a kind of difference that can be allowed", hint=nearest(kind, KINDS))
 
 
 def check_config(
@@ -428,8 +332,7 @@ def check_names(
     objects: Mapping[str, Any],
     wanted: Collection[str],
     everywhere: Collection[str],
-    saved: Collection[str],
-    plain: Collection[str] | None,
+    manifest: Manifest,
     allow: Collection[str],
 ) -> set[str]:
     """Check that checkpoint and objects have the same names, and return the names that only the checkpoint has.
@@ -437,18 +340,17 @@ def check_names(
     Args:
         wanted: names of the tensors of this rank's modules.
         everywhere: names of the tensors of all ranks' modules: a pipeline stage has only a part of them.
-        plain: names of objects with state that is no tensor; None: not known yet.
 
     Raises:
         CheckpointMismatchError: one has names that the other lacks.
     """
-    alone = of_modules(objects, saved) - set(everywhere)
+    alone = of_modules(objects, manifest.tensors) - set(everywhere)
     lines = [
         f"- {key} is not in the checkpoint"
         for key, value in objects.items()
-        if plain is not None and not isinstance(value, torch.nn.Module) and key not in plain
+        if not (isinstance(value, torch.nn.Module) or key in manifest.state or key.startswith(OWN))
     ]
-    lines += [f"- {name} is not in the checkpoint" for name in sorted(set(wanted) - set(saved))]
+    lines += [f"- {name} is not in the checkpoint" for name in sorted(set(wanted) - manifest.tensors.keys())]
     lines += [f"+ {name} is in the checkpoint alone" for name in sorted(alone)]
     if "keys" not in allow:
         _refuse(path, "keys", "does not fit", lines)

@@ -218,7 +218,7 @@ def _describe(tensors: Mapping[str, Tensor], rank: int) -> str:
                     layouts.append(layout)
                 numbers[known] = layouts.index(layout)
             number = numbers[known]
-        called = name.replace(own_name(rank, OWN), OWN, 1) if name.startswith(OWN) else name
+        called = OWN + name.removeprefix(own_name(rank, "")) if name.startswith(OWN) else name
         entries.append([called, list(tensor.shape), dtype_name(tensor.dtype), number])
     return json.dumps([layouts, entries], separators=(",", ":"))
 
@@ -247,7 +247,7 @@ def _make(
         for name, shape, dtype, layout in entries:
             fact = TensorFacts(tuple(shape), dtype)
             if name.startswith(OWN):
-                facts.update({own_name(member, name): fact for member in members})
+                facts.update({own_name(member, name.removeprefix(OWN)): fact for member in members})
             elif facts.setdefault(name, fact) != fact:
                 raise CheckpointError(
                     f"{name} is {fact.dtype} {list(fact.shape)} on one rank and "

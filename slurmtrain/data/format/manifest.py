@@ -8,11 +8,10 @@ no torch.
       manifest.json                      this
       tokenizer.json                     a copy of the tokenizer's file, if it has one
       chat_template.jinja                of chat data: the template that was used, beside the tokenizer's other settings
-      train/00000.tokens                 uint8, uint16 or uint32 [tokens]: documents end to end, with bos and eos, if any
-      train/00000.ends                   uint64 [documents]: where each document ends in the shard, in tokens
-      train/00000.bytes                  uint32 [documents]: UTF-8 bytes of each document's text
-      train/00000.loss_mask              uint8 [tokens]: 1 for tokens that count as targets; only of chat data
-      valid/00000.tokens ...             another split
+      00000/train.tokens                 uint8, uint16 or uint32 [tokens]: documents end to end, with bos and eos, if any
+      00000/train.ends                   uint64 [documents]: where each document ends in the shard, in tokens
+      00000/train.loss_mask              uint8 [tokens]: 1 for tokens that count as targets; only of chat data
+      00000/valid.tokens ...             another split
 
 All numbers are little-endian. A shard without documents has no files and is not listed.
 """
@@ -40,7 +39,7 @@ FORMAT = 1
 FILE_NAME = "manifest.json"
 SHARED_MODE = 0o666  # the umask decides who reads a data set
 TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}  # bytes of one token, by dtype
-KINDS = ("tokens", "ends", "bytes")  # the files of a shard, by suffix
+KINDS = ("tokens", "ends")  # the files of a shard, by suffix
 LOSS_MASK = "loss_mask"  # a further one of chat data
 AGAIN = "prepare the data set again"
 Kind = Literal["bytes", "tokenizers"]  # of a tokenizer
@@ -91,7 +90,7 @@ class Shard:
     """One shard of a split.
 
     Attributes:
-        name: file name without suffix.
+        name: name of its folder.
         documents: number of documents.
         tokens: number of tokens.
         bytes: UTF-8 bytes of its documents' texts.
@@ -106,7 +105,7 @@ class Shard:
 
     def file_sizes(self, dtype: str) -> dict[str, int]:
         """Return the size in bytes of each of the shard's files, by kind."""
-        sizes = {"tokens": self.tokens * TOKEN_BYTES[dtype], "ends": self.documents * 8, "bytes": self.documents * 4}
+        sizes = {"tokens": self.tokens * TOKEN_BYTES[dtype], "ends": self.documents * 8}
         return {**sizes, LOSS_MASK: self.tokens} if LOSS_MASK in self.sha256 else sizes
 
 
@@ -183,11 +182,6 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}", hint=AGAIN) from None
-    if isinstance(value, dict) and value.get("format") != FORMAT:
-        raise ConfigError(
-            f"{path} has format {value.get('format')!r}, expected {FORMAT}",
-            hint="prepare the data set again, or read it with the version that wrote it",
-        )
     try:
         return msgspec.convert(value, Manifest)
     except ValueError as error:
@@ -222,7 +216,7 @@ def verify(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 def shard_file(folder: Path, split: str, shard: str, kind: str) -> Path:
     """Return the path of one of the files of a shard; `kind` is one of KINDS or LOSS_MASK."""
-    return folder / split / f"{shard}.{kind}"
+    return folder / shard / f"{split}.{kind}"
 
 
 def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:

@@ -53,76 +53,51 @@ class DataFile:
             ConfigError: the file does not exist, is not readable, or is not of its size.
             DataError: the file cannot be read at the moment.
         """
-        count = self._read(array, offset)
-        while count < array.nbytes:  # on some file systems a read may bring less than there is
-            more = self._read(array.view(np.uint8)[count:], offset + count)
-            if not more:
-                raise self._wrong_size(offset + count)
-            count += more
+        rest = array.view(np.uint8)
+        while len(rest):  # on some file systems a read may bring less than there is
+            count = self._read(rest, offset)
+            if not count:
+                raise self.wrong_size(offset)
+            rest, offset = rest[count:], offset + count
 
     def check_size(self) -> None:
         """Check the file's size without opening it; raise the errors that `read_into` raises."""
-        found = self._attempts(lambda: os.stat(self.path).st_size)
+        found = self._patiently(lambda: os.stat(self.path).st_size)
         if found != self.size:
-            raise self._wrong_size(found)
+            raise self.wrong_size(found)
 
-    def open(self) -> int:
-        """Return a new descriptor of the file.
-
-        Raises:
-            ConfigError: the file is not of its size.
-            OSError: the file cannot be opened.
-        """
-        number = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        found = os.fstat(number).st_size
-        if found != self.size:
-            os.close(number)
-            raise self._wrong_size(found)
-        return number
-
-    def _read(self, array: NDArray[Any], offset: int) -> int:
+    def _read(self, array: NDArray[np.uint8], offset: int) -> int:
         def read() -> int:
             descriptor = _opened(self)  # held, or another thread's reading might close it now
             return os.preadv(descriptor.number, [array.data], offset)
 
         try:
             return read()
-        except OSError as error:
-            return self._attempts(read, failed=error)
+        except OSError:
+            return self._patiently(read)
 
-    def _attempts(self, act: Callable[[], int], failed: OSError | None = None) -> int:
-        """Return what `act` returns; call it again after an error that may pass.
+    def _patiently(self, act: Callable[[], int]) -> int:
+        """Return what `act` returns; call it again after an error that may pass."""
 
-        Args:
-            failed: the error of an attempt before; None if there was none.
-        """
-        before = [failed] if failed is not None else []
+        def told(error: OSError) -> None:
+            _opened.cache_clear()  # the next attempt opens the file anew
+            if not self._complained:
+                self._complained = True
+                log.warning("%s cannot be read: %s; it is tried again", self.path, error.strerror)
 
-        def attempt() -> int:
-            if before:
-                raise before.pop()
-            return act()
-
+        _opened.cache_clear()
         try:
-            return patience.patiently(attempt, patience.STEP, told=self._complain)
+            return patience.patiently(act, patience.STEP, told=told)
         except OSError as error:
-            raise self._unreadable(error) from None
+            message = f"{self.path} cannot be read: {error.strerror}"
+            if error.errno in _FINAL:
+                raise ConfigError(message, hint="is the data set complete, and there on every node?") from None
+            tries = f", also {sum(patience.STEP.pauses_s):.0f} s later" if patience.may_pass(error) else ""
+            hint = "the file system is at fault; the run goes on from its last checkpoint"
+            raise DataError(message + tries, hint=hint) from None
 
-    def _complain(self, error: OSError) -> None:
-        _opened.cache_clear()  # the next attempt opens the file anew
-        if not self._complained:
-            self._complained = True
-            log.warning("%s cannot be read: %s; it is tried again", self.path, error.strerror)
-
-    def _unreadable(self, error: OSError) -> SlurmtrainError:
-        message = f"{self.path} cannot be read: {error.strerror}"
-        if error.errno in _FINAL:
-            return ConfigError(message, hint="is the data set complete, and there on every node?")
-        pauses_s = patience.STEP.pauses_s
-        again = f", {len(pauses_s) + 1} times in {sum(pauses_s):.0f} s" if patience.may_pass(error) else ""
-        return DataError(message + again, hint="the file system is at fault; the run goes on from its last checkpoint")
-
-    def _wrong_size(self, found: int) -> ConfigError:
+    def wrong_size(self, found: int) -> ConfigError:
+        """Return the error for a file that has `found` bytes."""
         return ConfigError(
             f"{self.path} has {found:,} bytes, but {self.size:,} were written",
             hint="it was cut short or is of another data set: copy or prepare the data set again",
@@ -135,9 +110,12 @@ class _Descriptor:
     It is closed when nobody reads from it any more: a thread may still read when it is no longer kept open.
     """
 
+    number = -1
+
     def __init__(self, file: DataFile):
-        self._file, self.number = file, -1
-        self.number = file.open()
+        self.number = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        if (found := os.fstat(self.number).st_size) != file.size:
+            raise file.wrong_size(found)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.number >= 0:

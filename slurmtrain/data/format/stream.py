@@ -30,6 +30,7 @@ class TokenStream:
     Attributes:
         split: the split's entry in the manifest.
         name: name of the split.
+        tokens: number of tokens.
         dtype: type of a token, little-endian.
         vocab_size: all token ids are below this number.
         has_loss_mask: only some tokens count as targets.
@@ -41,10 +42,8 @@ class TokenStream:
 
     def __init__(self, folder: Path, manifest: Manifest, split: str):
         self.split, self.name = manifest.splits[split], split
-        self.dtype, self.vocab_size = (
-            np.dtype(manifest.tokenizer.dtype).newbyteorder("<"),
-            manifest.tokenizer.vocab_size,
-        )
+        self.dtype = np.dtype(manifest.tokenizer.dtype).newbyteorder("<")
+        self.vocab_size = manifest.tokenizer.vocab_size
         self._firsts = list(itertools.accumulate((shard.tokens for shard in self.split.shards), initial=0))
         self._files = [
             {
@@ -57,10 +56,7 @@ class TokenStream:
             for file in files.values():
                 file.check_size()
         self.has_loss_mask = manifest.chat is not None
-
-    @property
-    def tokens(self) -> int:
-        return self._firsts[-1]
+        self.tokens = self._firsts[-1]
 
     def read_into(self, row: NDArray[Any], position: int, kind: str = "tokens") -> None:
         """Fill `row` (contiguous) with the values of the tokens from `position` on, without checking them.
@@ -84,17 +80,12 @@ class TokenStream:
             ConfigError: the ends decrease, or the last one is not the end of the shard.
             DataError: the ends cannot be read at the moment.
         """
-        for number, first in enumerate(self._firsts[:-1]):
-            yield first, self._ends(number)
-
-    def _ends(self, shard: int) -> NDArray[np.uint64]:
-        """Return where the documents of a shard end, checked against each other and the shard's size."""
-        tokens, documents = self.split.shards[shard].tokens, self.split.shards[shard].documents
-        ends = np.empty(documents, dtype="<u8")
-        self._files[shard]["ends"].read_into(ends, 0)
-        if not (ends[1:] < ends[:-1]).any() and (not documents or ends[-1] == tokens):
-            return ends
-        raise ConfigError(
-            f"{self._files[shard]['ends'].path}: the ends of its documents do not rise to the {tokens:,} tokens of the shard",
-            hint="the file is damaged: copy or prepare the data set again",
-        )
+        for shard, first, files in zip(self.split.shards, self._firsts, self._files, strict=False):
+            ends = np.empty(shard.documents, dtype="<u8")
+            files["ends"].read_into(ends, 0)
+            if (ends[1:] < ends[:-1]).any() or ends[-1:].sum() != shard.tokens:
+                raise ConfigError(
+                    f"{files['ends'].path}: the ends of its documents do not rise to the {shard.tokens:,} tokens of the shard",
+                    hint="the file is damaged: copy or prepare the data set again",
+                )
+            yield first, ends

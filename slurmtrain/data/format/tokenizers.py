@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,22 +83,10 @@ def load_tokenizer(choice: TokenizerChoice) -> tuple[Tokenizer, bytes]:
             hint=f"prepare.tokenizer={inside}" if inside.is_file() else '"bytes", or a tokenizer.json of Hugging Face',
         )
     try:
-        content = _read(path)
+        content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"prepare.tokenizer={choice.name} cannot be read: {error.strerror}") from None
-    if content is None:
-        raise ConfigError(
-            f"prepare.tokenizer={choice.name} is not a plain file",
-            hint="a pipe can be read only once, but every process reads the tokenizer: write it to a file",
-        )
     return _HuggingFace(choice, content), content
-
-
-def _read(path: Path) -> bytes | None:
-    """Return the bytes of a regular file; return None at once for anything else, such as a pipe."""
-    # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
 
 
 def needed(module: str, what: str) -> ModuleType:
@@ -120,9 +106,8 @@ def needed(module: str, what: str) -> ModuleType:
 
 class _Bytes:
     def __init__(self, choice: TokenizerChoice):
-        ids = _Ids(choice, {}, 256)
-        eos = SEPARATOR if choice.eos is None else ids.find("eos")
-        self.facts = _facts(choice, BYTES, None, b"", 256, ids.find("bos"), eos)
+        eos = SEPARATOR if choice.eos is None else _special(choice, "eos", {}, 256)
+        self.facts = _facts(BYTES, b"", 256, _special(choice, "bos", {}, 256), eos)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -161,11 +146,12 @@ class _HuggingFace:
         self._tokenizer.encode_special_tokens = True  # the words of the package for: special tokens are plain text
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         size = max(vocabulary.values(), default=0) + 1
-        ids = _Ids(choice, vocabulary, size)
         added = self._tokenizer.get_added_tokens_decoder().values()
         special = [token.content for token in added if token.special]
-        eos = ids.only_end(special) if choice.eos is None else ids.find("eos")
-        self.facts = _facts(choice, "tokenizers", "tokenizer.json", content, size, ids.find("bos"), eos)
+        eos = (
+            _only_end(choice, vocabulary, special) if choice.eos is None else _special(choice, "eos", vocabulary, size)
+        )
+        self.facts = _facts("tokenizers", content, size, _special(choice, "bos", vocabulary, size), eos)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -192,53 +178,47 @@ class _HuggingFace:
         return found
 
 
-@dataclass(frozen=True)
-class _Ids:
-    """A finder of special tokens in a vocabulary."""
-
-    choice: TokenizerChoice
-    vocabulary: dict[str, int]
-    size: int
-
-    def find(self, which: str) -> int | None:
-        """Return the id of the token that the user has named by its text or number; None for "none" or nothing."""
-        word = getattr(self.choice, which)
-        if word is None or word == NO_TOKEN:
-            return None
-        if word.isascii() and word.isdigit():
-            if int(word) < self.size + MAX_SPECIAL:
-                return int(word)
-            raise ConfigError(f"prepare.{which}={word} is far beyond the {self.size} ids of {self.choice.name}")
-        if word in self.vocabulary:
-            return self.vocabulary[word]
-        raise ConfigError(
-            f"prepare.{which}={word} is not a token of {self.choice.name}", hint=f"give its text or id, or {NO_TOKEN}"
-        )
-
-    def only_end(self, special: Sequence[str] = ()) -> int:
-        """Return the id of the only token that is known to end a document.
-
-        Args:
-            special: the vocabulary's special tokens. One of these comes before any that is a piece of text like others, as
-                "</s>" of HTML is in Qwen's.
-
-        Raises:
-            ConfigError: the vocabulary has none of the known ones, or several.
-        """
-        known = [token for token in END_TOKENS if token in self.vocabulary]
-        found = [token for token in known if token in special] or known
-        if len(found) == 1:
-            return self.vocabulary[found[0]]
-        what = f"has {' and '.join(found)}" if found else f"has none of {', '.join(END_TOKENS)}"
-        raise ConfigError(
-            f"it is not clear which token ends a document: {self.choice.name} {what}",
-            hint=f"prepare.eos= its text or id, or {NO_TOKEN}",
-        )
+def _special(
+    choice: TokenizerChoice, which: Literal["bos", "eos"], vocabulary: dict[str, int], size: int
+) -> int | None:
+    """Return the id of the token that the user has named by its text or number; None for "none" or nothing."""
+    word: str | None = getattr(choice, which)
+    if word is None or word == NO_TOKEN:
+        return None
+    if word.isascii() and word.isdigit():
+        if int(word) < size + MAX_SPECIAL:
+            return int(word)
+        raise ConfigError(f"prepare.{which}={word} is far beyond the {size} ids of {choice.name}")
+    if word in vocabulary:
+        return vocabulary[word]
+    raise ConfigError(
+        f"prepare.{which}={word} is not a token of {choice.name}", hint=f"give its text or id, or {NO_TOKEN}"
+    )
 
 
-def _facts(
-    choice: TokenizerChoice, kind: Kind, file: str | None, content: bytes, size: int, bos: int | None, eos: int | None
-) -> TokenizerFacts:
+def _only_end(choice: TokenizerChoice, vocabulary: dict[str, int], special: Sequence[str]) -> int:
+    """Return the id of the only token that is known to end a document.
+
+    Args:
+        special: the vocabulary's special tokens. One of these comes before any that is a piece of text like others, as
+            "</s>" of HTML is in Qwen's.
+
+    Raises:
+        ConfigError: the vocabulary has none of the known ones, or several.
+    """
+    known = [token for token in END_TOKENS if token in vocabulary]
+    found = [token for token in known if token in special] or known
+    if len(found) == 1:
+        return vocabulary[found[0]]
+    what = f"has {' and '.join(found)}" if found else f"has none of {', '.join(END_TOKENS)}"
+    raise ConfigError(
+        f"it is not clear which token ends a document: {choice.name} {what}",
+        hint=f"prepare.eos= its text or id, or {NO_TOKEN}",
+    )
+
+
+def _facts(kind: Kind, content: bytes, size: int, bos: int | None, eos: int | None) -> TokenizerFacts:
     size = max([size, *(special + 1 for special in (bos, eos) if special is not None)])
-    digest = hashlib.sha256(content).hexdigest() if file else None
-    return TokenizerFacts(kind, file, digest, size, bos, eos)
+    if kind == BYTES:
+        return TokenizerFacts(kind, None, None, size, bos, eos)
+    return TokenizerFacts(kind, "tokenizer.json", hashlib.sha256(content).hexdigest(), size, bos, eos)

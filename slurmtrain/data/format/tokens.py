@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,25 +15,8 @@ from slurmtrain.data.loading.batches import IGNORED_TARGET
 from slurmtrain.errors import ConfigError
 
 
-class _Plan(NamedTuple):
-    """The places in the stream and in the batch of the pieces [P] of some samples [B]. All int64.
-
-    Attributes:
-        starts: positions of the pieces in the stream, [P].
-        pairs: number of pairs of an input and its target of each piece, [P].
-        rows, columns: row and column of each piece's first pair in the batch, [P].
-        lengths: number of pairs of each sample, [B].
-    """
-
-    starts: NDArray[np.int64]
-    pairs: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    columns: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-
-
 class PackedTokens(Dataset[dict[str, Tensor]]):
-    """A data set over a split of prepared data, with rows of one length.
+    """A data set over a split of prepared data.
 
     A sample has `inputs` and `targets`, int64 [S]; if documents are masked also `documents`, int32 [S]: 0, 1, ... along
     the row, and one more for the padding. Padding has inputs of 0 and targets that the loss ignores.
@@ -44,6 +25,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         stream: the tokens of the split.
         rows: which of the tokens each sample has.
         seq_len: S; no sample is longer.
+        ragged: a batch's rows are as long as its longest sample; False: all rows have S tokens.
         document_mask: give samples `documents`; each of their pieces is one.
         num_bytes: bytes of text that all targets stand for; None: not known.
     """
@@ -54,10 +36,11 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         rows: Rows,
         *,
         seq_len: int,
+        ragged: bool = False,
         document_mask: bool = False,
         num_bytes: int | None = None,
     ):
-        self._stream, self._rows, self.document_mask = stream, rows, document_mask
+        self._stream, self._rows, self._ragged, self.document_mask = stream, rows, ragged, document_mask
         self.seq_len, self.num_bytes = seq_len, num_bytes
 
     def __len__(self) -> int:
@@ -75,96 +58,46 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             ConfigError: the data is not what was prepared.
             DataError: the data cannot be read at the moment.
         """
-        plan = self._plan(indices)
-        width = self._width(plan)
-        tokens = np.empty((len(plan.lengths), width + 1), dtype=self._stream.dtype)
-        last_targets = self._read(plan, tokens)
-        inputs, targets = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
-        of_all_rows = targets.reshape(-1)
-        if len(plan.starts) > len(plan.lengths):  # each piece of a row was read over the last target of the one before
-            of_all_rows[plan.rows * width + plan.columns + plan.pairs - 1] = last_targets
-        if self._stream.has_loss_mask:
-            of_all_rows[self._masked(plan, width)] = IGNORED_TARGET
-        padding = np.arange(width) >= plan.lengths[:, None]
-        inputs[padding], targets[padding] = 0, IGNORED_TARGET
-        batch = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
-        if self.document_mask:
-            batch["documents"] = torch.from_numpy(self._number_documents(plan, width))
-        return batch
-
-    def _width(self, plan: _Plan) -> int:
-        return self.seq_len
-
-    def _pieces(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return starts and pairs [P] of the samples' pieces, and the number of pieces of each sample [B].
-
-        All pieces are checked to be in the stream.
-        """
         if len(indices) and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"sample {indices} of a data set of {len(self)}")
-        pieces, counts = self._rows.pieces(indices)
+        stream = self._stream
+        pieces, counts = self._rows.pieces(indices)  # counts: of the pieces of each row
         starts, pairs = pieces["start"].astype(np.int64), pieces["pairs"].astype(np.int64)
-        if len(starts) and (starts.min() < 0 or (starts + pairs).max() >= self._stream.tokens):
+        firsts = np.cumsum(counts) - counts  # number of each row's first piece
+        lengths = np.add.reduceat(pairs, firsts)
+        ends = starts + pairs
+        if starts.min(initial=0) < 0 or ends.max(initial=0) >= stream.tokens or lengths.max(initial=0) > self.seq_len:
             raise damaged("the index of the packing")
-        return starts, pairs, counts
+        width = int(lengths.max(initial=0)) if self._ragged else self.seq_len
+        before = np.cumsum(pairs) - pairs  # pairs of the batch before each piece
+        places = before + np.repeat(
+            np.arange(len(counts)) * width - before[firsts], counts
+        )  # in the batch, row after row
+        numbers = np.arange(len(pairs)) - np.repeat(firsts, counts)  # of the pieces in their rows
 
-    def _plan(self, indices: NDArray[np.int64]) -> _Plan:
-        starts, pairs, counts = self._pieces(indices)
-        rows = np.arange(len(indices))
-        if len(starts) == len(rows):  # one piece each, as in most packings
-            columns, lengths = np.zeros_like(rows), pairs
-        else:
-            firsts = np.cumsum(counts) - counts  # number of each row's first piece
-            lengths = np.add.reduceat(pairs, firsts)
-            skipped = np.cumsum(pairs) - pairs  # pairs of the batch before each piece
-            columns = skipped - np.repeat(skipped[firsts], counts)
-            rows = np.repeat(rows, counts)
-        if lengths.max(initial=0) > self.seq_len:
-            raise damaged("the index of the packing")
-        return _Plan(starts, pairs, rows, columns, lengths)
-
-    def _read(self, plan: _Plan, tokens: NDArray[Any]) -> list[Any]:
-        """Fill `tokens` [B, S + 1] with inputs and last target of each row.
-
-        Return the last target of each piece.
-        """
-        rows, width = tokens.shape
-        if len(plan.starts) > rows or plan.lengths.min(initial=width) < width - 1:
-            tokens[:] = 0  # the padding of a row must be a valid id, too
-        begins = plan.rows * width + plan.columns
-        flat, last_targets = tokens.reshape(-1), []
-        places = zip(begins.tolist(), (begins + plan.pairs + 1).tolist(), plan.starts.tolist(), strict=True)
-        for begin, end, position in places:
-            self._stream.read_into(flat[begin:end], position)
-            last_targets.append(flat[end - 1])  # which the next piece may overwrite
-        if max(tokens.max(initial=0), max(last_targets, default=0)) >= self._stream.vocab_size:
+        shape = len(counts), width
+        inputs, targets = np.zeros(shape, stream.dtype), np.zeros(shape, stream.dtype)
+        counted = np.ones(shape, np.uint8)
+        documents = np.repeat(counts.astype(np.int32), width).reshape(shape)  # the padding is one of its own
+        for place, count, start, number in zip(
+            places.tolist(), pairs.tolist(), starts.tolist(), numbers.tolist(), strict=True
+        ):
+            piece = slice(place, place + count)
+            stream.read_into(inputs.reshape(-1)[piece], start)
+            stream.read_into(targets.reshape(-1)[piece], start + 1)
+            if stream.has_loss_mask:
+                stream.read_into(counted.reshape(-1)[piece], start + 1, LOSS_MASK)
+            documents.reshape(-1)[piece] = number
+        if max(inputs.max(initial=0), targets.max(initial=0)) >= stream.vocab_size:
             raise ConfigError(
-                f"the split {self._stream.name} of prepared data has a token that is not below the tokenizer's "
-                f"{self._stream.vocab_size} ids",
+                f"the split {stream.name} of prepared data has a token that is not below the tokenizer's "
+                f"{stream.vocab_size} ids",
                 hint="a file is damaged: `prepare verify FOLDER` says which; prepare the data set again",
             )
-        return last_targets
-
-    def _masked(self, plan: _Plan, width: int) -> NDArray[np.int64]:
-        """Return the positions in the flat array of targets of those that the loss mask leaves out."""
-        counts = np.ones(len(plan.lengths) * width, dtype=np.uint8)
-        begins = (plan.rows * width + plan.columns).tolist()
-        for begin, pairs, start in zip(begins, plan.pairs.tolist(), plan.starts.tolist(), strict=True):
-            self._stream.read_into(counts[begin : begin + pairs], start + 1, LOSS_MASK)
-        return np.flatnonzero(counts == 0)
-
-    def _number_documents(self, plan: _Plan, width: int) -> NDArray[np.int32]:
-        """Return the number of each token's document in its row, int32 [B, S]."""
-        rows = len(plan.lengths)
-        short = np.flatnonzero(plan.lengths < width)
-        begins = [np.arange(rows) * width, plan.rows * width + plan.columns, short * width + plan.lengths[short]]
-        starts = np.unique(np.concatenate(begins))
-        numbers = np.arange(len(starts)) - starts.searchsorted(starts // width * width)
-        return np.repeat(numbers.astype(np.int32), np.diff(starts, append=rows * width)).reshape(rows, width)
-
-
-class DocumentTokens(PackedTokens):
-    """A data set whose samples differ in length: a batch's rows are as long as its longest sample."""
-
-    def _width(self, plan: _Plan) -> int:
-        return int(plan.lengths.max(initial=0))
+        counted[np.arange(width) >= lengths[:, None]] = 0
+        wanted = targets.astype(np.int64)
+        wanted[counted == 0] = IGNORED_TARGET
+        batch = {"inputs": torch.from_numpy(inputs.astype(np.int64)), "targets": torch.from_numpy(wanted)}
+        if self.document_mask:
+            batch["documents"] = torch.from_numpy(documents)
+        return batch

@@ -36,8 +36,7 @@ def collate(samples: Sequence[Any]) -> Batch:
     """
     first = samples[0]
     if isinstance(first, Mapping) and "targets" in first and len({_length(sample) for sample in samples}) > 1:
-        longest = max(_length(sample) for sample in samples)
-        samples = [{name: row[0] for name, row in padded(_as_batch(sample), longest).items()} for sample in samples]
+        return concatenate([{name: row[None] for name, row in sample.items()} for sample in samples])
     collated: Batch = default_collate(list(samples))
     return collated
 
@@ -117,14 +116,8 @@ def check_for_model(batch: Any) -> None:
 def num_targets(batch: Batch) -> int:
     """Return how many targets of `batch` are not ignored; 0 for a batch without `targets`."""
     targets = batch.get("targets") if isinstance(batch, Mapping) else None
-    if not isinstance(targets, Tensor):  # data sets of one's own loop may give what they like
-        return 0
-    if targets.dtype == torch.int64 and targets.device.type == "cpu":  # several times as fast
-        numbers = targets.numpy()
-        if numbers.min(initial=0) > IGNORED_TARGET:
-            return numbers.size
-        return int(np.count_nonzero(numbers != IGNORED_TARGET))
-    return int((targets != IGNORED_TARGET).sum())
+    # Data sets of one's own loop may give what they like.
+    return int((targets != IGNORED_TARGET).sum()) if isinstance(targets, Tensor) else 0
 
 
 def tokens_per_row(batch: Batch) -> int:
@@ -143,10 +136,6 @@ def with_documents(batch: Batch, names: set[str]) -> Batch:
 def _length(sample: Mapping[str, Any]) -> int:
     targets = sample["targets"]
     return len(targets) if isinstance(targets, Tensor) and targets.ndim == 1 else -1
-
-
-def _as_batch(sample: Mapping[str, Tensor]) -> Batch:
-    return {name: row[None] for name, row in sample.items()}
 
 
 # What a model computes on in a batch: its tokens, padding among them, and the pairs of tokens that attend.
@@ -214,23 +203,17 @@ def fetch_batch(spec: DatasetSpec, indices: NDArray[np.int64], numbers: NDArray[
     if spec.method is FetchMethod.GET_SEEDED_BATCH:
         seeded: Batch = dataset.get_seeded_batch(indices, numbers=numbers, seed=seed)
         return seeded
-    keys = _seeds_of(seed, numbers)
+    keys = mixed(numbers.astype(np.uint64) ^ mixed(np.array([seed % 2**64], dtype=np.uint64)))
     with preserved_random_state():
         if spec.method is FetchMethod.GET_ITEM:
-            return collate([_fetch_seeded(dataset, int(i), int(key)) for i, key in zip(indices, keys, strict=True)])
+            samples = []
+            for index, key in zip(indices.tolist(), keys.tolist(), strict=True):
+                seed_generators(key)
+                samples.append(dataset[index])
+            return collate(samples)
         seed_generators(int(keys[:1].sum()))
         batch: Batch = dataset.get_batch(indices)
         return batch
-
-
-def _seeds_of(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return the number that seeds the random generators for each sample, from the sample's number in the run [B]."""
-    return mixed(numbers.astype(np.uint64) ^ mixed(np.array([seed % 2**64], dtype=np.uint64)))
-
-
-def _fetch_seeded(dataset: MapDataset, index: int, key: int) -> Any:
-    seed_generators(key)
-    return dataset[index]
 
 
 def seed_generators(key: int) -> None:

@@ -15,9 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from slurmtrain.data.loading import sample_digest
 from slurmtrain.data.loading.batches import (
     Batch,
     RowCounts,
@@ -27,7 +25,7 @@ from slurmtrain.data.loading.batches import (
     padded,
     row_counts,
 )
-from slurmtrain.data.loading.order import EpochOrder, Order
+from slurmtrain.data.loading.order import EpochOrder, Order, digest
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.data.sources.protocol import MapDataset, inspect_dataset
 from slurmtrain.errors import ConfigError
@@ -39,7 +37,7 @@ class Step(NamedTuple):
     Attributes:
         micro_batches: the batches, in host memory.
         targets: number of targets that are not ignored, over these micro batches.
-        digest: what their samples add to the digest of the step, see `sample_digest`.
+        digest: what their samples add to the digest of the step, see `order`.
         rows: what the model computes on in them.
     """
 
@@ -62,7 +60,6 @@ class BatchLoader:
         dp_size: number of the ranks that see different data.
         num_workers: processes that read ahead; 0 reads in this process.
         samples_consumed: number of the sample to start with.
-        ahead: number of steps that workers read ahead.
         fixed_rows: pad rows to the data set's `seq_len`, if it has one, for models that take one shape only.
 
     Raises:
@@ -81,7 +78,6 @@ class BatchLoader:
         dp_size: int = 1,
         num_workers: int = 0,
         samples_consumed: int = 0,
-        ahead: int = 2,
         fixed_rows: bool = False,
     ):
         spec = inspect_dataset(dataset, "the training data")
@@ -92,7 +88,7 @@ class BatchLoader:
         self.dataset, self._seed = spec, seed
         self._global, self.micro_batch_size = global_batch_size, micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._num_workers, self._ahead = num_workers, ahead
+        self._num_workers = num_workers
         self._samples_consumed = samples_consumed
         self._row_length = (spec.seq_len or 0) if fixed_rows else 0
         self.order: Order = (
@@ -118,7 +114,7 @@ class BatchLoader:
         """
         if not self._num_workers:
             return self._read(self._samples_consumed).micro_batches[0]
-        reader = Workers(self._read, iter([self._samples_consumed]), count=1, ahead=1)
+        reader = Workers(self._read, iter([self._samples_consumed]), count=1)
         try:
             return next(reader).micro_batches[0]
         finally:
@@ -133,7 +129,7 @@ class BatchLoader:
         """Start the workers, before anything else in this process reads from the data set."""
         if self._workers is None and self._num_workers:
             firsts = itertools.count(self._samples_consumed, self._global)
-            self._workers = Workers(self._read, firsts, count=self._num_workers, ahead=self._ahead)
+            self._workers = Workers(self._read, firsts, count=self._num_workers)
 
     def state_dict(self) -> dict[str, int]:
         """Return the whole state of the loader, which is the same on all ranks."""
@@ -169,24 +165,19 @@ class BatchLoader:
 
     def _read(self, first: int) -> Step:
         """Read this rank's part of the step whose first sample has the number `first`; in a worker or in this process."""
-        numbers, indices = self._samples(first)
-        fetched = (
-            fetch_batch(self.dataset, own, own_numbers, seed=self._seed)
+        numbers = np.arange(first, first + self._global)
+        numbers = numbers.reshape(-1, self._dp_size, self.micro_batch_size)[:, self._dp_rank]  # [micro batches, micro]
+        indices = self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
+        batches = [
+            padded(fetch_batch(self.dataset, own, own_numbers, seed=self._seed), self._row_length)
             for own_numbers, own in zip(numbers, indices, strict=True)
-        )
-        batches = [padded(batch, self._row_length) for batch in fetched]
+        ]
         return Step(
             batches,
             sum(map(num_targets, batches)),
-            sample_digest.digest(numbers.reshape(-1), indices.reshape(-1)),
+            digest(numbers.reshape(-1), indices.reshape(-1)),
             RowCounts(*map(sum, zip(*map(row_counts, batches), strict=True))),
         )
-
-    def _samples(self, first: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return numbers in the run and indices in the data set of this rank's samples, int64 [micro batches, micro] each."""
-        numbers = np.arange(first, first + self._global)
-        numbers = numbers.reshape(-1, self._dp_size, self.micro_batch_size)[:, self._dp_rank]
-        return numbers, self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
 
 
 def eval_batches(dataset: MapDataset, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:

@@ -11,7 +11,9 @@ Mixer: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014; constants o
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -34,14 +36,10 @@ def samples_at(numbers: NDArray[np.int64], *, n: int, seed: int, shuffle: bool =
     Sample number k is sample k % n of epoch k // n.
 
     Args:
-        n: samples in the data set.
+        n: samples in the data set, from 1 to MAX_SAMPLES.
         seed: determines the order of the whole run; each epoch has its own permutation.
         shuffle: False keeps the data set's own order in every epoch.
-
-    Raises:
-        ConfigError: the data set is empty, or larger than 2^62.
     """
-    _check_size(n)
     epochs, indices = np.divmod(numbers, np.int64(n))
     if not shuffle:
         return indices
@@ -67,7 +65,8 @@ class EpochOrder:
     """An order of epochs, each of all n samples; see `samples_at`."""
 
     def __init__(self, n: int, *, seed: int, shuffle: bool = True):
-        _check_size(n)
+        if not 1 <= n <= MAX_SAMPLES:
+            raise ConfigError(f"a data set of {n} samples cannot be ordered", hint="give data with 1 to 2^62 samples")
         self.once = n
         self._seed, self._shuffle = seed, shuffle
 
@@ -110,9 +109,36 @@ def mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return bits ^ (bits >> _SHIFT_31)
 
 
-def _check_size(n: int) -> None:
-    if not 1 <= n <= MAX_SAMPLES:
-        raise ConfigError(
-            f"a data set of {n} samples cannot be ordered",
-            hint="give data with at least one sample" if n < 1 else "give data of at most 2^62 samples",
-        )
+# The digest of the samples that a run has seen, in the order of the steps, independent of which process fetched them.
+#
+# Within a step, every sample adds a number, a hash of its position in the run and of its index, modulo 2^64, in two
+# lanes. A sum does not depend on the order of its terms, so ranks, workers and micro batches leave no trace (an
+# incremental hash; Bellare & Micciancio 1997, "A New Paradigm for Collision-free Hashing"). The sums of the steps are
+# chained by BLAKE2b. The digest reveals mistakes; it is no protection against somebody who searches for collisions.
+
+_LANES = np.array([[0x243F6A8885A308D3], [0x13198A2E03707344]], dtype=np.uint64)  # pi's first bits
+
+
+def digest(numbers: NDArray[np.int64], indices: NDArray[np.int64]) -> tuple[int, ...]:
+    """Return what a rank's samples add to the digest of their step: a signed 64-bit number per lane.
+
+    The numbers of all ranks are to be added up modulo 2^64.
+
+    Args:
+        numbers: the samples' numbers in the run, int64 [B].
+        indices: the samples' indices in the data set, int64 [B].
+    """
+    places, samples = numbers.astype(np.uint64), indices.astype(np.uint64)
+    hashes = mixed(mixed(places ^ _LANES) ^ mixed(samples + _LANES))  # [lanes, B]
+    return tuple(hashes.sum(axis=1).astype(np.int64).tolist())
+
+
+def chained(before: str, sums: Sequence[int]) -> str:
+    """Return the digest after another step, 32 hexadecimal digits.
+
+    Args:
+        before: the digest so far; at the first step, the name of the data.
+        sums: the sum of the digests of all the step's samples, a number per lane.
+    """
+    step = b"".join((value % 2**64).to_bytes(8, "little") for value in sums)
+    return hashlib.blake2b(before.encode() + step, digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""The processes that fetch batches ahead, and the thread that receives what they have fetched.
+"""The processes that fetch batches ahead.
 
 They ignore the signals of a preemption and are killed by the rank: SLURM signals every process of a job step, and only the
 ranks are to act on it.
@@ -16,7 +16,6 @@ import multiprocessing
 import multiprocessing.process
 import os
 import pickle
-import queue
 import signal
 import stat
 import threading
@@ -34,7 +33,7 @@ from slurmtrain.errors import SlurmtrainError, how_it_ended
 from slurmtrain.system.process import be_killed_with
 from slurmtrain.system.signals import SLURM_STOP_SIGNALS
 
-PIPE_BYTES = 1 << 20  # so that a worker need not wait for the rank to send a batch; what a user may have by default
+PIPE_BYTES = 1 << 20  # room for a batch, so that a worker can read the next one; what a user may have by default
 CLOSE_S = 5.0  # seconds for killed workers to leave
 
 Job = TypeVar("Job")
@@ -44,26 +43,16 @@ Result = TypeVar("Result")
 class Workers(Generic[Job, Result]):
     """An iterator over the results of `work`, in the order of the jobs, that ends at the first error.
 
-    Each worker does every `count`-th job and sends what it gives through a pipe of its own. A thread receives results before
-    they are asked for, so that this costs the rank no time; a worker waits while nobody receives.
+    Each worker does every `count`-th job and sends what it gives through a pipe of its own. It reads ahead by what the pipe
+    holds, and by one more result, with which it waits for room.
 
     Args:
         work: called in a worker for each job. Its errors are raised here, in the job's turn.
         jobs: the jobs; every worker has a copy of the iterator.
         count: number of workers.
-        ahead: number of results that are received before they are wanted.
     """
 
-    def __init__(
-        self,
-        work: Callable[[Job], Result],
-        jobs: Iterator[Job],
-        *,
-        count: int,
-        ahead: int,
-    ):
-        self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(max(1, ahead))
-        self._closing = False
+    def __init__(self, work: Callable[[Job], Result], jobs: Iterator[Job], *, count: int):
         context = multiprocessing.get_context("fork")
         self._workers: list[tuple[Connection, multiprocessing.process.BaseProcess]] = []
         # Blocked across the fork, so that no signal meets a worker before it has learnt to ignore them. Those that
@@ -72,7 +61,7 @@ class Workers(Generic[Job, Result]):
         try:
             for number in range(count):
                 receiver, sender = context.Pipe(duplex=False)
-                with contextlib.suppress(OSError):  # room for a batch, where the system's limits allow it
+                with contextlib.suppress(OSError):  # where the system's limits allow it
                     fcntl.fcntl(sender.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
                 own_jobs = itertools.islice(jobs, number, None, count)
                 process = context.Process(target=_run, args=(work, own_jobs, sender, os.getpid()), daemon=True)
@@ -81,11 +70,7 @@ class Workers(Generic[Job, Result]):
                 self._workers.append((receiver, process))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-        self._thread = threading.Thread(target=self._receive, name="receive batches", daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Workers[Job, Result]:
-        return self
+        self._turns = itertools.cycle(self._workers)
 
     def __next__(self) -> Result:
         """Return the next result, or raise the error of its job.
@@ -93,46 +78,24 @@ class Workers(Generic[Job, Result]):
         Raises:
             SlurmtrainError: a worker has died.
         """
-        result, error = self._ready.get()
+        receiver, process = next(self._turns)
+        try:
+            result, error = receiver.recv()
+        except (EOFError, OSError):  # of a pipe without its other end, perhaps in the middle of a message
+            process.join()
+            raise _dead_worker_error(process) from None
         if error is not None:
-            self.close()
             raise error
         return result  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Kill the workers. Takes `CLOSE_S` seconds at most."""
-        self._closing = True
         deadline = time.monotonic() + CLOSE_S
         for _, process in self._workers:
             process.kill()
-        for _, process in self._workers:
+        for receiver, process in self._workers:
             process.join(max(0.0, deadline - time.monotonic()))  # a file system that hangs holds it back
-        while self._thread.is_alive():
-            with contextlib.suppress(queue.Empty):  # it may wait for room
-                self._ready.get_nowait()
-            self._thread.join(0.01)
-            if time.monotonic() > deadline:  # or for what a process of a worker's own holds open
-                return
-        for receiver, _ in self._workers:
             receiver.close()
-
-    def _receive(self) -> None:
-        """Receive results until there is an end; runs in a thread."""
-        error: BaseException | None = None
-        for receiver, process in itertools.cycle(self._workers):
-            try:
-                message = receiver.recv_bytes()
-            except (EOFError, OSError):  # of a pipe without its other end, perhaps in the middle of a message
-                process.join()
-                result, error = None, _dead_worker_error(process)
-            else:
-                try:
-                    result, error = pickle.loads(message)
-                except Exception as failed:
-                    result, error = None, failed
-            self._ready.put((result, error))
-            if error is not None or self._closing:
-                return
 
 
 def _run(work: Callable[[Any], Any], jobs: Iterator[Any], sender: Connection, rank: int) -> None:

@@ -31,14 +31,22 @@ from slurmtrain.data.prepare.conversation import ASSISTANT, BadRecord, Conversat
 from slurmtrain.errors import ConfigError
 
 CHATML = "chatml"
+# For templates without a form for them, which would leave them out.
+_REFUSE_TOOLS = (
+    "{% if tools or message.tool_calls or message.content is not string %}{{ raise_exception('it has tools, calls them, or "
+    "has a content that is no text: it needs the chat template of a model') }}{% endif %}"
+)
 # https://github.com/openai/openai-python/blob/v0.28.1/chatml.md
 CHATML_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}"
+    + _REFUSE_TOOLS
+    + "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PLAIN = {  # by their names in prepare.chat_template
     CHATML: CHATML_TEMPLATE,
-    NO_TOKEN: "{% for message in messages %}{{ message.content }}{% endfor %}",  # questions and answers end to end
+    # questions and answers end to end
+    NO_TOKEN: "{% for message in messages %}" + _REFUSE_TOOLS + "{{ message.content }}{% endfor %}",
 }
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -75,8 +83,6 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> RenderedText | BadRecord:
         """Return the text of a conversation and the parts that count, or why the template refuses it."""
-        if self.source in PLAIN.values() and (reason := _beyond_plain(conversation)):
-            return BadRecord(reason)
         try:
             chat = self._rendered(conversation)
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
@@ -168,16 +174,6 @@ class ChatTemplate:
             documents=None,
             **{"add_generation_prompt": False, **dict(self.tokens), **more},
         )
-
-
-def _beyond_plain(conversation: Conversation) -> str | None:
-    """Return what of a conversation a template of PLAIN has no form for: it would leave that out."""
-    messages = conversation.messages
-    if conversation.tools or any(message.get("tool_calls") for message in messages):
-        return "it has tools, or calls them, for which it needs the chat template of a model"
-    if not all(isinstance(message["content"], str) for message in messages):
-        return "a content is no text, for which it needs the chat template of a model"
-    return None
 
 
 def load_chat_template(choice: TokenizerChoice, given: str | None, loss_on: LossOn) -> ChatTemplate:

@@ -9,14 +9,13 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 from slurmtrain.data.format.manifest import Manifest, Split, replace_file
 from slurmtrain.data.format.tokenizers import load_tokenizer
 from slurmtrain.data.prepare.chat_template import TEMPLATE_FILE, files_beside
-from slurmtrain.data.prepare.unit import SPLITS, UnitRecord, read_records
+from slurmtrain.data.prepare.unit import SPLITS, UnitRecord, read_record
 from slurmtrain.data.prepare.unit_plan import PreparePlan, file_errors_reported
-from slurmtrain.data.prepare.units_done import recorded
+from slurmtrain.data.prepare.units_done import units_done
 from slurmtrain.errors import ConfigError
 from slurmtrain.system.patience import refresh
 
@@ -34,60 +33,46 @@ def finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
         DataError: the disk is full.
     """
     with file_errors_reported(plan.output):
-        return _finish(plan, max_bad_share)
-
-
-def _finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
-    # If tasks on two nodes end at once, the later one has to see the other's last record.
-    refresh(plan.units_folder)
-    if not {unit.name for unit in plan.units} <= recorded(plan.units_folder):
-        return None
-    records = [record for record in read_records(plan, plan.units) if record is not None]
-    if len(records) < len(plan.units):
-        return None
-    _report_bad(plan, records, max_bad_share)
-    splits = {split: found for split in SPLITS if (found := _split(records, split)).shards}
-    if "train" not in splits:
-        raise ConfigError(
-            "the inputs contain no document" + (" for training" if splits else ""),
-            hint="are they empty, or is prepare.valid_fraction too high?",
-        )
-    facts = plan.settings.facts
-    if facts.file is not None:
-        _, content = load_tokenizer(plan.settings.tokenizer)
-        for name, beside in {facts.file: content, **files_beside(plan.settings.tokenizer)}.items():
-            replace_file(plan.output / name, beside)
-    chat = plan.settings.chat
-    if chat is not None:
-        replace_file(plan.output / TEMPLATE_FILE, chat.source.encode())
-    pieces = [piece for record in records for piece in record.pieces]
-    read, empty = sum(piece.records for piece in pieces), sum(piece.empty for piece in pieces)
-    bad = sum(len(piece.bad) for piece in pieces)
-    manifest = Manifest(facts, splits, chat.facts if chat else None, read, empty, bad)
-    manifest.write(plan.output)
-    shutil.rmtree(plan.begun_folder, ignore_errors=True)  # left by processes that were killed
-    return manifest
-
-
-def _split(records: Sequence[UnitRecord], name: str) -> Split:
-    return Split(tuple(record.shards[name] for record in records if name in record.shards))
+        refresh(plan.output)  # if tasks on two nodes end at once, the later one has to see the other's last unit
+        if not {unit.name for unit in plan.units} <= units_done(plan.output):
+            return None
+        records = [read_record(plan, unit) for unit in plan.units]
+        _report_bad(plan, records, max_bad_share)
+        splits = {}
+        for split in SPLITS:
+            if shards := tuple(record.shards[split] for record in records if split in record.shards):
+                splits[split] = Split(shards)
+        if "train" not in splits:
+            raise ConfigError(
+                "the inputs contain no document" + (" for training" if splits else ""),
+                hint="are they empty, or is prepare.valid_fraction too high?",
+            )
+        facts, chat = plan.settings.facts, plan.settings.chat
+        if facts.file is not None:
+            _, content = load_tokenizer(plan.settings.tokenizer)
+            for name, beside in {facts.file: content, **files_beside(plan.settings.tokenizer)}.items():
+                replace_file(plan.output / name, beside)
+        if chat is not None:
+            replace_file(plan.output / TEMPLATE_FILE, chat.source.encode())
+        pieces = [piece for record in records for piece in record.pieces]
+        read, empty = sum(piece.records for piece in pieces), sum(piece.empty for piece in pieces)
+        bad = sum(len(piece.bad) for piece in pieces)
+        manifest = Manifest(facts, splits, chat.facts if chat else None, read, empty, bad)
+        manifest.write(plan.output)
+        shutil.rmtree(plan.work_folder / "begun", ignore_errors=True)  # left by processes that were killed
+        return manifest
 
 
 def _report_bad(plan: PreparePlan, records: Sequence[UnitRecord], max_bad_share: float) -> None:
     """Write bad.jsonl, report the first bad records, and raise ConfigError when there are too many."""
-    bad = sum(len(piece.bad) for record in records for piece in record.pieces)
+    found = list(_bad(plan, records))
+    bad, where = len(found), plan.output / BAD_FILE
     if not bad:
         return
     read = sum(piece.records for record in records for piece in record.pieces)
-    where = plan.output / BAD_FILE
-    replace_file(
-        where,
-        (
-            json.dumps({"source": source, "record": number, "reason": reason}).encode() + b"\n"
-            for source, number, reason in _bad(plan, records)
-        ),
-    )
-    for source, number, reason in islice(_bad(plan, records), SHOWN):
+    lines = (dict(zip(("source", "record", "reason"), each, strict=True)) for each in found)
+    replace_file(where, (json.dumps(line).encode() + b"\n" for line in lines))
+    for source, number, reason in found[:SHOWN]:
         log.info("bad: %s:%d: %s", source, number, reason)
     if bad > SHOWN:
         log.info("bad: %d more in %s", bad - SHOWN, where)

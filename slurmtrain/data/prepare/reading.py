@@ -140,7 +140,7 @@ def _opened(source: InputFile) -> BinaryIO:
 
 def _parquet(piece: InputPiece, text_field: str | None) -> Iterator[Record]:
     pyarrow, parquet = needed("pyarrow", "Parquet"), needed("pyarrow.parquet", "Parquet")
-    path, number = piece.source.path, 0
+    path = piece.source.path
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -149,41 +149,13 @@ def _parquet(piece: InputPiece, text_field: str | None) -> Iterator[Record]:
                     f"{path} has no column {text_field!r}, but {', '.join(names)}", hint="prepare.text_field names it"
                 )
             columns = None if text_field is None else [text_field]
-            groups = _row_groups(file.metadata, piece)
-            for batch in file.iter_batches(ROWS, row_groups=groups, columns=columns, use_threads=False):
-                for row in _rows(batch):
-                    number += 1
-                    whole = row if text_field is not None else _without_nulls(row)
-                    yield number, row if isinstance(row, BadRecord) else _of_record(whole, text_field)
-    except (pyarrow.ArrowException, OSError) as error:
+            batches = file.iter_batches(ROWS, columns=columns, use_threads=False)
+            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), start=1):
+                yield number, _of_record(row if text_field is not None else _without_nulls(row), text_field)
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # one without a number is pyarrow's
             raise
         raise ConfigError(f"{path} cannot be read as Parquet: {' '.join(str(error).split())}") from None
-
-
-def _row_groups(metadata: Any, piece: InputPiece) -> list[int]:
-    """Return the row groups that belong to the piece, by each one's share of all bytes.
-
-    The offsets in the footer are not reliable.
-    """
-    sizes = [metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)]
-    total, before, found = max(1, sum(sizes)), 0, []
-    for index, size in enumerate(sizes):
-        if piece.start <= min(piece.source.size * before // total, piece.source.size - 1) < piece.end:
-            found.append(index)
-        before += size
-    return found
-
-
-def _rows(batch: Any) -> list[Any]:
-    """Return the rows of a table as dicts, or why one is bad."""
-    try:
-        rows: list[Any] = batch.to_pylist()
-    except UnicodeDecodeError as error:  # one row would make all of them unreadable
-        if len(batch) == 1:
-            return [BadRecord(f"invalid UTF-8 ({error.reason})")]
-        rows = [row for index in range(len(batch)) for row in _rows(batch.slice(index, 1))]
-    return rows
 
 
 def _without_nulls(value: Any) -> Any:

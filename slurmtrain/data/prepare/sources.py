@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ FORMATS = {
     "text": (".txt", ".md"),
 }
 PACKINGS = {".gz": "gzip", ".zst": "zstd"}  # as pyarrow calls them
-TOO_LONG = 1 << 32  # bytes of a document, which the data set counts as uint32
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class InputFile:
     @property
     def divisible(self) -> bool:
         """Whether reading may begin in the middle of the file."""
-        return self.packing is None and self.format != RawFormat.TEXT
+        return self.packing is None and self.format == RawFormat.JSONL
 
 
 def find_sources(inputs: Sequence[str], format: str, output: Path) -> list[InputFile]:
@@ -94,7 +92,8 @@ def _files_in(path: Path) -> Iterator[Path]:
 
     for folder, folders, files in os.walk(path, followlinks=True, onerror=unreadable):
         folders[:] = [each for each in folders if not each.startswith(".")]
-        yield from (Path(folder, each) for each in files if not each.startswith("."))
+        paths = (Path(folder, each) for each in files if not each.startswith("."))
+        yield from filter(Path.is_file, paths)  # a pipe cannot be read again
 
 
 def _source(path: Path, root: Path, format: str) -> InputFile:
@@ -102,10 +101,6 @@ def _source(path: Path, root: Path, format: str) -> InputFile:
         facts = path.stat()
     except OSError as error:
         raise ConfigError(f"prepare.inputs: {path} cannot be read: {error.strerror}") from None
-    if not stat.S_ISREG(facts.st_mode):
-        raise ConfigError(
-            f"prepare.inputs: {path} is not a plain file", hint="a pipe, a socket or a device cannot be read again"
-        )
     packing = PACKINGS.get(path.suffix)
     if format == RawFormat.AUTO:
         suffix = Path(path.stem).suffix if packing else path.suffix
@@ -116,13 +111,4 @@ def _source(path: Path, root: Path, format: str) -> InputFile:
                 hint=f"known are {', '.join(known)}; or prepare.format=text (each file is a document), jsonl, parquet",
             )
         format = known[suffix]
-    if packing and format == RawFormat.PARQUET:
-        raise ConfigError(
-            f"prepare.inputs: {path} is compressed as a whole", hint="decompress it: Parquet has its own compression"
-        )
-    if format == RawFormat.TEXT and facts.st_size >= TOO_LONG:
-        raise ConfigError(
-            f"prepare.inputs: {path} is a single document of {facts.st_size / 1e9:.1f} GB, as a text file is; 4.2 are the most",
-            hint="split it into documents: files, or JSON lines",
-        )
     return InputFile(path.relative_to(root).as_posix(), path, format, packing, facts.st_size, facts.st_mtime_ns)

@@ -1,7 +1,7 @@
-"""One unit of work: its records are read, tokenised and written as one shard per split; then a record says that it is done.
+"""One unit of work: its records are read, tokenised and written into a folder, as one shard per split and a record of the unit.
 
-A kill at any moment leaves temporary files, which are removed when all units are done, or shards without a record, which are
-written again.
+The folder is renamed when it is complete. A kill at any moment leaves temporary files, which are removed when all units are
+done.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.data.format.manifest import KINDS, LOSS_MASK, Shard, TokenizerFacts, replace_file, shard_file
+from slurmtrain.data.format.manifest import KINDS, LOSS_MASK, Shard, TokenizerFacts, replace_file
 from slurmtrain.data.format.tokenizers import Ids, Tokenizer
 from slurmtrain.data.prepare.chat_template import ChatTemplate, RenderedText
 from slurmtrain.data.prepare.conversation import BadRecord, Conversation
 from slurmtrain.data.prepare.reading import records_of
 from slurmtrain.data.prepare.unit_plan import PreparePlan, Settings, Unit
-from slurmtrain.system.files import fsync_directory
+from slurmtrain.system.files import fsync_directory, temporary_beside
 
 BATCH = 1 << 20  # characters that are tokenised at a time
-READERS = 8  # threads that read records, and how many they take at a time
-STRETCH = 64
 SPLITS = ("train", "valid")
+RECORD_FILE = "unit.json"
 
 
 @dataclass
@@ -56,85 +54,68 @@ class UnitRecord:
     """The result of a unit.
 
     Attributes:
-        plan: digest of the plan that the unit belongs to.
         pieces: counts of each piece of the unit.
         shards: shards by split, without splits that got no documents.
     """
 
-    plan: str
     pieces: list[PieceCounts]
     shards: dict[str, Shard]
 
 
-def read_record(plan: PreparePlan, unit: Unit) -> UnitRecord | None:
-    """Return the record of a unit that is done.
-
-    Returns:
-        None when there is no record, it belongs to another plan, or one of its shards' files is missing or of another
-            size.
-    """
-    try:
-        record = msgspec.json.decode(_record_file(plan, unit).read_bytes(), type=UnitRecord)
-        for split, shard in record.shards.items():
-            for kind, size in shard.file_sizes(plan.settings.facts.dtype).items():
-                if shard_file(plan.output, split, shard.name, kind).stat().st_size != size:
-                    return None
-    except (FileNotFoundError, ValueError):
-        return None
-    return record if record.plan == plan.digest else None
-
-
-def read_records(plan: PreparePlan, units: Sequence[Unit]) -> Iterator[UnitRecord | None]:
-    """Yield the records of many units in their order, read by threads since each takes several round trips to a file server."""
-    stretches = [units[begin : begin + STRETCH] for begin in range(0, len(units), STRETCH)]
-    with ThreadPoolExecutor(READERS) as pool:
-        for records in pool.map(lambda stretch: [read_record(plan, unit) for unit in stretch], stretches):
-            yield from records
+def read_record(plan: PreparePlan, unit: Unit) -> UnitRecord:
+    """Return the record of a unit that is done."""
+    return msgspec.json.decode((plan.output / unit.name / RECORD_FILE).read_bytes(), type=UnitRecord)
 
 
 def prepare_unit(plan: PreparePlan, unit: Unit, tokenizer: Tokenizer) -> UnitRecord:
-    """Prepare a unit, whether it was done before or not.
+    """Prepare a unit.
 
     Raises:
         ConfigError: an input has changed, or is not of its format.
         OSError: an input cannot be read, or the output cannot be written.
     """
-    temporary = _fresh_folder(plan, unit)
+    folder = plan.output / unit.name
+    # Named after this process, since another attempt or user may be doing the same unit.
+    temporary = temporary_beside(plan.work_folder / "begun" / unit.name)
+    temporary.mkdir(parents=True)
     try:
         settings = plan.settings
         masked = settings.chat is not None
         writers = {split: _ShardWriter(temporary, split, unit.name, settings.facts, masked=masked) for split in SPLITS}
         pieces = [PieceCounts() for _ in unit.pieces]
         for batch in _batches(unit, pieces, settings):
-            for split, chosen in _by_split(_tokenise(batch, tokenizer), settings.valid_fraction).items():
-                writers[split].write(chosen)
-        shards = {split: shard for split, writer in writers.items() if (shard := writer.close(plan.output)) is not None}
-        record = UnitRecord(plan.digest, pieces, shards)
-        replace_file(_record_file(plan, unit), json.dumps(asdict(record)).encode())
+            documents = _tokenise(batch, tokenizer, settings.valid_fraction)
+            for split, writer in writers.items():
+                writer.write([document for document in documents if document.split == split])
+        shards = {split: shard for split, writer in writers.items() if (shard := writer.close()) is not None}
+        record = UnitRecord(pieces, shards)
+        replace_file(temporary / RECORD_FILE, json.dumps(asdict(record)).encode())
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else it has been done meanwhile, with the same bytes
+                raise
+        fsync_directory(plan.output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return record
 
 
-def _record_file(plan: PreparePlan, unit: Unit) -> Path:
-    return plan.units_folder / f"{unit.name}.json"
-
-
-def _fresh_folder(plan: PreparePlan, unit: Unit) -> Path:
-    """Make a folder for temporary files, named after this process, since another attempt or user may be doing the same unit."""
-    folder = plan.begun_folder / f"{unit.name}.{os.uname().nodename}-{os.getpid()}"
-    shutil.rmtree(folder, ignore_errors=True)  # left by a process that had our pid before us
-    folder.mkdir(parents=True)
-    return folder
-
-
 @dataclass(frozen=True)
 class _Document:
-    """The UTF-8 bytes of a text, its token ids, and of a conversation 1 for each token that counts as a target, else 0."""
+    """A document.
 
-    text: bytes
+    Attributes:
+        split: name of its split.
+        size: UTF-8 bytes of its text.
+        ids: its tokens.
+        loss_mask: of a conversation 1 for each token that counts as a target, else 0.
+    """
+
+    split: str
+    size: int
     ids: Ids
-    loss_mask: NDArray[np.uint8] | None = None
+    loss_mask: NDArray[np.uint8] | None
 
 
 Batch = list[tuple[RenderedText, PieceCounts]]
@@ -169,33 +150,22 @@ def _rendered(
     return RenderedText(record, None) if isinstance(record, str) else record
 
 
-def _tokenise(batch: Batch, tokenizer: Tokenizer) -> list[_Document]:
+def _tokenise(batch: Batch, tokenizer: Tokenizer, valid_fraction: float) -> list[_Document]:
     """Return the documents of a batch, without those that have no tokens."""
     texts, spans = [each.text for each, _ in batch], [each.spans for each, _ in batch if each.spans is not None]
     encoded: Iterable[tuple[Ids, NDArray[np.uint8] | None]]
     encoded = tokenizer.encode_chats(texts, spans) if spans else ((ids, None) for ids in tokenizer.encode_batch(texts))
     documents = []
     for (each, counts), (ids, loss_mask) in zip(batch, encoded, strict=True):
+        text = each.text.encode()
+        # Chosen by a digest of the text, so that equal texts are always in the same split.
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
         if len(ids):
-            documents.append(_Document(each.text.encode(), ids, loss_mask))
+            split = "valid" if number < valid_fraction * 2**64 else "train"
+            documents.append(_Document(split, len(text), ids, loss_mask))
         else:
             counts.empty += 1
     return documents
-
-
-def _by_split(documents: list[_Document], valid_fraction: float) -> dict[str, list[_Document]]:
-    """Return the documents of each split, chosen by a digest of the text, so that equal texts are always in the same split."""
-    if not valid_fraction:
-        return {"train": documents}
-    limit = int(valid_fraction * 2**64)
-    held_out = [
-        int.from_bytes(hashlib.blake2b(document.text, digest_size=8).digest(), "little") < limit
-        for document in documents
-    ]
-    return {
-        split: [document for document, out in zip(documents, held_out, strict=True) if out == (split == "valid")]
-        for split in SPLITS
-    }
 
 
 class _ShardWriter:
@@ -220,35 +190,22 @@ class _ShardWriter:
             parts += [*self._before, document.ids, *self._after]
         special = len(self._before) + len(self._after)
         lengths = np.array([len(document.ids) + special for document in documents], np.int64)
-        sizes = np.array([len(document.text) for document in documents], "<u4")
         self._append("tokens", np.concatenate(parts, dtype=self._dtype, casting="same_kind"))
         self._append("ends", (self._tokens + np.cumsum(lengths)).astype("<u8"))
-        self._append("bytes", sizes)
         if LOSS_MASK in self._digests:
             self._append(LOSS_MASK, np.concatenate([self._mask_of(document) for document in documents]))
         self._documents += len(documents)
         self._tokens += int(lengths.sum())
-        self._bytes += int(sizes.sum(dtype=np.int64))
+        self._bytes += sum(document.size for document in documents)
 
-    def close(self, output: Path) -> Shard | None:
-        """Move the files to their place in the data set, where they are on the disk when this returns.
-
-        Return None for no documents.
-        """
-        if not self._documents:
-            return None
-        folder = output / self._split
-        if not folder.exists():
-            folder.mkdir(exist_ok=True)
-            fsync_directory(output)
-        for kind, file in self._files.items():
+    def close(self) -> Shard | None:
+        """Close the files, which are on the disk when this returns. Return None for no documents."""
+        for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
             file.close()
-            self._temporary(kind).replace(shard_file(output, self._split, self._name, kind))
-        fsync_directory(folder)
         digests = {kind: digest.hexdigest() for kind, digest in self._digests.items()}
-        return Shard(self._name, self._documents, self._tokens, self._bytes, digests)
+        return Shard(self._name, self._documents, self._tokens, self._bytes, digests) if self._documents else None
 
     def _mask_of(self, document: _Document) -> NDArray[np.uint8]:
         """Return the mask of a document with its bos, which is no target, and its eos, which the model has to learn."""
@@ -258,9 +215,6 @@ class _ShardWriter:
 
     def _append(self, kind: str, values: NDArray[Any]) -> None:
         if kind not in self._files:
-            self._files[kind] = self._temporary(kind).open("wb")
+            self._files[kind] = (self._folder / f"{self._split}.{kind}").open("wb")
         self._files[kind].write(values.data)
         self._digests[kind].update(values.data)
-
-    def _temporary(self, kind: str) -> Path:
-        return self._folder / f"{self._split}.{kind}"

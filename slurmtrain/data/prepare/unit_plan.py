@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -26,8 +26,8 @@ from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokenizers import NO_TOKEN, Tokenizer, TokenizerChoice, load_tokenizer, needed
 from slurmtrain.data.prepare.chat_template import ChatTemplate, load_chat_template
 from slurmtrain.data.prepare.sources import InputFile, find_sources
-from slurmtrain.data.prepare.units_done import WORK_FOLDER, units_folder
 from slurmtrain.errors import ConfigError
+from slurmtrain.system.files import temporary_beside
 
 
 @dataclass(frozen=True)
@@ -83,31 +83,17 @@ class PreparePlan:
 
     Attributes:
         output: the folder of the data set.
-        digest: digest of everything that decides the shards; equal digests mean equal bytes.
     """
 
     output: Path
     settings: Settings
     sources: tuple[InputFile, ...]
     units: tuple[Unit, ...]
-    digest: str
 
     @property
     def work_folder(self) -> Path:
-        return self.output / WORK_FOLDER
-
-    @property
-    def units_folder(self) -> Path:
-        """The folder of the records of units that are done."""
-        return units_folder(self.output)
-
-    @property
-    def begun_folder(self) -> Path:
-        """The folder of the temporary files of units.
-
-        It is apart from the records since every process that begins a unit lists it.
-        """
-        return self.work_folder / "begun"
+        """The folder of the plan, and of units that were begun."""
+        return self.output / ".prepare"
 
     def share(self, index: int, of: int) -> tuple[Unit, ...]:
         """Return the units of process or task `index` of `of`.
@@ -135,7 +121,7 @@ def make_plan(config: PrepareConfig) -> PreparePlan:
     unit_bytes = max(1, int(config.unit_mb * 1e6))
     settings = Settings(config.text_field, config.valid_fraction, unit_bytes, choice, tokenizer.facts, chat)
     units = tuple(Unit(number, pieces) for number, pieces in enumerate(_grouped(sources, unit_bytes)))
-    return PreparePlan(output, settings, tuple(sources), units, _digest(settings, sources))
+    return PreparePlan(output, settings, tuple(sources), units)
 
 
 def agree_on(plan: PreparePlan) -> None:
@@ -146,25 +132,31 @@ def agree_on(plan: PreparePlan) -> None:
         DataError: the disk is full.
     """
     path = plan.work_folder / "plan.json"
-    if (plan.output / "manifest.json").exists() and not path.exists():
+    used = any(next(plan.output.glob(pattern), None) for pattern in ("manifest.json", "*/unit.json"))
+    if used and not path.exists():
         raise ConfigError(f"{plan.output} holds a data set that was not prepared there", hint="choose another output")
     changed = {f"the last change of {source.name}": source.modified for source in plan.sources}
     mine = _facts(plan.settings, plan.sources) | changed
+    folder = temporary_beside(plan.work_folder)
     try:
-        for folder in (plan.units_folder, plan.begun_folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        there = json.loads(path.read_bytes()) if path.exists() else mine
+        folder.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"prepare.output={plan.output} cannot be used: {error.strerror}") from None
-    if there is mine:
-        with file_errors_reported(plan.output):
-            replace_file(path, json.dumps(mine, indent=1).encode())
-    difference = _difference(there, mine)
-    if difference is not None:
-        raise ConfigError(
-            f"{plan.output} was started with other settings: {difference}",
-            hint="give what it was begun with, or choose another output, or remove that one",
-        )
+    with file_errors_reported(plan.output):
+        try:
+            replace_file(folder / path.name, json.dumps(mine, indent=1).encode())
+            with contextlib.suppress(OSError):  # of several that begin at once, one is the first
+                folder.rename(plan.work_folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        there = json.loads(path.read_bytes())
+    for name in {**mine, **there}:
+        before, now = there.get(name, "missing"), mine.get(name, "missing")
+        if before != now:
+            raise ConfigError(
+                f"{plan.output} was started with other settings: {name} was {before}, now {now}",
+                hint="give what it was begun with, or choose another output, or remove that one",
+            )
 
 
 def _tokenizer_choice(config: PrepareConfig) -> TokenizerChoice:
@@ -223,22 +215,6 @@ def _facts(settings: Settings, sources: Sequence[InputFile]) -> dict[str, Any]:
         "prepare.unit_mb": settings.unit_bytes / 1e6,
         **{f"tokenizer.{name}": value for name, value in tokenizer.items()},
     }
-
-
-def _digest(settings: Settings, sources: Sequence[InputFile]) -> str:
-    return hashlib.sha256(json.dumps(_facts(settings, sources), sort_keys=True).encode()).hexdigest()
-
-
-def _difference(there: dict[str, Any], mine: dict[str, Any]) -> str | None:
-    """Describe the first difference between two plans; return None when they are equal."""
-    for name in [*mine, *there]:
-        if name not in mine:
-            return f"{name} is missing"
-        if name not in there:
-            return f"{name} is new"
-        if there[name] != mine[name]:
-            return f"{name} was {there[name]}, now {mine[name]}"
-    return None
 
 
 RERUN_HINT = "the same command again goes on where this one ended"

@@ -1,27 +1,20 @@
-"""The units of a data set that are done, by the names of their records. Imports little: the supervisor asks for it, too."""
+"""The units of a data set that are done, by the names of their folders. Imports little: the supervisor asks for it, too."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-WORK_FOLDER = ".prepare"  # in the output: the plan, the units' records, temporary files
 
-
-def units_folder(output: Path) -> Path:
-    """Return the folder of the records of units that are done."""
-    return output / WORK_FOLDER / "units"
-
-
-def recorded(folder: Path) -> set[str]:
-    """Return the names of the units that have a record, by listing the folder.
+def units_done(output: Path) -> set[str]:
+    """Return the names of the units that are done, by listing the folder.
 
     A file system may cache that a single name is missing.
 
     Raises:
         OSError: the folder cannot be listed.
     """
-    return {name.removesuffix(".json") for name in os.listdir(folder) if name.endswith(".json")}
+    return {name for name in os.listdir(output) if name.isdecimal()}
 
 
 def count_done(output: Path, part: int, parts: int) -> int | None:
@@ -31,7 +24,6 @@ def count_done(output: Path, part: int, parts: int) -> int | None:
         part, parts: as in the config. Units have numbers for names, and every `parts`-th one belongs to the part.
     """
     try:
-        names = recorded(units_folder(output))
+        return sum(int(name) % parts == part for name in units_done(output))
     except OSError:
         return None
-    return sum(int(name) % parts == part for name in names if name.isdecimal())

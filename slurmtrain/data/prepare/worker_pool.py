@@ -18,8 +18,9 @@ from typing import Protocol
 
 from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokenizers import Tokenizer, load_tokenizer
-from slurmtrain.data.prepare.unit import UnitRecord, prepare_unit, read_records
+from slurmtrain.data.prepare.unit import UnitRecord, prepare_unit, read_record
 from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit, file_errors_reported
+from slurmtrain.data.prepare.units_done import units_done
 from slurmtrain.errors import ConfigError
 from slurmtrain.system.process import be_killed_with
 from slurmtrain.system.signals import STOP_SIGNALS
@@ -83,11 +84,12 @@ def work(
     """
     tally, waiting = Tally(units=len(units), total=sum(unit.size for unit in units)), []
     with file_errors_reported(plan.output):
-        for unit, record in zip(units, read_records(plan, units), strict=True):
-            if record is None:
-                waiting.append(unit)
+        done = units_done(plan.output)
+        for unit in units:
+            if unit.name in done:
+                tally.add(unit, read_record(plan, unit))
             else:
-                tally.add(unit, record)
+                waiting.append(unit)
     tally.before = tally.size
     show(tally)
     if not waiting:
@@ -106,12 +108,13 @@ def work(
         left = set(unit_of)
         while left and not stop.requested:
             ended, left = wait(left, LOOK_EVERY_S, FIRST_COMPLETED)
-            for done in ended:
-                tally.add(unit_of[done], record := done.result())
+            for prepared in ended:
+                tally.add(unit := unit_of[prepared], record := prepared.result())
                 if max_bad_share < 1 and not tally.documents and tally.bad >= MAX_LEADING_BAD_RECORDS:
+                    reasons = {reason for piece in record.pieces for _, reason in piece.bad[:1]}
                     raise ConfigError(
-                        f"none of the first {tally.bad} records can be used, such as in "
-                        f"{_first_bad(unit_of[done], record)}",
+                        f"none of the first {tally.bad} records can be used, such as in {unit.pieces[0].source.path}: "
+                        f"{', '.join(sorted(reasons))}",
                         hint="prepare.text_field, prepare.format",
                     )
                 show(tally)
@@ -125,13 +128,6 @@ def work(
         for process in set(active_children()) - others:
             process.kill()
         pool.shutdown(cancel_futures=True)
-
-
-def _first_bad(unit: Unit, record: UnitRecord) -> str | None:
-    for piece, counts in zip(unit.pieces, record.pieces, strict=True):
-        if counts.bad:
-            return f"{piece.source.path}: {counts.bad[0][1]}"
-    return None
 
 
 # In a process of the pool.

@@ -12,31 +12,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import lcm
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slurmtrain.config.known_models import HUGGING_FACE
 from slurmtrain.config.schema import Config
-from slurmtrain.errors import ConfigError, nearest
+from slurmtrain.errors import ConfigError
 from slurmtrain.system.paths import absolute
 
-if TYPE_CHECKING:  # most configs name no prepared data, and `submit` is to answer at once
-    from slurmtrain.data.format.manifest import Manifest
-
 PREPARED = "slurmtrain.data.PreparedText"
-TEXT_FILES = "slurmtrain.data.TextFiles"
 MIXTURE = "slurmtrain.data.Mixture"
 
 
-def check_prepared(config: Config, *, later: bool = False) -> None:
+def check_prepared(config: Config) -> None:
     """Check the mixtures that a config names, and all prepared data that this machine sees.
-
-    Args:
-        later: the job waits for other jobs, which may still prepare the data.
 
     Raises:
         ConfigError: a mixture's weights are not valid; the model cannot mask documents although the data asks for it;
-            there is no prepared data although this machine sees the folder around it; or a manifest is damaged, or has more
-            token ids than the model knows.
+            or a manifest is damaged, or has more token ids than the model knows.
     """
     groups = (config.data, config.eval.sets)
     for values in (values for group in groups for values in _settings_of(MIXTURE, "sources", Mapping, group)):
@@ -51,13 +43,9 @@ def check_prepared(config: Config, *, later: bool = False) -> None:
                 hint="give the one that `prepare` has written; several folders are a mixture, see conf/data/mixture.yaml",
             )
         folder = Path(values["path"]).expanduser()
-        if not later and config.cluster.container.kind is None:  # whose paths are its own
-            _check_is_there(folder)
-        from slurmtrain.data.format.manifest import FILE_NAME
-
-        if (folder / FILE_NAME).exists():
-            manifest = _manifest(folder, (folder / FILE_NAME).stat().st_mtime_ns)
-            check_vocabulary(config.model.get("vocab_size"), manifest.tokenizer.vocab_size)
+        if (manifest := folder / "manifest.json").exists():
+            of_data = _vocab_size(folder, manifest.stat().st_mtime_ns)
+            check_vocabulary(config.model.get("vocab_size"), of_data)
 
 
 def prepared_folders(values: Mapping[str, Any]) -> Iterator[Path]:
@@ -66,36 +54,14 @@ def prepared_folders(values: Mapping[str, Any]) -> Iterator[Path]:
         yield Path(found["path"])
 
 
-def _check_is_there(folder: Path) -> None:
-    """Raise ConfigError if `folder` certainly holds no prepared data set; a folder that only compute nodes can see passes."""
-    from slurmtrain.config.sight import OF_EACH_NODE
-    from slurmtrain.data.format.manifest import FILE_NAME, read_manifest
-
-    if folder.parent in OF_EACH_NODE:
-        return
-    if folder.is_file():
-        raise ConfigError(
-            f"data.path={folder} is a file, not a folder of prepared data",
-            hint=f"prepare it: python -m slurmtrain prepare prepare.inputs={folder} prepare.output=FOLDER; then "
-            "data.path=FOLDER",
-        )
-    if folder.is_dir() and not (folder / FILE_NAME).exists():
-        read_manifest(folder)  # raises the error
-    if not folder.exists() and folder.parent.is_dir():
-        siblings = [path.name for path in folder.parent.iterdir() if (path / FILE_NAME).is_file()]
-        hint = f"in {folder.absolute().parent}, {nearest(folder.name, siblings)}" if siblings else "check the spelling"
-        raise ConfigError(
-            f"data.path={folder}: there is no such folder in {folder.absolute().parent}",
-            hint=f"{hint}; is it still to be prepared? Then prepare it first, or submit --after that run",
-        )
-
-
 @functools.lru_cache(maxsize=16)
-def _manifest(folder: Path, changed_ns: int) -> Manifest:
-    """Read a manifest once for all points of a sweep, since that of a large data set is long."""
-    from slurmtrain.data.format.manifest import read_manifest
+def _vocab_size(folder: Path, changed_ns: int) -> int:
+    """Read a manifest once for all points of a sweep, since that of a large data set is long; most configs name none."""
+    from slurmtrain.data.format.manifest import (
+        read_manifest,
+    )  # most configs name no prepared data: submit answers at once
 
-    return read_manifest(folder)
+    return read_manifest(folder).tokenizer.vocab_size
 
 
 def check_vocabulary(of_model: Any, of_data: Any) -> None:
@@ -122,18 +88,8 @@ def with_absolute_paths(values: Mapping[str, Any], cwd: Path) -> dict[str, Any]:
         key: with_absolute_paths(value, cwd) if isinstance(value, Mapping) else value for key, value in values.items()
     }
     if here.get("_target_") == PREPARED and isinstance(here.get("path"), str):
-        here["path"] = _absolute(here["path"], cwd)
-    if here.get("_target_") == TEXT_FILES:
-        paths = here.get("paths")
-        if isinstance(paths, str) and paths:
-            here["paths"] = _absolute(paths, cwd)
-        elif isinstance(paths, list):
-            here["paths"] = [_absolute(path, cwd) if isinstance(path, str) else path for path in paths]
+        here["path"] = str(absolute(here["path"], cwd))
     return here
-
-
-def _absolute(path: str, cwd: Path) -> str:
-    return str(absolute(path, cwd))
 
 
 def _settings_of(target: str, key: str, kind: type, values: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

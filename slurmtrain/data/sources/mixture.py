@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from math import gcd, lcm
@@ -73,17 +73,21 @@ class MixedSamples:
     def __init__(self, parts: Mapping[str, MapDataset], weights: Sequence[Fraction] | None = None):
         self._names, self._weights = list(parts), weights
         self._parts = [inspect_dataset(part, f"data.sources.{name}") for name, part in parts.items()]
-        self._ends = np.cumsum([len(part) for part in self._parts])
-        self.seq_len = _combined(max, [part.seq_len for part in self._parts])
-        self.num_bytes = _combined(sum, [part.num_bytes for part in self._parts])
+        self._sizes = [len(part) for part in self._parts]
+        self._ends = np.cumsum(self._sizes)
+        self._starts = self._ends - self._sizes
+        # A part without one has rows of any length; those that are not longer can still be padded to this.
+        self.seq_len = max((part.seq_len for part in self._parts if part.seq_len), default=None)
+        of_bytes = [part.num_bytes for part in self._parts]
+        self.num_bytes = None if None in of_bytes else sum(filter(None, of_bytes))
         self.document_mask = any(part.document_mask for part in self._parts)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Any:
-        part, own = self._find(index)
-        return self._parts[part][own]
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return self._parts[part][int(index - self._starts[part])]
 
     def get_batch(self, indices: NDArray[np.int64]) -> Batch:
         """Return the samples `indices` [B] as one batch."""
@@ -91,14 +95,13 @@ class MixedSamples:
 
     def get_seeded_batch(self, indices: NDArray[np.int64], *, numbers: NDArray[np.int64], seed: int) -> Batch:
         """Return the samples `indices` [B] as one batch, see `protocol`; those of one part are fetched together."""
-        merged = merge_batches(
-            [
-                (rows, fetch_batch(self._parts[part], own, numbers[rows], seed=seed))
-                for part, rows, own in self._split(indices)
-            ]
-        )
+        parts, fetched = np.searchsorted(self._ends, indices, side="right"), []
+        for part in np.unique(parts).tolist():
+            rows = np.flatnonzero(parts == part)
+            own = indices[rows] - self._starts[part]
+            fetched.append((rows, fetch_batch(self._parts[part], own, numbers[rows], seed=seed)))
         # Every batch has the same names, whichever parts it has.
-        return with_documents(merged, {"documents"} if self.document_mask else set())
+        return with_documents(merge_batches(fetched), {"documents"} if self.document_mask else set())
 
     def order(self, seed: int, shuffle: bool) -> Order:
         """Return an order of all samples once an epoch or, with weights, one that mixes the parts.
@@ -107,26 +110,11 @@ class MixedSamples:
         """
         if self._weights is None:
             return EpochOrder(len(self), seed=seed, shuffle=shuffle)
-        sizes = [len(part) for part in self._parts]
-        empty = [name for name, size in zip(self._names, sizes, strict=True) if not size]
+        empty = [name for name, size in zip(self._names, self._sizes, strict=True) if not size]
         if empty:
             raise ConfigError(f"data.sources.{empty[0]} holds no samples", hint="leave it out, or give it data")
         seeds = [(seed + _key(name)) % 2**64 for name in self._names]
-        return MixtureOrder(sizes, self._weights, seeds, shuffle=shuffle)
-
-    def _split(self, indices: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-        """Return (part, rows in the batch, indices in the part) for each part that has some of these samples."""
-        parts = np.searchsorted(self._ends, indices, side="right")
-        starts = self._ends - [len(part) for part in self._parts]
-        return [
-            (int(part), rows, indices[rows] - starts[part])
-            for part in np.unique(parts)
-            for rows in [np.flatnonzero(parts == part)]
-        ]
-
-    def _find(self, index: int) -> tuple[int, int]:
-        part = int(np.searchsorted(self._ends, index, side="right"))
-        return part, int(index - (self._ends[part] - len(self._parts[part])))
+        return MixtureOrder(self._sizes, self._weights, seeds, shuffle=shuffle)
 
 
 class MixtureOrder:
@@ -202,12 +190,6 @@ def _count_left(numbers: NDArray[np.int64], share: int, whole: int) -> NDArray[n
     rounds, rest = np.divmod(numbers, whole)
     lefts: NDArray[np.int64] = rounds * share + (rest * share + whole // 2) // whole
     return lefts
-
-
-def _combined(combine: Callable[[list[int]], int], values: list[int | None]) -> int | None:
-    """Return the combination of `values`; None if one of them is not known."""
-    known = [value for value in values if value is not None]
-    return combine(known) if len(known) == len(values) else None
 
 
 def _common_vocab_size(sources: Mapping[str, SourceSpec]) -> int | None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from slurmtrain.data.format.manifest import Manifest, read_manifest
 from slurmtrain.data.format.packing import best_fit_rows, document_rows
-from slurmtrain.data.format.rows import Pack, Rows, Windows, row_index
+from slurmtrain.data.format.rows import Rows, Windows, row_index
 from slurmtrain.data.format.stream import TokenStream
-from slurmtrain.data.format.tokens import DocumentTokens, PackedTokens
+from slurmtrain.data.format.tokens import PackedTokens
 from slurmtrain.errors import ConfigError, nearest
 
 PACKINGS = ("concat", "best_fit", "documents")
@@ -75,28 +75,24 @@ class PreparedText:
         if split not in manifest.splits:
             raise ConfigError(f"{self._folder} has no split {split!r}", hint=nearest(split, manifest.splits))
         stream = TokenStream(self._folder, manifest, split)
-        rows = self._rows(stream)
-        kind = DocumentTokens if self._packing == "documents" else PackedTokens
-        return kind(
+        return PackedTokens(
             stream,
-            rows,
+            self._rows(stream),
             seq_len=self._seq_len,
+            ragged=self._packing == "documents",
             document_mask=self._document_mask,
-            num_bytes=_text_bytes(manifest, split, rows) if manifest.chat is None else None,
+            num_bytes=_text_bytes(manifest, split, self._packing),
         )
 
     def _rows(self, stream: TokenStream) -> Rows:
-        name = f"{self._packing}-{self._seq_len}"
         if self._packing == "concat":
             return Windows(stream.tokens, self._seq_len)
-        if self._packing == "best_fit":
-            pack: Pack = functools.partial(best_fit_rows, seq_len=self._seq_len)
-        else:
-            pack = functools.partial(document_rows, seq_len=self._seq_len)
+        name = f"{self._packing}-{self._seq_len}"
+        pack = best_fit_rows if self._packing == "best_fit" else document_rows
         made_from = hashlib.sha256(f"{self._manifest.fingerprint} {stream.name} {name}".encode()).hexdigest()
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         folders = [self._folder / "packed", cache / "slurmtrain" / "packed"]
-        return row_index(stream, name, made_from, folders, pack)
+        return row_index(stream, name, made_from, folders, functools.partial(pack, seq_len=self._seq_len))
 
 
 def _check(seq_len: int, packing: str, document_mask: bool | None) -> None:
@@ -111,14 +107,12 @@ def _check(seq_len: int, packing: str, document_mask: bool | None) -> None:
         )
 
 
-def _text_bytes(manifest: Manifest, split: str, rows: Rows) -> int | None:
+def _text_bytes(manifest: Manifest, split: str, packing: str) -> int | None:
     """Return the UTF-8 bytes of the text that all targets of a split stand for; None where that is not known."""
     held, tokenizer = manifest.splits[split], manifest.tokenizer
-    if isinstance(rows, Windows):
-        return held.bytes  # all but those of the very first token of the split
-    if rows.pairs != held.tokens - held.documents:
-        return None  # some were cut
-    if tokenizer.bos is not None:
-        return held.bytes
+    if manifest.chat is not None or packing == "documents":  # only some count, or some are cut off
+        return None
+    if packing == "concat" or tokenizer.bos is not None:
+        return held.bytes  # of "concat" all but those of the very first token of the split
     # Without bos nothing predicts the first token of a document.
     return held.bytes - held.documents if tokenizer.kind == "bytes" else None

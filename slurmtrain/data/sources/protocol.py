@@ -116,13 +116,9 @@ class SourceSpec:
 def inspect_source(source: Any) -> SourceSpec:
     """Look at a data object."""
     own = getattr(source, "fingerprint", None)
+    names = ("train", "valid", "vocab_size", "unigram_entropy", "description")
     return SourceSpec(
-        train=getattr(source, "train", None),
-        valid=getattr(source, "valid", None),
-        vocab_size=getattr(source, "vocab_size", None),
-        unigram_entropy=getattr(source, "unigram_entropy", None),
-        description=getattr(source, "description", None),
-        own_fingerprint=None if own is None else str(own),
+        *(getattr(source, name, None) for name in names), own_fingerprint=None if own is None else str(own)
     )
 
 

@@ -1,17 +1,14 @@
-"""Text as bytes: every byte of every file is one token, and a sample is a window of `seq_len` of them.
+"""Text as bytes: every byte of Python's own standard library is one token, and a sample is a window of `seq_len` of them.
 
-There are two sources, neither of which downloads anything: the sources of Python's own standard library, which every
-machine with Python has, and a person's own files. Both are held in memory; corpora beyond a few gigabytes need another
-kind of data set.
+Every machine with Python has this text, so nothing is downloaded. Text of one's own is prepared once, see `data.prepare`.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -72,17 +69,16 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
 
 
-class ByteText:
-    """Files joined into a training text and a validation text of whole held-out files.
+class StdlibText:
+    """The sources of Python's standard library: real text of about 10 MB that every machine already has.
 
     A file is held out by the digest of its name, so the same files are held out everywhere and always, and validation
-    text is not merely the end of what was trained on. Only a single file is split within: its end is held out.
+    text is not merely the end of what was trained on.
 
     Args:
-        files: (name, bytes) of each file. The name decides the split and must not depend on the machine.
         seq_len: bytes per sample.
+        max_bytes: read no more than this; the files are taken in the order of their paths and the last one is cut.
         valid_fraction: at most this share of the bytes is held out (more only if every file is larger than that).
-        source: what the files are, for messages and `description`.
 
     Attributes:
         train, valid: the two data sets.
@@ -91,148 +87,68 @@ class ByteText:
         description: one line for a person.
 
     Raises:
-        ConfigError: a value out of range, or not enough text.
+        ConfigError: a value out of range, or this Python has no readable library sources.
     """
 
     vocab_size = 256
 
-    def __init__(self, files: Sequence[tuple[str, bytes]], *, seq_len: int, valid_fraction: float, source: str):
-        _check_at_least_one("seq_len", seq_len)
+    def __init__(self, seq_len: int, max_bytes: int = 16_000_000, valid_fraction: float = 0.05):
+        for name, value in (("seq_len", seq_len), ("max_bytes", max_bytes)):
+            if value < 1:
+                raise ConfigError(
+                    f"data.{name} is {value}, it must be at least 1", hint=f"set data.{name} to 1 or more"
+                )
         if not 0.0 < valid_fraction < 1.0:
             raise ConfigError(
                 f"data.valid_fraction is {valid_fraction}", hint="write a share between 0 and 1, e.g. 0.05"
             )
-        files = sorted((name, content) for name, content in files if content)
-        if sum(len(content) for _, content in files) < 2:
-            raise ConfigError(f"{source} hold no text to train on", hint="name files that are not empty")
-        train_files, valid_files = _split(files, valid_fraction)
-        train, valid = _join(train_files), _join(valid_files)
+        library = Path(sysconfig.get_path("stdlib"))
+        files: dict[str, bytes] = {}
+        for name in sorted(_names(library)):
+            if content := (library / name).read_bytes()[:max_bytes]:
+                files[name] = content
+                max_bytes -= len(content)
+        if len(files) < 2:
+            raise ConfigError(
+                f"the standard library in {library} has too few .py files within data.max_bytes",
+                hint="set a higher one, or use a Python that was not stripped of its sources",
+            )
+        held_out = _held_out(files, valid_fraction)
+        train = _join(content for name, content in files.items() if name not in held_out)
+        valid = _join(content for name, content in files.items() if name in held_out)
         self.train, self.valid = ByteWindows(train, seq_len), ByteWindows(valid, seq_len)
         self.unigram_entropy = _cross_entropy(train[1:], valid[1:])
-        self.fingerprint = _fingerprint(seq_len, train, valid)
-        held_out = f"{len(valid_files)} held out" if len(files) > 1 else "its end held out"
+        self.fingerprint = hashlib.sha256(
+            f"{seq_len} {len(train)} {len(valid)}\n".encode() + train.tobytes() + valid.tobytes()
+        ).hexdigest()
         self.description = (
-            f"{source}: {len(files)} files ({held_out}), {(len(train) + len(valid)) / 1e6:.1f} MB, "
-            f"{len(self.train)} + {len(self.valid)} samples of {seq_len} bytes"
+            f"Python's standard library: {len(files)} files ({len(held_out)} held out), "
+            f"{(len(train) + len(valid)) / 1e6:.1f} MB, {len(self.train)} + {len(self.valid)} samples of {seq_len} bytes"
         )
 
 
-class StdlibText(ByteText):
-    """The sources of Python's standard library: real text of about 10 MB that every machine already has.
-
-    Args:
-        seq_len: bytes per sample.
-        max_bytes: read no more than this; the files are taken in the order of their paths and the last one is cut.
-        valid_fraction: share of the bytes held out for validation.
-
-    Raises:
-        ConfigError: this Python has no readable library sources.
-    """
-
-    def __init__(self, seq_len: int, max_bytes: int = 16_000_000, valid_fraction: float = 0.05):
-        _check_at_least_one("max_bytes", max_bytes)
-        library = Path(sysconfig.get_path("stdlib"))
-        names = _library_files(library)
-        if not names:
-            raise ConfigError(
-                f"the standard library in {library} has no .py files",
-                hint="use data=files with own text, or a Python that was not stripped of its sources",
-            )
-        files = _read(((name, library / name) for name in names), max_bytes)
-        super().__init__(files, seq_len=seq_len, valid_fraction=valid_fraction, source="Python's standard library")
-
-
-class TextFiles(ByteText):
-    """A person's own text files.
-
-    Args:
-        paths: files or glob patterns, or a single one (`**` crosses folders, `~` is the home directory). All ranks must see
-            them, so write absolute paths on a shared file system.
-        seq_len: bytes per sample.
-        max_bytes: read no more than this, in the order of the paths; None reads everything.
-        valid_fraction: share of the bytes held out for validation.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or a file cannot be read.
-    """
-
-    def __init__(
-        self, paths: Sequence[str] | str, seq_len: int, max_bytes: int | None = None, valid_fraction: float = 0.05
-    ):
-        if max_bytes is not None:
-            _check_at_least_one("max_bytes", max_bytes)
-        paths = [paths] if isinstance(paths, str) and paths else paths
-        if not paths or not all(isinstance(path, str) for path in paths):
-            raise ConfigError(f"data.paths is {paths!r}, not a list of files", hint="write paths: [/data/text/*.txt]")
-        found = sorted({path for pattern in paths for path in _matches(pattern)})
-        # Names are relative to the common folder, so that moving the data keeps its split.
-        folder = os.path.commonpath([path.parent for path in found])
-        files = _read(((path.relative_to(folder).as_posix(), path) for path in found), max_bytes)
-        super().__init__(files, seq_len=seq_len, valid_fraction=valid_fraction, source=f"text files in {folder}")
-
-
-def _library_files(library: Path) -> list[str]:
-    names = []
+def _names(library: Path) -> Iterator[str]:
     for folder, subfolders, entries in os.walk(library):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_DIRECTORIES]
-        names += [
-            (Path(folder, entry).relative_to(library)).as_posix()
-            for entry in entries
-            if entry.endswith(".py") and not entry.startswith(_SKIPPED_PREFIXES)
-        ]
-    return sorted(names)
+        for entry in entries:
+            if entry.endswith(".py") and not entry.startswith(_SKIPPED_PREFIXES):
+                yield Path(folder, entry).relative_to(library).as_posix()
 
 
-def _matches(pattern: str) -> list[Path]:
-    paths = [Path(match).absolute() for match in glob.glob(os.path.expanduser(pattern), recursive=True)]
-    files = [path for path in paths if path.is_file()]
-    if not files:
-        raise ConfigError(
-            f"data.paths: no file matches {pattern}",
-            hint=f"check the spelling, and that it exists on this node; relative paths start in {Path.cwd()}",
-        )
-    return files
-
-
-def _read(files: Iterable[tuple[str, Path]], max_bytes: int | None) -> list[tuple[str, bytes]]:
-    contents: list[tuple[str, bytes]] = []
-    left = float("inf") if max_bytes is None else max_bytes
-    for name, path in files:
-        if left <= 0:
-            break
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="check its permissions") from error
-        contents.append((name, content[: int(min(left, len(content)))]))
-        left -= len(content)
-    return contents
-
-
-def _split(
-    files: Sequence[tuple[str, bytes]], valid_fraction: float
-) -> tuple[Sequence[tuple[str, bytes]], Sequence[tuple[str, bytes]]]:
-    total = sum(len(content) for _, content in files)
-    if len(files) == 1:
-        name, content = files[0]
-        cut = min(max(int(total * (1 - valid_fraction)), 1), total - 1)
-        return [(name, content[:cut])], [(name, content[cut:])]
-    by_digest = sorted(files, key=lambda file: hashlib.sha256(file[0].encode(errors="surrogateescape")).digest())
+def _held_out(files: Mapping[str, bytes], valid_fraction: float) -> set[str]:
     held_out: set[str] = set()
-    left = total * valid_fraction
-    for name, content in by_digest:
-        if len(content) <= left:
+    left = sum(map(len, files.values())) * valid_fraction
+    for name in sorted(files, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest()):
+        if len(files[name]) <= left:
             held_out.add(name)
-            left -= len(content)
-    if not held_out:
-        held_out = {min(files, key=lambda file: len(file[1]))[0]}
-    return [f for f in files if f[0] not in held_out], [f for f in files if f[0] in held_out]
+            left -= len(files[name])
+    return held_out or {min(files, key=lambda name: len(files[name]))}
 
 
-def _join(files: Sequence[tuple[str, bytes]]) -> NDArray[np.uint8]:
+def _join(contents: Iterator[bytes]) -> NDArray[np.uint8]:
     separator = bytes([SEPARATOR])
     # The separator in front makes the first byte of the first file a target as well.
-    return np.frombuffer(separator + b"".join(content + separator for _, content in files), dtype=np.uint8)
+    return np.frombuffer(separator + b"".join(content + separator for content in contents), dtype=np.uint8)
 
 
 def _cross_entropy(train: NDArray[np.uint8], valid: NDArray[np.uint8]) -> float:
@@ -242,15 +158,3 @@ def _cross_entropy(train: NDArray[np.uint8], valid: NDArray[np.uint8]) -> float:
     """
     counts = np.bincount(train, minlength=256) + 1
     return float(-np.log(counts / counts.sum())[valid].mean())
-
-
-def _fingerprint(seq_len: int, train: NDArray[np.uint8], valid: NDArray[np.uint8]) -> str:
-    digest = hashlib.sha256(f"{seq_len} {len(train)} {len(valid)}\n".encode())
-    digest.update(train.data)
-    digest.update(valid.data)
-    return digest.hexdigest()
-
-
-def _check_at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"data.{name} is {value}, it must be at least 1", hint=f"set data.{name} to 1 or more")

@@ -17,7 +17,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.data.format.manifest import Manifest
 from slurmtrain.data.prepare.finish import finish
 from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit, agree_on, make_plan
-from slurmtrain.data.prepare.units_done import recorded
+from slurmtrain.data.prepare.units_done import units_done
 from slurmtrain.data.prepare.worker_pool import Tally, work
 from slurmtrain.errors import EXIT_REQUEUE
 from slurmtrain.observe.metrics import MetricsLog
@@ -104,7 +104,7 @@ def workers_of(config: Config, environment: Environment) -> int:
 def summary(plan: PreparePlan, manifest: Manifest | None) -> str:
     """Describe the result in a sentence."""
     if manifest is None:
-        done = len(recorded(plan.units_folder))
+        done = len(units_done(plan.output))
         return f"this part is done, {done} of {len(plan.units)} units in all; who does the last one writes the manifest"
     splits = ", ".join(
         f"{name}: {format_count(split.documents)} documents, {format_count(split.tokens)} tokens"
@@ -122,7 +122,7 @@ class _Report:
     """Rank 0's report on all tasks: the number of units done in place of steps, for `status`."""
 
     def __init__(self, plan: PreparePlan, config: Config, context: AttemptContext):
-        self._folder = plan.units_folder
+        self._output = plan.output
         self._names = {unit.name for unit in _part(plan, config)}
         context.run_dir.update_info(steps=len(self._names))
         self.done = self._before = done_before(context, self._count())
@@ -155,7 +155,7 @@ class _Report:
         self._log.write(self.done, **pace)
 
     def _count(self) -> int:
-        return len(self._names & recorded(self._folder))
+        return len(self._names & units_done(self._output))
 
 
 def done_before(context: AttemptContext, now: int) -> int:

@@ -160,7 +160,6 @@ def _build_loader(
         dp_size=dims.dp,
         num_workers=train.data_workers,
         shuffle=train.shuffle,
-        ahead=train.data_ahead,
         fixed_rows=dims.pp > 1 or config.parallel.compile,
     )
     _check_repetition(loader, train)

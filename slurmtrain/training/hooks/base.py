@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.checkpoint.tensors import not_finite
-from slurmtrain.data.loading import sample_digest
+from slurmtrain.data.loading import order
 from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.observe.phases import PhaseClock, Throughput
 from slurmtrain.parallel.parallelize import DistributedModel
@@ -129,7 +129,7 @@ class Counters:
     """The trainer's own part of a checkpoint.
 
     Attributes:
-        data_hash: digest of all samples so far, see `data.loading.sample_digest`; None: not known.
+        data_hash: digest of all samples so far, see `data.loading.order`; None: not known.
         health: what is remembered of the numbers of the steps.
         unread: numbers of the last steps, which nobody has looked at yet; up to date when a checkpoint is written.
     """
@@ -240,7 +240,7 @@ class TrainingState:
         """Count one more step, whose samples over all ranks have this digest."""
         self.counters.step += 1
         if self.counters.data_hash is not None:
-            self.counters.data_hash = sample_digest.chained(self.counters.data_hash, digest)
+            self.counters.data_hash = order.chained(self.counters.data_hash, digest)
 
     def objects(self) -> dict[str, Any]:
         """Return what a checkpoint consists of, as arguments of `Checkpointer.save` and `Checkpointer.restore`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from safetensors.torch import save_file
 
 from slurmtrain.checkpoint.difference import differences
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.manifest import Box
 from tests.support.pickles import Evil
 from tests.unit.weights.test_export import Mixed, by_ranks, cut, save
@@ -48,23 +46,6 @@ def test_layouts_leave_no_difference(tmp_path: Path) -> None:
     other = {**whole, "model.w": whole["model.w"].clone(), "optimizer.m": torch.zeros(5)}
     other["model.w"][36, 10] += 1
     assert names(rows, saved("other", 3, 1, other)) == ["model.w"]
-
-
-def test_small_tensors_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To read each by itself digests the same blocks again and again: minutes for a checkpoint of some MB."""
-    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2)) for _ in range(200)])
-    a = save(tmp_path / "a", model=model)
-    with torch.no_grad():
-        model[7].fill_(2.0)
-    b, read = save(tmp_path / "b", model=model), list[int]()
-    monkeypatch.setattr(blocks, "digest_block", partial(counted, blocks.digest_block, read))
-    assert names(a, b) == ["model.7"]
-    assert 0 < len(read) < 20
-
-
-def counted(work: Any, calls: list[int], *arguments: Any, **options: Any) -> Any:
-    calls.append(1)
-    return work(*arguments, **options)
 
 
 def test_a_whole_comparison_names_each_tensor_of_every_object_that_differs(tmp_path: Path) -> None:
@@ -123,7 +104,7 @@ def test_single_files_are_compared_and_nan_equals_itself_only(tmp_path: Path) ->
 def test_a_checkpoint_that_would_run_code_is_not_read(tmp_path: Path) -> None:
     for name in "ab":
         torch.save({"w": Evil(tmp_path / "harmed")}, tmp_path / f"{name}.pt")
-    with pytest.raises(CheckpointError, match=r"a\.pt is not read with weights_only"):
+    with pytest.raises(CheckpointError, match=r"a\.pt cannot be read safely"):
         differences(tmp_path / "a.pt", tmp_path / "b.pt")
     (tmp_path / "old.bin").write_bytes(pickle.dumps(Evil(tmp_path / "harmed")))
     with pytest.raises(CheckpointError):

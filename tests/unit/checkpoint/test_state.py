@@ -161,13 +161,6 @@ def test_buffers_that_are_views_of_other_tensors_are_restored(tmp_path: Path) ->
         assert torch.equal(restored.get_buffer(name), value), name
 
 
-def test_a_buffer_whose_elements_are_one_is_refused_when_it_is_saved(tmp_path: Path) -> None:
-    model = nn.Module()
-    model.register_buffer("mask", torch.rand(2, 1, 3).expand(2, 4, 3))
-    with pytest.raises(CheckpointError, match=r"model\.mask is expanded"):
-        Checkpointer(tmp_path).save(1, model=model)
-
-
 def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
     _, optimizer = trained()
     with pytest.raises(CheckpointError, match=r"shape \[4, 3\] that no given module has"):

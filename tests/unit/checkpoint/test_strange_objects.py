@@ -285,6 +285,12 @@ class ByName(torch.optim.AdamW):
         return {"moments": {"model.weight": self.state[self.param_groups[0]["params"][0]]}}
 
 
+def expanded() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.register_buffer("mask", torch.rand(2, 1, 3).expand(2, 4, 3))
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Parameters], Any], str]] = {
     "clones": (cloning, sgd, r"gives model\.weight, a Tensor that is not the memory of a parameter or buffer"),
     "other values": (lambda: Hooked(doubled), sgd, r"gives model\.weight, a Tensor that is not the memory"),
@@ -293,6 +299,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Parameters], Any], s
         sgd,
         r"gives model\.calls, a dict that is not the memory",
     ),
+    "a buffer whose elements are one": (expanded, sgd, r"model\.mask is expanded"),
     "a trained parameter that is left out": (
         lambda: LeavesOut(3, 3),
         sgd,

@@ -58,7 +58,7 @@ train.steps=500  optim.warmup_steps=501  ->  optim.warmup_steps=501 needs as man
 preflight.exclude_slow=true  ->  preflight.exclude_slow=true needs preflight.mode=full  ->  leave
 checkpoint.keep_last=1  ->  checkpoint.keep_last=1 must be at least 2  ->  one good checkpoint
 ~model._target_  ->  model._target_ is not set  ->  model=
-data=files  ->  data.paths
+data=prepared  ->  data.path
 job=command  ->  job.command is not set  ->  submit -- python
 job=command  job.command='echo "a'  ->  No closing quotation  ->  close the quote
 job.command='echo a'  ->  job.command=echo a needs job=command  ->  leave job.command out

@@ -104,7 +104,7 @@ def test_the_list_has_a_row_for_each_and_says_what_is_not_sound(run: RunDir) -> 
         ("10", f"{SHARD} cannot be read: No s"),
         ("20.damaged-1", "set aside as damaged"),
         ("30", "was not committed: it has no COMPLETE"),
-        ("40", "manifest.json is damaged: its digest is no"),
+        ("40", "the digest of manifest.json is not the one"),
         ("40.2", "complete"),
         ("50.tmp-3", "being written, or left by a process that w"),
     ]
@@ -237,9 +237,9 @@ def test_export_takes_the_newest_or_the_step_that_is_named(run: RunDir) -> None:
     [
         (["out", "--format", "hf"], 1, "it does not say what model it holds"),
         (
-            ["o.safetensors", "--format", "hf"],
+            ["o.pt", "--format", "hf"],
             2,
-            "--format hf writes a folder, and o.safetensors is the name of a file",
+            "--format hf writes a folder, and o.pt is the name of a file",
         ),
         (["out"], 2, "out is not the name of a file of weights"),
     ],

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slurmtrain import __version__
 from slurmtrain.cli import main
 from slurmtrain.cli.arguments import parse, visible_verbs
 from slurmtrain.cli.help import topics
@@ -72,20 +71,6 @@ def test_a_config_dir_brings_clusters_models_and_a_primary_config(cli: Cli, proj
     )
 
 
-def test_own_configs_with_a_primary_one_are_searched_first_and_the_shipped_ones_after_them(
-    cli: Cli, project: Path
-) -> None:
-    own = project / "it's, mine"
-    (own / "model").mkdir(parents=True)
-    (own / "model/tiny.yaml").write_text("_target_: my_models.Shadow\n")
-    groups = "{cluster: a100x4}, {model: tiny}, {data: stdlib}, {job: train}"
-    (own / "config.yaml").write_text(f"defaults: [schema, {groups}, _self_]\ntrain: {{steps: 31}}\n")
-    path = ("--config-dir", own.name)
-    answer = cli(*path, "--cfg", "job")
-    assert "_target_: my_models.Shadow" in answer.stdout and "steps: 31" in answer.stdout, answer
-    assert "partition: null" in answer.stdout and "dim: 96" in cli(*path, "--cfg", "job", "model=small").stdout
-
-
 def test_every_shipped_group_is_in_the_defaults_list_so_that_a_plus_before_it_may_be_dropped() -> None:
     defaults = yaml.safe_load((shipped("conf") / "config.yaml").read_text())["defaults"]
     assert {group for entry in defaults if isinstance(entry, dict) for group in entry} == set(config_groups())
@@ -132,18 +117,6 @@ def test_help_lists_the_topics_with_a_line_each_and_a_page_that_is_piped_is_the_
     for name, subject in topics().items():
         assert subject and re.search(rf"\n  {name} +{re.escape(subject)}\n", answer)
     assert cli("help", "requeue").stdout == (PACKAGE / "docs" / "requeue.md").read_text()
-
-
-def test_the_console_script_is_the_same_thing(cli: Cli, project: Path) -> None:
-    assert cli("--version").stdout == f"slurmtrain {__version__}\n"
-    script = Path(sys.executable).parent / "slurmtrain"
-    for words in (["submt"], ["submit", "--dry-run", "cluster=a100x4"]):
-        ours = cli(*words)
-        theirs = subprocess.run([script, *words], cwd=project, capture_output=True, text=True, check=False)
-        assert (theirs.returncode, theirs.stderr) == (ours.returncode, ours.stderr)
-        # Its first line may name the same interpreter differently (python, python3).
-        same = [re.sub(r"/bin/python[\d.]* ", "/bin/python ", done.stdout) for done in (theirs, ours)]
-        assert same[0] == same[1]
 
 
 @pytest.mark.parametrize(

@@ -75,20 +75,3 @@ def test_of_a_layout_that_does_not_fit_nothing_but_its_sizes_is_told() -> None:
     found = answer(words)
     assert (found["fits"], found["step"], found["gpu_hours"], found["more_nodes"]) == (False, None, None, [])
     assert found["would_fit"][0] in text.replace("\n", " ")
-
-
-def test_a_slow_network_is_named_as_the_reason_against_more_nodes() -> None:
-    text = said([*EIGHT_B, "parallel=hsdp", "cluster.network_gb_per_s=12.5"])
-    assert "nodes is not worth it with train.global_batch_size=1024" in text
-    assert "below 80%; what costs most is dp_replicate" in text
-
-
-def test_of_a_range_of_nodes_the_memory_on_the_fewest_is_told_too() -> None:
-    words = ["+cluster=h100x8", "model=llama3_70b", "parallel=fsdp", "train.global_batch_size=512"]
-    words += ["parallel.param_dtype=null", "data.seq_len=256"]
-    text = " ".join(said([*words, "cluster.nodes=2-16"]).split())
-    assert "77.8 GB of 79.0 on a rank" in text
-    assert "note: of cluster.nodes=2-16, the job can use 2, 4, 8, 16; the plan" in text
-    note = "the plan is for 16 nodes; on 2, the fewest that SLURM may give, a rank has 135.3 GB, and it does not fit"
-    assert note in text
-    assert "the fewest" not in said([*words, "cluster.nodes=16"])

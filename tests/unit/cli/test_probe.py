@@ -66,16 +66,6 @@ def test_probe_of_another_partition_prints_or_writes_where_it_is_told(
     assert "there is no partition 'gpus'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "words", [["--out", "/dev/null/cluster/x.yaml"], ["--out", "x.yaml"], ["--out", "-", "--json"]]
-)
-def test_a_file_that_cannot_be_written_is_one_sentence(
-    alpha: FakeSlurm, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    assert main(["probe", *words]) == 2
-    assert words[1] in capsys.readouterr().err
-
-
 def test_a_file_whose_jobs_slurm_refuses_is_written_and_said(
     alpha: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
 import socket
 import time
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.report import prune
-from slurmtrain.report.compare import divergences
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
@@ -82,26 +80,6 @@ def add_checkpoint(run: RunDir, step: int = 10) -> Path:
 PROGRESS_KEYS = "steps loss valid_loss logged tokens_per_s step_time_s eta_s reason expected_start"
 RUN_KEYS = f"id name path state sentence job_id step {PROGRESS_KEYS} alive job_ids created doubt attempts"
 ATTEMPT_KEYS = "number job_id nodes started ended first_step last_step reason verdict exit_code sentence"
-
-
-def test_status_names_slow_ranks_with_node_and_part_and_shows_no_control_characters(make: Make) -> None:
-    run = make("finished")
-    usual = {"step": 120, "node": "n2", "ranks": [3], "phase": "forward_backward", "ratio": 1.6}
-    run.event(Event.STRAGGLER, attempt=1, excess_s=0.2, step_s=0.5, **usual)
-    run.event(Event.STRAGGLER, attempt=1, **{**usual, "node": "n\x1b[2Jx", "step": 300})
-    text = printed("status", run.id)
-    said = "\n  slow ranks: rank 3 on n2 (1.6 times as long for forward_backward, in attempt 1 since step 120); rank"
-    assert said in text and "\x1b" not in text
-    first, _ = shown("status", run.id)["slow_ranks"]
-    assert (first["node"], first["ranks"], first["share"], first["until"]) == ("n2", [3], 0.4, None)
-
-
-def test_the_overrides_that_status_shows_can_be_pasted_into_a_shell(make: Make) -> None:
-    words = ["job.name=it\\'s", "+cluster.env.A='b c'", "data.path=/x $HOME"]
-    run = make("finished")
-    run.update_info(overrides=words)
-    (line,) = (line for line in printed("status", run.id).splitlines() if line.startswith("  overrides: "))
-    assert shlex.split(line.partition(": ")[2]) == words
 
 
 def test_status_for_programs_is_one_object_or_a_list_of_them(make: Make) -> None:
@@ -170,24 +148,6 @@ def test_what_differs_in_the_configs_stands_side_by_side_and_does_not_steer_the_
     ]
     rows = [line.split() for line in printed("runs", "compare", a.id, b.id).splitlines()]
     assert ["only_b", "-", "v", "[31m"] in rows and ["only_a.k", "null", "-"] in rows and ["f", "1", "1.0"] in rows
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "tolerance", "parts"),
-    [
-        (1.0, math.nextafter(1.0, 2.0), 0.0, True),
-        (100.0, 100.9, 0.01, False),
-        (100.0, 102.0, 0.01, True),
-        (NAN, NAN, 0.0, False),
-        (NAN, 1.0, 1.0, True),
-        (math.inf, math.inf, 0.0, False),
-    ],
-)
-def test_values_part_where_a_bit_or_more_than_the_tolerance_differs(
-    left: float, right: float, tolerance: float, parts: bool
-) -> None:
-    found = divergences({1: {"x": 5.0}, 2: {"x": left}}, {1: {"x": 5.0}, 2: {"x": right}, 3: {}}, tolerance=tolerance)
-    assert list(found) == (["x"] if parts else [])
 
 
 def test_two_runs_are_compared_in_the_samples_they_have_seen(make: Make) -> None:

@@ -51,12 +51,6 @@ def test_text_stays_as_it_is_typed_in_every_field_of_text(text: str) -> None:
     }
 
 
-@pytest.mark.parametrize("words", ["1e5,true", "choice(1e5,true)", "tag(a,choice(1e5,true))"])
-@pytest.mark.parametrize("key", ["cluster.account", "job.name", "cluster.modules", "+cluster.env.A"])
-def test_each_choice_of_a_sweep_stays_as_it_is_typed(key: str, words: str) -> None:
-    assert list(parse(f"{key}={words}").sweep_string_iterator()) == ["1e5", "true"]
-
-
 @pytest.mark.parametrize(
     ("words", "key", "expected"),
     [
@@ -85,14 +79,6 @@ def test_yaml_files_may_write_numbers_and_switches_as_yaml_1_1_reads_them(tmp_pa
     (tmp_path / "requeue/mine.yaml").write_text("mode: off\n")
     config = compose(["optim=mine", "requeue=mine"], config_dir=str(tmp_path))
     assert (config.optim.lr, config.optim.warmup_steps, config.requeue.mode) == (1e-3, 5, "off")
-
-
-def test_a_defaults_list_that_names_no_configs_is_refused_with_its_file(tmp_path: Path) -> None:
-    (tmp_path / "optim").mkdir()
-    for listed in ("{a: b}", "[3]", "[{3: x}]"):
-        (tmp_path / "optim/mine.yaml").write_text(f"defaults: {listed}\n")
-        with pytest.raises(ConfigError, match=r"optim/mine\.yaml: defaults is not a list of configs"):
-            compose(["optim=mine"], config_dir=str(tmp_path))
 
 
 def test_no_name_in_a_yaml_file_is_run_by_bash(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from slurmtrain.checkpoint.difference import TensorDifference
@@ -117,14 +116,6 @@ def test_every_ending_has_its_result_and_says_why_and_what_to_set(
     found = judge(dataclasses.replace(PASSES, way=Way(way), **changes), PLAN)
     assert found.result is result and words in found.sentence, found
     assert hint in "".join(found.hints[:1])
-
-
-def test_every_verdict_can_be_made_of_a_run_that_has_left_next_to_nothing() -> None:
-    for way in Way:
-        for attempts in ([], [Attempt(1)], [Attempt(1), Attempt(2)], [Attempt(1, verdict="end", ended=1.0)]):
-            for over in (False, True):
-                found = judge(Evidence(way, attempts=attempts, over=over, explanation="lost"), PLAN)
-                assert found.result is not PASSED and found.sentence
 
 
 def test_the_exit_code_tells_a_failure_from_a_site_where_nothing_could_be_tried() -> None:
@@ -242,16 +233,6 @@ def test_a_tensor_that_differs_is_named() -> None:
     assert "optimiser's state" in likely_causes(found, 10)[0]
 
 
-def test_means_over_fewer_steps_are_no_difference_and_a_difference_that_stays_is_one() -> None:
-    whole = {step: {"loss": 1.0 / step} for step in (10, 20, 30, 40)}
-    resumed = {**whole, 20: {"loss": 0.07}}  # the mean of the steps since it was resumed
-    assert compare_logs(whole, resumed, resumed_at=12).same_bits
-    assert not compare_logs(whole, {**resumed, 30: {"loss": 0.04}}, resumed_at=12).same_bits
-    assert not compare_logs(whole, resumed, resumed_at=19).same_bits  # of a single step
-    alone = compare_logs({10: whole[10], 20: whole[20]}, {10: whole[10], 20: resumed[20]}, resumed_at=12)
-    assert alone.same_bits and alone.reached == 10  # nothing shows what it has done since, so it is not judged
-
-
 @pytest.mark.parametrize(
     ("logged", "words", "plan", "attempt", "now", "due"),
     [
@@ -283,14 +264,6 @@ def test_a_job_of_the_drill_is_small_short_and_reaches_out_of_nothing(way: Way |
     assert config.checkpoint.mirror is None and config.hooks.on_finish is None and config.requeue.blame_threshold == 0
     assert config.cluster.exclusive == (way is Way.PREEMPTION)
     assert config.requeue.starts_in_place == (way in (Way.IN_PLACE, None))
-
-
-def test_the_runs_of_ones_own_differ_in_nothing_but_the_interruption() -> None:
-    config = compose(["experiment=smoke", "train.hooks=[{_target_: mine.Hook}]", "observe.wandb.enabled=true"])
-    one, other = (scratch_config(config, PLAN, way, Path("/d")) for way in (None, Way.EARLY_SIGNAL))
-    assert other.train.hooks[:-1] == one.train.hooks == [{"_target_": "mine.Hook"}]
-    assert msgspec.structs.replace(other, train=one.train, job=one.job, requeue=one.requeue) == one
-    assert one.train.steps == PLAN.steps and not one.observe.wandb.enabled
 
 
 def test_random_states_that_differ_alone_are_no_difference(tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 import slurmtrain
-from slurmtrain.cli import main
 from slurmtrain.control.mapping import MapRun
 from slurmtrain.errors import ConfigError, UsageError
-from slurmtrain.report.status.waiting import RunFailedError, RunStoppedError
+from slurmtrain.report.status.waiting import RunFailedError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.failures import Failures
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
@@ -68,18 +67,6 @@ def test_all_calls_are_one_array_with_the_same_script(project: Path, slurm: Fake
     assert len(slurm.jobs) == 1
     again = map_on_slurm(twice, range(5))
     assert again.path != found.path, "a second map is another one"
-
-
-def test_calls_that_a_limit_on_jobs_keeps_out_are_said_and_left_to_sweep_retry(
-    project: Path, slurm: FakeSlurm, caplog: pytest.LogCaptureFixture
-) -> None:
-    slurm.fail("sbatch", "AssocMaxSubmitJobLimit")
-    found = map_on_slurm(twice, range(5))
-    slurm.mend()
-    assert "5 of 5 calls exceed the limit on jobs" in caplog.text and f"`sweep retry {found.id}`" in caplog.text
-    with pytest.raises(RunStoppedError, match="not submitted yet"):
-        found.results(timeout_s=60)
-    assert main(["sweep", "retry", found.id]) == 0 and len(slurm.jobs) == 1
 
 
 def test_results_come_back_and_what_raised_raises_with_the_traceback_of_the_job(calls: MapRun) -> None:

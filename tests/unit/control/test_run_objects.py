@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,8 @@ from slurmtrain.config.frozen import config_hash, load_frozen
 from slurmtrain.control.runs import Status
 from slurmtrain.errors import ConfigError, SlurmtrainError, UsageError
 from slurmtrain.observe.metrics import MetricsLog
-from slurmtrain.report.status import queued, state
-from slurmtrain.report.status.waiting import RunFailedError, RunStoppedError, WaitTimeoutError
+from slurmtrain.report.status import state
+from slurmtrain.report.status.waiting import RunFailedError, RunStoppedError
 from slurmtrain.runs.reasons import Reason
 from slurmtrain.runs.run_dir import RunDir
 from tests.support.fake_slurm import FakeSlurm
@@ -87,16 +85,6 @@ def test_relative_paths_and_runs_are_those_of_the_project(
     assert slurmtrain.open_run("last", project="project") == run == slurmtrain.open_run(run.path)
 
 
-def test_threads_may_submit_at_the_same_time(project: Path, slurm: FakeSlurm) -> None:
-    stderr, runs = sys.stderr, list[slurmtrain.Run]()
-    threads = [threading.Thread(target=lambda: runs.append(slurmtrain.submit(SMALL))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(runs)) == 3 and sys.stderr is stderr and not GlobalHydra.instance().is_initialized()
-
-
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
@@ -124,18 +112,6 @@ def test_wait_raises_the_reason_of_the_last_attempt(project: Path) -> None:
         stopped.wait()
     finished = ended_run(project, verdict="done", reason="finished", sentence="finished", last_step=7)
     assert finished.wait().state == "finished"
-
-
-def test_wait_ends_in_time_without_asking_slurm_again_and_again(
-    project: Path, monkeypatch: pytest.MonkeyPatch, slurm: FakeSlurm
-) -> None:
-    slurm.command("squeue", 'echo asked >> "$here/asked"; exit 1')
-    run_dir = submitted_run(project, "cluster=a100x4", job_ids=["4711"])
-    add_attempt(run_dir, job_id="4711")
-    with pytest.raises(TimeoutError, match=r"not ended after 1\.2 s") as raised:
-        slurmtrain.open_run(run_dir.id).wait(timeout_s=1.2)
-    assert isinstance(raised.value, WaitTimeoutError)
-    assert (slurm.directory / "asked").read_text().count("asked") <= queued.CONFIRMATIONS
 
 
 def test_the_status_has_the_names_and_values_of_status_json(project: Path) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.system.process import ProcessMark
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
-from tests.support.runs import add_attempt, printed, shown, submitted_run
+from tests.support.runs import printed, shown
 
 SUBMIT = ["+cluster=a100x4", "submit"]
 Out = pytest.CaptureFixture[str]
@@ -104,25 +103,6 @@ def test_a_copy_is_resumed_as_a_run_of_its_own(copies: tuple[Path, Path], slurm:
     assert slurm.calls("scancel") == ["scancel 102"]
     printed("cancel", str(run))
     assert slurm.calls("scancel") == ["scancel 102", "scancel 101"]
-
-
-def test_a_copy_of_a_run_of_this_machine_leaves_the_ranks_of_the_original_alone(project: Path) -> None:
-    mark = ProcessMark.own()
-    run = submitted_run(project, "cluster=local")
-    add_attempt(run, host=mark.host, pid=mark.pid, born=mark.born, pid_namespace=mark.namespace)
-    copy = project / "kept" / "of-mine"
-    shutil.copytree(run.path, copy, symlinks=True)
-    assert [shown("status", str(path))["alive"] for path in (run.path, copy)] == [True, False]
-    assert f"is a copy of {run.path}" in refusal("cancel", str(copy))  # it would have signalled this process
-
-
-def test_a_copy_of_a_sweep_is_neither_cancelled_nor_retried(project: Path, slurm: FakeSlurm) -> None:
-    assert main(["+cluster=a100x4", "-m", "train.seed=1,2", "submit"]) == 0
-    (sweep,) = Path("runs").absolute().glob("*.sweep-*")
-    copy = shutil.copytree(sweep, project / "kept" / sweep.name, symlinks=True)
-    for action in ("cancel", "retry"):
-        assert f"sweep {copy} is a copy of {sweep}" in refusal("sweep", action, str(copy))
-    assert slurm.calls("scancel") == []
 
 
 def test_a_run_that_was_moved_is_the_same_run_and_starts_where_it_is_now(project: Path, slurm: FakeSlurm) -> None:

@@ -443,8 +443,8 @@ def test_tools_that_a_template_has_no_form_for_are_refused_and_not_left_out(tmp_
     calls, told = {"messages": [*turns[:1], call]}, {"messages": turns, "tools": [{"name": "add"}]}
     for number, (record, template, reason) in enumerate(
         (
-            (calls, "chatml", "it has tools, or calls them"),
-            (told, "none", "it has tools, or calls them"),
+            (calls, "chatml", "it has tools, calls them"),
+            (told, "none", "it has tools, calls them"),
         )
     ):
         with pytest.raises(ConfigError, match="1 of 1 records are bad"):

@@ -21,9 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slurmtrain.data.loading import sample_digest
 from slurmtrain.data.loading.loader import BatchLoader, eval_batches
-from slurmtrain.data.loading.order import EpochOrder
+from slurmtrain.data.loading.order import EpochOrder, chained, digest
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.data.sources.mixture import MixedSamples
 from slurmtrain.errors import ConfigError, SlurmtrainError
@@ -297,8 +296,8 @@ def test_a_data_set_without_samples_is_refused() -> None:
         BatchLoader(Numbers(0), seed=0, global_batch_size=1, micro_batch_size=1)
 
 
-def workers_on(work: Callable[[Any], Any], jobs: Iterable[Any], *, count: int = 1, ahead: int = 2) -> Workers[Any, Any]:
-    return Workers(work, iter(jobs), count=count, ahead=ahead)
+def workers_on(work: Callable[[Any], Any], jobs: Iterable[Any], *, count: int = 1) -> Workers[Any, Any]:
+    return Workers(work, iter(jobs), count=count)
 
 
 class PickyError(SlurmtrainError):
@@ -317,7 +316,7 @@ def test_what_cannot_be_sent_is_an_error_in_its_turn() -> None:
         return torch.tensor(number)
 
     for first, last, sentence in ((0, 7, "[Pp]ickle"), (8, 15, "PickyError: f, line 15")):
-        results = workers_on(work, range(first, 40), ahead=40)
+        results = workers_on(work, range(first, 40))
         assert [int(next(results)) for _ in range(first, last)] == list(range(first, last))
         with pytest.raises(Exception, match=sentence):
             next(results)
@@ -331,7 +330,7 @@ def test_memory_that_a_data_set_uses_again_is_sent_as_it_was() -> None:
         buffer[:] = number
         return number if number % 3 else torch.from_numpy(buffer)
 
-    results = workers_on(work, range(300), ahead=8)
+    results = workers_on(work, range(300))
     found = [next(results) for _ in range(300)]
     assert [int(result if i % 3 else result.unique()) for i, result in enumerate(found)] == list(range(300))
     results.close()
@@ -365,9 +364,7 @@ def run(n: int, plan: list[tuple[int, int, int, int]], batch: int, **changes: An
         ]
         for _ in range(steps):
             shares = [next(loader) for loader in loaders]
-            chain = sample_digest.chained(
-                chain, [sum(lane) for lane in zip(*(share.digest for share in shares), strict=True)]
-            )
+            chain = chained(chain, [sum(lane) for lane in zip(*(share.digest for share in shares), strict=True)])
             seen += sorted(int(i) for share in shares for micro_batch in share.micro_batches for i in micro_batch["id"])
         consumed = loaders[0].samples_consumed
         for loader in loaders:
@@ -405,9 +402,9 @@ def test_another_order_sample_or_data_set_gives_another_hash() -> None:
     assert len(set(hashes)) == 4
     numbers = np.arange(8)
     swapped = numbers[[1, 0, *range(2, 8)]]
-    changed = sample_digest.digest(numbers, swapped)
-    assert sample_digest.digest(numbers, numbers) != changed == sample_digest.digest(swapped, numbers)  # the same pairs
-    assert sample_digest.chained("a", (1, 2)) != sample_digest.chained("b", (1, 2))
+    changed = digest(numbers, swapped)
+    assert digest(numbers, numbers) != changed == digest(swapped, numbers)  # the same pairs
+    assert chained("a", (1, 2)) != chained("b", (1, 2))
 
 
 def test_what_a_sample_draws_depends_on_neither_ranks_nor_workers_nor_restarts() -> None:
@@ -463,7 +460,7 @@ def test_a_worker_that_is_killed_is_named_with_what_may_help(number: int, name: 
 
 
 def test_a_worker_that_is_killed_in_the_middle_of_a_message_is_named_too() -> None:
-    results = workers_on(lambda number: torch.full((100_000,), number), range(100), ahead=1)  # more than fits a pipe
+    results = workers_on(lambda number: torch.full((1_000_000,), number), range(100))  # more than fits a pipe
     (worker,) = multiprocessing.active_children()
     threads = Path(f"/proc/{worker.pid}/task")
     wait_until(
@@ -471,5 +468,6 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_message_is_named_too() -> No
     )
     worker.kill()
     with pytest.raises(SlurmtrainError, match="was killed by SIGKILL"):
-        list(results)
+        [next(results) for _ in range(100)]
+    results.close()
     assert multiprocessing.active_children() == []

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -13,16 +14,10 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from slurmtrain.data.sources.text import ByteText, ByteWindows, StdlibText, TextFiles
+from slurmtrain.data.sources.text import ByteWindows, StdlibText
 from slurmtrain.errors import ConfigError
 
 CONF = Path(__file__).parents[3] / "conf"
-
-
-def write_files(folder: Path, contents: dict[str, str]) -> None:
-    for name, content in contents.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content)
 
 
 def test_every_byte_after_the_first_is_a_target_exactly_once() -> None:
@@ -36,10 +31,13 @@ def test_every_byte_after_the_first_is_a_target_exactly_once() -> None:
     assert len(windows) == 5 and (targets == -100).sum() == 3
 
 
-def test_whole_files_are_held_out_and_nothing_is_lost(tmp_path: Path) -> None:
-    contents = {f"part{i:02d}/{i}.txt": chr(ord("A") + i) * (20 + i) for i in range(26)}
-    write_files(tmp_path, contents)
-    text = TextFiles([f"{tmp_path}/**/*.txt"], seq_len=8, valid_fraction=0.2)
+def test_whole_files_are_held_out_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = {f"part{i:02d}/{i}.py": chr(ord("A") + i) * (20 + i) for i in range(26)}
+    for name, content in {**contents, "tests/left_out.py": "?", "empty.py": ""}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    text = StdlibText(seq_len=8, valid_fraction=0.2)
     letters = {}
     for name, dataset in (("train", text.train), ("valid", text.valid)):
         targets = dataset.get_batch(np.arange(len(dataset)))["targets"]
@@ -47,28 +45,17 @@ def test_whole_files_are_held_out_and_nothing_is_lost(tmp_path: Path) -> None:
     assert sorted(letters["train"] + letters["valid"]) == sorted("".join(contents.values()))
     assert not set(letters["train"]) & set(letters["valid"])
     assert 0 < len(letters["valid"]) <= 0.2 * len("".join(contents.values()))
+    with pytest.raises(ConfigError, match=r"too few \.py files"):
+        StdlibText(seq_len=8, max_bytes=5)
 
 
-def test_the_split_survives_moving_the_data(tmp_path: Path) -> None:
-    contents = {f"{i}.txt": f"file {i} " * 10 for i in range(10)}
-    write_files(tmp_path / "here", contents)
-    write_files(tmp_path / "moved" / "there", contents)
-    here = TextFiles([f"{tmp_path}/here/*.txt"], seq_len=8, valid_fraction=0.3)
-    there = TextFiles([f"{tmp_path}/moved/there/*.txt"], seq_len=8, valid_fraction=0.3)
-    assert here.fingerprint == there.fingerprint
-
-
-def test_a_single_file_is_split_within(tmp_path: Path) -> None:
-    write_files(tmp_path, {"book.txt": "a" * 90 + "b" * 10})
-    text = TextFiles([str(tmp_path / "book.txt")], seq_len=4, valid_fraction=0.1)
-    assert (text.train.num_targets, text.valid.num_targets) == (91, 11)  # each with the separator at its end
-    assert "its end held out" in text.description
-
-
-def test_unigram_entropy_is_the_loss_of_guessing_by_frequency() -> None:
-    text = ByteText([("a", b"xxxx"), ("b", b"y")], seq_len=4, valid_fraction=0.2, source="")
+def test_unigram_entropy_is_the_loss_of_guessing_by_frequency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text("xxxx")
+    (tmp_path / "b.py").write_text("y")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     # Training text x x x x 0: counts + 1 are 5 for x, 2 for the separator, 1 for y, of 5 + 256 in all.
-    assert text.unigram_entropy == pytest.approx(-(math.log(1 / 261) + math.log(2 / 261)) / 2)
+    entropy = StdlibText(seq_len=4, valid_fraction=0.2).unigram_entropy
+    assert entropy == pytest.approx(-(math.log(1 / 261) + math.log(2 / 261)) / 2)
 
 
 def test_the_standard_library_is_read_fast_and_the_same_everywhere() -> None:
@@ -97,23 +84,7 @@ def test_the_shipped_configs_give_data(name: str) -> None:
     assert text.vocab_size == 256 and "standard library" in text.description
 
 
-@pytest.mark.parametrize("as_list", [True, False])
-def test_the_config_for_own_files_takes_a_list_or_one_path(as_list: bool, tmp_path: Path) -> None:
-    write_files(tmp_path, {"a.txt": "some text", "b.txt": "more text"})
-    paths = [f"{tmp_path}/*.txt"] if as_list else f"{tmp_path}/*.txt"
-    config = OmegaConf.merge(OmegaConf.load(CONF / "data" / "files.yaml"), {"paths": paths, "seq_len": 256})
-    assert len(instantiate(config).train) == 1
-
-
-def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no file matches .*nothing\.txt") as error:
-        TextFiles([str(tmp_path / "nothing.txt")], seq_len=8)
-    assert error.value.hint
-    write_files(tmp_path, {"empty.txt": ""})
-    with pytest.raises(ConfigError, match="no text to train on"):
-        TextFiles([str(tmp_path / "empty.txt")], seq_len=8)
-    with pytest.raises(ConfigError, match="not a list"):
-        TextFiles([1], seq_len=8)  # type: ignore[list-item]
+def test_values_out_of_range_are_named() -> None:
     with pytest.raises(ConfigError, match=r"data\.seq_len is 0"):
         StdlibText(0)
     with pytest.raises(ConfigError, match=r"data\.valid_fraction is 1\.5"):

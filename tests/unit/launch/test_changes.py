@@ -37,10 +37,6 @@ OURS = compose(["cluster=a100x4", "cluster.nodes=4", "job.runs_dir=/runs"])
 THEIRS = replace(OURS, model={"_target_": "mine.Model", "width": 8})
 
 
-LLAMA = """{"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-"intermediate_size": 32, "max_position_embeddings": 512, "rms_norm_eps": 1e-6}"""  # a config.json
-
-
 def after(config: Config, *words: str) -> Config:
     return changed(config, words, Path("/home/me"))[0]
 
@@ -84,18 +80,6 @@ def test_a_person_who_says_so_goes_on_all_the_same() -> None:
     changes = after(OURS, "train.seed=1", "checkpoint.allow=[config,data]")
     check_meaning(OURS, changes, 100)
     assert {"train.seed", "checkpoint.allow"} <= set(differences(OURS, changes))
-
-
-def test_adapters_stay_beside_the_weights_that_they_were_trained_with(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(LLAMA)
-    words = ["model=hf", f"model.path={tmp_path}/one", "lora.r=4"]
-    config, other = compose(words), f"model.path={tmp_path}/other"
-    with pytest.raises(UsageError, match=r"model\.path: .* cannot change after step 100"):
-        check_meaning(config, after(config, other), 100)
-    check_meaning(config, after(config, other, "checkpoint.allow=[config]"), 100)
-    check_meaning(config, after(config, other), None)
 
 
 def test_of_a_model_of_ones_own_the_class_may_not_change_and_of_a_program_everything_may() -> None:
@@ -204,11 +188,6 @@ def test_of_a_run_in_a_sweep_nothing_is_set_that_the_sweep_decides(override: str
         check_of_one_run(["train.steps=9", override], ["optim.lr=0.1", "model=tiny"])
     assert error.value.hint == "submit it as a separate run"
     check_of_one_run(["train.steps=9", "prepare.parts=2"], ["prepare.part=1", "model=tiny"])
-
-
-@pytest.mark.parametrize("words", [["last", "optim.lr"], ["last", "--code", "lr"]])
-def test_a_word_that_is_no_value_is_told_how_to_write_one(words: list[str]) -> None:
-    assert "optim.lr=1e-4" in refused("resume", *words)
 
 
 def test_a_fixed_bug_and_another_value_go_on_from_where_the_run_was(cli: Cli, project: Path) -> None:

@@ -93,14 +93,6 @@ def test_limits_of_a_partition_a_qos_and_an_account_bound_what_is_asked_for() ->
     assert (mig["tasks_per_node"], mig["gpus_per_node"], mig["gpu_memory_gb"]) == (1, 1, 5)
 
 
-def test_a_qos_that_the_partition_denies_is_not_left_to_be_the_default() -> None:
-    facts = facts_of("alpha_22_05")
-    denying = tuple(replace(each, allowed_qos=None, denied_qos=("Normal",)) for each in facts.partitions)
-    file = describe(replace(facts, partitions=denying), account="physics")
-    assert file.values["qos"] == "debug"
-    assert "of yours, the partition takes debug and high (AllowQos, DenyQos)" in file.text()
-
-
 @pytest.mark.parametrize(
     ("gpu_type", "features", "memory", "asked"),
     [
@@ -125,19 +117,6 @@ def test_what_is_not_known_is_a_commented_question_and_said() -> None:
     assert any(question.startswith("storage_gb_per_s:") for question in file.questions)
     silent = replace(facts_of("alpha_22_05"), associations=None)
     assert "# account: ..." in describe(silent).text()
-
-
-def test_a_name_that_a_shipped_cluster_has_is_not_taken() -> None:
-    assert described("alpha_24_11", taken=["alpha"]).name == "alpha-gpu"
-    facts = facts_of("alpha_24_11")
-    odd = replace(facts, config={**facts.config, "ClusterName": "../x y"})
-    assert describe(odd).name == "x-y"
-
-
-def test_without_a_default_partition_the_one_with_the_most_gpus_is_described() -> None:
-    facts = facts_of("alpha_24_11")
-    file = describe(replace(facts, partitions=tuple(replace(each, default=False) for each in facts.partitions)))
-    assert file.partition in ("gpu", "closed") and file.name == f"alpha-{file.partition}"
 
 
 def test_a_partition_that_is_not_there_is_a_sentence() -> None:

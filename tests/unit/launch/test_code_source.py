@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.choices import ContainerKind
-from slurmtrain.config.schema import ClusterConfig, ContainerConfig
 from slurmtrain.errors import ConfigError
-from slurmtrain.launch.code_source import ask, interpreter_of, roots_below
+from slurmtrain.launch.code_source import roots_below
 from slurmtrain.slurm.command_environment import belongs_to_a_job
 
 HATCHLING = """
@@ -134,16 +132,3 @@ def test_only_folders_of_the_work_tree_count_each_once_in_the_order_of_the_searc
     (strict := tree / "build" / "__editable__.a-1-py3-none-any").mkdir(parents=True)
     with pytest.raises(ConfigError, match="editable_mode=strict"):
         roots_below(tree, [str(strict)], [])
-
-
-def test_the_interpreter_that_is_asked_is_that_of_the_ranks(tmp_path: Path) -> None:
-    environment = tmp_path / "env" / "bin"
-    environment.mkdir(parents=True)
-    (environment / "python").symlink_to(sys.executable)
-    assert interpreter_of(ClusterConfig()) == sys.executable
-    assert interpreter_of(ClusterConfig(python=str(environment / "python"))) == str(environment / "python")
-    for cluster in (ClusterConfig(venv=str(tmp_path / "env")), ClusterConfig(conda_env=str(tmp_path / "env"))):
-        assert interpreter_of(cluster) == str(environment / "python")
-    assert interpreter_of(ClusterConfig(venv=str(tmp_path / "none"))) is None
-    assert interpreter_of(ClusterConfig(container=ContainerConfig(kind=ContainerKind.PYXIS, image="a"))) is None
-    assert ask("/bin/false") == ask(str(tmp_path / "none")) == ((), ())

@@ -14,15 +14,12 @@ import pytest
 
 from slurmtrain.config.frozen import freeze
 from slurmtrain.config.schema import Config, HooksConfig
-from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.supervise.hooks import hook_of, variables
+from slurmtrain.supervise.hooks import hook_of
 from tests.support.run_info import run_info
 from tests.support.runs import add_attempt
-
-ODD = 'crashed: \'a "b" $(touch x) \0 \ud800 ' + "x" * 200_000
 
 
 @pytest.mark.parametrize(
@@ -88,14 +85,6 @@ def test_it_is_told_the_facts_and_runs_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "record").read_text())["sentence"] == "crashed: x"
     assert (run_dir.attempt(1).path / "hook.log").read_text() == f"{tmp_path}\noh\n"
     assert outcome(run_dir).startswith("ended with exit code 4")
-
-
-def test_any_sentence_fits_into_a_variable(tmp_path: Path) -> None:
-    run_dir = ended_run(tmp_path, HooksConfig(on_failure="echo ${#SLURMTRAIN_SENTENCE}"), sentence=ODD)
-    run_hook(run_dir, 1)
-    assert outcome(run_dir).startswith("ended with exit code 0")
-    told = variables(run_dir, attempts.read_attempt(run_dir, 1), "on_failure")["SLURMTRAIN_SENTENCE"]
-    assert told.startswith('crashed: \'a "b" $(touch x)   ? xxx')
 
 
 def test_at_its_time_limit_it_dies_with_all_that_it_has_started(tmp_path: Path) -> None:

@@ -163,15 +163,10 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
         *(3, "FAILED", "end", "exit code 3 .GPU 3 has 2 uncorrectable ECC errors.; it is not requeued"),
     ),
     "crashed once": (Job(ONCE + "exit 3", HOOKS), 0, "COMPLETED", "in-place done", "finished"),
-    "crashed, then stopped": (Job(ONCE + "exit 3; exit 75"), 75, "PENDING", "in-place requeue", "it is requeued"),
     "resubmitted": (
         Job("exit 75", ("requeue=resubmit",), prepare=waits_for_it), 75, "FAILED", "resubmit", "it is submitted again",
     ),
     "chain": (Job("exit 75", ("requeue=chain",)), 75, "FAILED", "next", "the next job of the chain continues"),
-    "crash loop": (
-        Job("exit 3", ("requeue.max_attempts_without_progress=2", "requeue.blame_threshold=0")),
-        *(3, "FAILED", "in-place end", "2 attempts in a row without progress .*giving up"),
-    ),
     "bad node": (
         Job("exit 3", ("requeue.max_attempts_without_progress=9",)),
         *(75, "PENDING", "in-place requeue", "it is requeued"),
@@ -198,10 +193,6 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
         *(78, "FAILED", "end", "cannot enter .*/code on "),
     ),
     "scancelled": (Job("scancel 101; exit 75"), 75, "CANCELLED", "end", "cancelled by scancel"),
-    "requeue fails once": (
-        Job("exit 75", prepare=fails("scontrol requeue", NO_REPLY, times=1, done=True)),
-        *(75, "PENDING", "requeue", "it is requeued"),
-    ),
     "requeue refused": (
         Job("exit 75", prepare=fails("scontrol requeue", DISABLED)),
         *(75, "FAILED", "resubmit", "it is submitted again"),
@@ -218,10 +209,6 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
         Job("exit 75", prepare=lambda job: job.slurm.meanwhile("scontrol requeue", f"{CANCEL} {job.run}")),
         *(75, "CANCELLED", "end", "; cancelled by `cancel RUN`"),
     ),
-    "scancelled before the requeue": (
-        Job("exit 75", prepare=lambda job: job.slurm.meanwhile("scontrol requeue", "scancel 101")),
-        *(75, "CANCELLED", "end", "; cancelled by scancel before it started again"),
-    ),
     "scancelled before the next job": (
         Job("exit 75", ("requeue=resubmit",), prepare=lambda job: job.slurm.meanwhile("sbatch", "scancel 101")),
         *(75, "CANCELLED", "end", "; cancelled by scancel before it started again"),
@@ -229,12 +216,7 @@ ENDINGS: dict[str, tuple[Job, int, str, str, str]] = {
     # Nothing can be recorded of this attempt. A stop is a stop all the same.
     "unrecorded": (Job(BREAK + "exit 75"), 75, "PENDING", "", "told to stop by a signal; it is requeued"),
 }  # fmt: skip
-# What a shell has in which another launcher has started its own ranks, and bash works as the POSIX standard says.
-OF_A_LAUNCHER = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "far"}
-OF_A_LAUNCHER |= {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "3"}
-OF_A_LAUNCHER |= {"POSIXLY_CORRECT": "y"}
 FURTHER = {
-    "signalled": Job("trap 'exit 75' TERM; touch $folder/began; while :; do sleep 0.05; done"),
     "lingers": Job(
         "trap 'touch $folder/told' TERM; touch $folder/began; until [ -e $folder/go ]; do sleep 0.05; done; exit 75"
     ),
@@ -251,7 +233,6 @@ FURTHER = {
         variables={"MINE": 'it\'s $(touch x)\ntwo "lines"', "SLURM_JWT": "expired", "SLURM_EXPORT_ENV": "NONE"}
         | {"BASH_FUNC_module%%": '() {  echo "$@" >>/dev/null; export MODULE="$*"; }', "SQUEUE_STATES": "PENDING"},
     ),
-    "under a launcher": Job("env -0 >$folder/environment; exit 3", ("requeue=off",), variables=OF_A_LAUNCHER),
     "it's $(touch x) 50%j": Job('pwd >"$folder/cwd"; exit 0'),
     "array": Job("exit 75", ("-m", "train.seed=5,6,7"), task=1),
     "pack": Job(
@@ -289,10 +270,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
         python.write_text(f'#!/bin/bash\n{kept}\nexec {sys.executable} "$@"\n')
         python.chmod(0o700)
         job.submit(folder)
-    for name in ("signalled", "lingers"):
-        assert wait_until((jobs[name].folder / "began").exists, timeout_s=120), name
-        for _ in range(2):
-            os.killpg(jobs[name].process.pid, signal.SIGTERM)
+    assert wait_until((jobs["lingers"].folder / "began").exists, timeout_s=120)
+    for _ in range(2):
+        os.killpg(jobs["lingers"].process.pid, signal.SIGTERM)
     assert wait_until((jobs["lingers"].folder / "told").exists, timeout_s=120)
     assert jobs["lingers"].process.poll() is None and jobs["lingers"].slurm.calls("scontrol requeue") == []
     (jobs["lingers"].folder / "go").touch()
@@ -392,19 +372,10 @@ def test_ranks_have_what_the_set_up_makes_and_values_to_the_letter(ended: dict[s
     assert all(ignored >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGUSR2))
 
 
-def test_what_another_launcher_has_told_its_ranks_is_not_for_ours(ended: dict[str, Job]) -> None:
-    job = ended["under a launcher"]
-    variables = dict(pair.split("=", 1) for pair in job.text("environment").split("\0") if "=" in pair)
-    assert (variables["RANK"], variables["WORLD_SIZE"]) == ("0", "1") and job.attempts()[-1]["reason"] == "crash"
-    assert variables.get("MASTER_ADDR") != "far" and "TORCHELASTIC_RUN_ID" not in variables
-    assert not [each for each in variables if each.startswith(("OMPI_", "PMI_"))]
-
-
 def test_signals_reach_the_ranks_and_the_job_waits_for_the_last_one(ended: dict[str, Job]) -> None:
-    for name in ("signalled", "lingers"):
-        job = ended[name]
-        assert (job.codes, job.slurm.job("101")["state"]) == ([75], "PENDING"), job.logs
-        assert job.attempts()[-1]["sentence"] == "told to stop by SIGTERM; it is requeued"
+    job = ended["lingers"]
+    assert (job.codes, job.slurm.job("101")["state"]) == ([75], "PENDING"), job.logs
+    assert job.attempts()[-1]["sentence"] == "told to stop by SIGTERM; it is requeued"
 
 
 def test_a_node_on_which_every_start_crashes_is_left_out_unless_no_other_is_left(ended: dict[str, Job]) -> None:

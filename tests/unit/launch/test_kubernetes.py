@@ -161,21 +161,6 @@ def test_what_cannot_work_in_pods_is_refused_before_anything_is_made(
     assert list(project.iterdir()) == []
 
 
-def test_resources_are_quantities_and_the_container_takes_what_else_a_cluster_wants(project: Path) -> None:
-    safe = "{allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}"
-    words = ["+cluster.pods.resources={ephemeral-storage: 1.5Ti, cpu: 1500m, memory: 2Gi, hugepages-2Mi: 4Gi}"]
-    words += ["cluster.gpus_per_node=0", "cluster.gpu_type=null", "cluster.gpu_memory_gb=null"]
-    words += [f"+cluster.pods.container={{securityContext: {safe}, envFrom: [{{configMapRef: {{name: proxy}}}}]}}"]
-    (found,) = documents("+cluster=kubernetes", *here([*NEEDED, *words], project))
-    check_by_schema(found)
-    (container,) = pod_of(found)["spec"]["containers"]
-    wanted = {"ephemeral-storage": "1.5Ti", "cpu": "1500m", "memory": "2Gi", "hugepages-2Mi": "4Gi"}
-    assert container["resources"] == {"requests": wanted, "limits": wanted}
-    # None of these is a device, which would need to pin memory: a namespace with restrictions takes the pod.
-    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    assert container["envFrom"] == [{"configMapRef": {"name": "proxy"}}]
-
-
 def test_the_object_its_container_and_the_mounts_of_volumes_take_what_else_a_cluster_wants(project: Path) -> None:
     words = [
         *("+cluster=kubernetes", IMAGE, "+cluster.pods.resources={rdma/hca: 8}"),
@@ -195,31 +180,6 @@ def test_the_object_its_container_and_the_mounts_of_volumes_take_what_else_a_clu
     assert (first["mountPath"], first["subPath"], second["readOnly"]) == (str(project), "me", True)
     assert container["env"][-1]["name"] == "POD_IP" and container["env"][0]["name"] == "MASTER_ADDR"
     assert container["securityContext"]["capabilities"]["add"] == ["SYS_PTRACE", "IPC_LOCK"]  # RDMA pins memory
-
-
-OF_SLURM = ["cluster.partition=gpu", "cluster.exclude=n1", "requeue.in_place=true", "cluster.pods.ttl_s=60"]
-ON_SLURM = "cluster.partition=gpu, cluster.exclude=n1, requeue.in_place=true"
-WITHOUT_EFFECT = {
-    "jobset": (OF_SLURM, ON_SLURM),
-    "trainjob": (OF_SLURM, f"{ON_SLURM}, cluster.pods.ttl_s=60"),
-    "skypilot": (["cluster.pods.queue=gpus"], "cluster.pods.queue=gpus, cluster.pods.shm_gb=64, cluster.pods.tolerations="),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("target", WITHOUT_EFFECT)
-def test_settings_that_a_target_has_no_use_for_are_named_once(
-    target: str, project: Path, kubectl: FakeKubectl, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words, named = WITHOUT_EFFECT[target]
-    own = ["+cluster=kubernetes", "cluster.gpu_memory_gb=null", *here(NEEDED, project)]
-    said = f"without effect with the target {target}: {named}"
-    printed(*own, *words, "render", "--target", target)
-    assert capsys.readouterr().err.count(said) == 1
-    if target != "skypilot":
-        printed(*own, *words, f"cluster.pods.target={target}", "submit")
-        assert capsys.readouterr().err.count(said) == 1
-        printed(*own, f"cluster.pods.target={target}", "submit")
-        assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", ["a" * 64, "9lives", "Über_all+1"])
@@ -360,12 +320,6 @@ def test_a_task_of_skypilot_is_not_a_matter_of_kubectl(project: Path, kubectl: F
     assert "kubectl does not know SkyPilot's tasks; attempt 1 is next" in shown("status", run.id)["sentence"]
     assert "kubectl does not know SkyPilot's tasks" in refused("cancel", run.id, code=1)
     assert kubectl.calls == []
-
-
-def test_a_trainjob_that_is_gone_is_gone_although_its_runtime_is_there(project: Path, kubectl: FakeKubectl) -> None:
-    run = submitted(project, "cluster.pods.target=trainjob")
-    kubectl.remove(next(name for name in kubectl.objects if name.startswith("TrainJob")))
-    assert shown("status", run.id)["state"] == "lost"
 
 
 def test_without_an_answer_status_says_what_the_files_know_and_resume_whom_to_wait_for(

@@ -15,7 +15,6 @@ from slurmtrain.errors import EXIT_CONFIG, ConfigError
 from slurmtrain.launch.job import submit_existing_script
 from slurmtrain.launch.named_paths import check_named_paths, with_absolute_paths
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.paths import current_folder
 from tests.support.commands import refusal
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import printed
@@ -29,7 +28,7 @@ def test_every_relative_path_of_a_config_means_the_folder_of_the_command(tmp_pat
     (tmp_path / "image").mkdir()
     config = compose(
         [
-            *("cluster=a100x4", "data=files", "data.paths=[texts/*.txt,/data/all.txt]", "model=huggingface"),
+            *("cluster=a100x4", "data=prepared", "data.path=tokens", "model=huggingface"),
             *("model.path=../models/own", "checkpoint.restore_from=runs/a/b/checkpoints/checkpoint_0000010"),
             *("cluster.container.kind=apptainer", "cluster.container.image=image", "cluster.slurm_conf=slurm.conf"),
             *("cluster.container.mounts=[./data:/data:ro,/a:/b]", "cluster.conda_env=torch", "cluster.venv=envs/torch"),
@@ -39,7 +38,7 @@ def test_every_relative_path_of_a_config_means_the_folder_of_the_command(tmp_pat
         ]
     )
     found = with_absolute_paths(config, tmp_path)
-    assert found.data["paths"] == [f"{tmp_path}/texts/*.txt", "/data/all.txt"]
+    assert found.data["path"] == f"{tmp_path}/tokens"
     assert found.model["path"] == f"{tmp_path.parent}/models/own"
     assert found.checkpoint.restore_from == f"{tmp_path}/runs/a/b/checkpoints/checkpoint_0000010"
     assert found.checkpoint.mirror == "s3://bucket/folder"
@@ -53,23 +52,6 @@ def test_every_relative_path_of_a_config_means_the_folder_of_the_command(tmp_pat
     container = {"image": f"{tmp_path}/eval.sif"}
     assert found.eval.cluster == {"container": container, "python": f"{tmp_path}/bin/python", "nodes": 1}
     assert with_absolute_paths(found, Path("/elsewhere")) == found
-
-
-@pytest.mark.parametrize("word", ["chatml", "none"])
-@pytest.mark.parametrize("image", ["nvcr.io#nvidia/pytorch:26.01", "docker://ubuntu", "ubuntu:24.04"])
-def test_the_name_of_a_template_and_an_image_in_a_registry_stay_what_they_are(
-    word: str, image: str, tmp_path: Path
-) -> None:
-    container = ["cluster=a100x4", "cluster.container.kind=pyxis", f"cluster.container.image='{image}'"]
-    found = with_absolute_paths(compose([*container, f"prepare.chat_template={word}"]), tmp_path)
-    assert (found.prepare.chat_template, found.cluster.container.image) == (word, image)
-
-
-def test_what_another_job_makes_or_a_container_has_is_not_missed(tmp_path: Path) -> None:
-    later = compose(["cluster=a100x4", "checkpoint.restore_from=later"])
-    assert check_named_paths(later, tmp_path, later=True) == []
-    inside = ["cluster.container.kind=pyxis", "cluster.container.image=ubuntu", "checkpoint.restore_from=inside"]
-    assert check_named_paths(compose(["cluster=a100x4", *inside]), tmp_path) == []
 
 
 def test_each_job_of_a_run_begins_in_the_folder_of_the_command(
@@ -103,23 +85,14 @@ def test_a_job_is_told_the_path_that_the_shell_uses_and_not_what_links_here_reso
         assert run_dir.name in printed("status", run_dir.name)
 
 
-def test_a_pwd_that_is_another_folder_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    for wrong in (str(tmp_path), "here", "", str(tmp_path / "gone")):
-        monkeypatch.setenv("PWD", wrong)
-        assert current_folder() == here
-    (tmp_path / "link").symlink_to(here)
-    monkeypatch.setenv("PWD", str(tmp_path / "link"))
-    assert current_folder() == tmp_path / "link"
-
-
 @pytest.mark.parametrize(
     ("words", "told", "hint"),
     [
-        (["data=files", "data.paths=[text.txt]"], "data.paths: there is no file .*/text.txt: .* has no text.txt", "relative"),
-        (["data=files", "data.paths=[tests/**/*.txt]"], "no file .*: .* has no tests", "did you mean .*/texts"),
+        (["data=prepared", "data.path=none"], "data.path: there is no folder of prepared data .*: .* has no none", "relative"),
+        (["data=prepared", "data.path=tests"], "no folder of prepared data .*: .* has no tests", "did you mean .*/texts"),
+        (["data=prepared", "data.path=texts"], ".*/texts has no manifest.json", "incomplete, or no folder of prepared data"),
+        (["data=prepared", "data.path=raw.jsonl"], "no folder of prepared data .*: .*/raw.jsonl has no manifest.json", ""),
+        (["data=prepared", "data.path=[texts,more]"], r"\['texts', 'more'\] is not the path of a folder", "mixture"),
         (["model=huggingface", "model.path=old"], "/old: .*/old has no [*].safetensors", "incomplete, or no folder of"),
         (["model=huggingface", "model.path=torn"], "/torn: .*/torn has no model-2.safetensors", "it is incomplete"),
         (["checkpoint.restore_from=begun"], "there is no checkpoint .*/begun: .*/begun has no manifest", NEWEST),
@@ -160,13 +133,13 @@ def test_a_run_that_has_checkpoints_needs_what_it_began_with_no_more(tmp_path: P
 
 
 def test_what_only_the_nodes_can_know_is_said_in_one_sentence_unless_it_is_meant(tmp_path: Path) -> None:
-    named = ["data=files", "data.paths=[/only/on/nodes/*.txt]", "cluster.venv=/opt/cuda-99"]
+    named = ["data=prepared", "data.path=/only/on/nodes", "cluster.venv=/opt/cuda-99"]
     (warning,) = check_named_paths(compose(["cluster=a100x4", *named]), tmp_path)
-    assert "data.paths (/only/on/nodes/*.txt)" in warning and "cluster.venv (/opt/cuda-99)" in warning
+    assert "data.path (/only/on/nodes)" in warning and "cluster.venv (/opt/cuda-99)" in warning
     assert "cluster.node_paths=[/opt/cuda-99,/only]" in warning
     meant = ["cluster=a100x4", *named, "cluster.node_paths=[/opt/cuda-99,/only]"]
     assert check_named_paths(compose(meant), tmp_path) == []
-    with pytest.raises(ConfigError, match="there is no file"):  # this machine is the node
+    with pytest.raises(ConfigError, match="there is no folder of prepared data"):  # this machine is the node
         check_named_paths(compose(["cluster=local", *named[:2]]), tmp_path)
 
 
@@ -174,8 +147,8 @@ def test_a_sweep_says_once_what_only_the_nodes_can_know(project: Path, slurm: Fa
     words: tuple[str, ...] = (
         "-m",
         CLUSTER,
-        "data=files",
-        "data.paths=[/only/on/nodes/*.txt]",
+        "data=prepared",
+        "data.path=/only/on/nodes",
         "optim.lr=1e-3,1e-4",
         "submit",
     )

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.supervise.platforms import local
-from slurmtrain.system.files import write_json
 from slurmtrain.system.process import ProcessMark
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
@@ -173,18 +171,6 @@ def test_cancel_of_a_sweep_ends_every_job_of_its_runs(project: Path, slurm: Fake
     assert cancelled(slurm) == ["101", "200", "201", "300"]
 
 
-def test_cancel_reaches_every_job_of_an_evaluation(make: Make, slurm: FakeSlurm) -> None:
-    run = make("100")
-    failed(run, "100")
-    evaluation = run.evaluation(7)
-    for folder in (evaluation.attempts, evaluation.checkpoints):
-        folder.mkdir(parents=True)
-    write_json(evaluation.info_file, {**run.info(), "id": evaluation.id, "job_ids": ["200", "201"], "made_at": None})
-    in_queue(slurm, "200 RUNNING x", "201 PENDING x", f"202 PENDING slurmtrain:{evaluation.id}:1")
-    assert main(["cancel", run.id]) == 0
-    assert cancelled(slurm) == ["200", "201", "202"]
-
-
 # SLURM gives an id twice: on a cluster that is set up again (`sandbox down`, `up`), and after MaxJobId.
 
 
@@ -223,24 +209,6 @@ def test_resume_submits_a_run_whose_only_job_has_ended_since_the_shell_that_subm
 
 
 # Claims.
-
-
-def test_one_process_at_a_time_holds_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "POLL_S", 0.01)
-    held, most, gate = [0], [0], threading.Barrier(6)
-
-    def work() -> None:
-        gate.wait()
-        with claimed(tmp_path, lambda owner: None):
-            held[0] += 1
-            most[0] = max(most[0], held[0])
-            assert is_claimed(tmp_path) and claims.holder_here(tmp_path) == os.getpid()
-            held[0] -= 1
-
-    with ThreadPoolExecutor(6) as pool:
-        for done in [pool.submit(work) for _ in range(6)]:
-            done.result()
-    assert most == [1] and not is_claimed(tmp_path) and claims.holder_here(tmp_path) is None
 
 
 def test_where_a_file_system_has_no_locks_a_claim_still_says_who_holds_it(

@@ -213,18 +213,6 @@ def test_every_line_that_does_something_knows_why_it_is_there(project: Path, slu
         assert field in why(begin), begin
 
 
-def test_render_explains_below_each_line_for_people(project: Path, slurm: FakeSlurm, capsys: Out) -> None:
-    words = ["+cluster=a100x4", "cluster.nodes=2", "render"]
-    assert main(words) == 0
-    script = capsys.readouterr().out.splitlines()
-    shown = printed(*words, "--explain")
-    assert re.search(r"^#SBATCH --nodes=2\n +\| cluster.nodes", shown, re.MULTILINE)
-    assert all(line.strip() in shown for line in script)
-    assert main([*words, "--explain", "-o", "job.sbatch"]) == 2
-    assert main([*words, "--json"]) == 2
-    assert not (project / "runs").exists()
-
-
 # One source: render, --dry-run and submit.
 
 
@@ -304,12 +292,3 @@ def test_variables_of_sbatch_do_not_beat_the_config_and_give_what_it_leaves_open
     monkeypatch.setenv("SBATCH_PARTITION", "long")  # says the same
     said = refused(*words, "cluster.partition=long", "cluster.account=theirs", "submit", code=0)
     assert "SBATCH_PARTITION" not in said and "SBATCH_ACCOUNT=mine" in said
-
-
-def test_a_cluster_with_its_own_slurm_conf_is_the_one_that_sbatch_talks_to(project: Path, slurm: FakeSlurm) -> None:
-    conf = project.parent / "slurm.conf"
-    conf.touch()
-    assert main(["+cluster=a100x4", f"cluster.slurm_conf={conf}", "submit"]) == 0
-    assert slurm.environment["SLURM_CONF"] == str(conf)
-    info = json.loads(next(project.glob("runs/train/*/run.json")).read_text())
-    assert info["slurm_conf"] == str(conf)

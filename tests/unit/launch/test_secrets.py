@@ -121,15 +121,6 @@ def test_a_value_that_is_written_out_is_refused_and_nothing_is_left(
     assert os.listdir(project) == [] and slurm.submitted == []
 
 
-def test_a_secret_that_is_a_part_of_a_path_is_refused_and_nothing_is_left(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOGIN", project.name)
-    said = refused("cluster=local", "job=command", "job.command=true", "+secrets.LOGIN=env", "submit", code=78)
-    assert "a part of this run's" in said and "***LOGIN***" in said
-    assert not [path for path in project.rglob("*") if path.is_file()]
-
-
 # Redaction.
 
 

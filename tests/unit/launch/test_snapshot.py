@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from slurmtrain.cli import main
-from slurmtrain.launch import snapshot as snapshots
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runs.software import CodeRecord, read_code_record, words_for_changes
+from slurmtrain.runs.software import CodeRecord, read_code_record
 from tests.support.fake_slurm import FakeSlurm
 
 Submit = Callable[..., RunDir]
@@ -175,35 +173,3 @@ def test_submodules_and_clones_inside_are_copied(tree: Path, tmp_path: Path, sub
     assert found == {
         *("train.py", "sub/deep.py", "clone/inner.py", "lib/library.py", "lib/fresh.py", "lib/deps/inner/inner.py")
     }
-
-
-def test_variables_of_another_repository_change_nothing(
-    tree: Path, tmp_path: Path, submit: Submit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As they are set within a hook of git, or by whoever keeps his dotfiles in git."""
-    (other := tmp_path / "other").mkdir()
-    git("init", "-q", cwd=other)
-    named = {"GIT_DIR": other / ".git", "GIT_WORK_TREE": other, "GIT_INDEX_FILE": tmp_path / "index"}
-    with monkeypatch.context() as hook:
-        for name, value in named.items():
-            hook.setenv(name, str(value))
-        (tree / "train.py").write_text("x = 1\n" * 300_000)
-        run = submit()
-    assert record_of(run).revision == git("rev-parse", "HEAD", cwd=tree).strip() and copied(run) == COMMITTED
-    assert record_of(run).dirty and record_of(run).diff is None  # so long a diff is left out
-
-
-def test_a_work_tree_in_place_that_git_takes_long_for_keeps_nobody_waiting(
-    tree: Path, tmp_path: Path, submit: Submit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tree / "train.py").write_text("edited")
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    real = shutil.which("git")
-    (programs / "git").write_text(f'#!/bin/sh\ncase " $* " in *" status "*) exec sleep 30 ;; esac\nexec {real} "$@"\n')
-    (programs / "git").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    monkeypatch.setattr(snapshots, "IN_PLACE_S", 0.5)
-    record = record_of(submit("job.snapshot=none"))
-    assert (record.dirty, record.diff) == (None, None)  # it is not said that there are no changes
-    assert words_for_changes(None) == " (whether with changes is not known)"

@@ -18,8 +18,6 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.folders import PACKAGE
 from slurmtrain.data.loading.batches import row_counts
 from slurmtrain.models import Decoder
-from slurmtrain.models.attention import CausalAttention
-from slurmtrain.models.decoder import Block
 from slurmtrain.models.flops import flops_of
 from slurmtrain.planner.flops import ModelFlops, attended_pairs, decoder_flops, dense_pairs
 from slurmtrain.planner.shape import DecoderShape
@@ -30,7 +28,6 @@ PRESETS = sorted(
     for path in (PACKAGE.parent / "conf" / "model").glob("*.yaml")
     if path.stem not in ("base", "hf", "huggingface")
 )
-OF_EACH_FAMILY = ("small", "llama3_8b", "qwen2_5_7b", "qwen3_8b")
 
 
 def preset(name: str) -> dict[str, Any]:
@@ -68,46 +65,6 @@ def test_every_presets_dense_count_is_that_of_torch_within_one_percent(name: str
     model = Decoder(**tiny(name))
     expected = model.training_flops().of(ROWS * LENGTH, dense_pairs(ROWS, LENGTH))
     assert counted(step(model)) == pytest.approx(expected, rel=0.01)
-    assert expected == ROWS * LENGTH * model.flops_per_token(LENGTH)
-
-
-class OnePairAtATime(CausalAttention):
-    """Attention that multiplies each query with the keys that it may attend to, and with no others."""
-
-    def mask(self, documents_BT: Tensor, positions_S: Tensor) -> Any:
-        return documents_BT
-
-    def __call__(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dropout: float, mask: Any = None) -> Tensor:
-        groups = q_BSHD.shape[2] // k_BSKD.shape[2]
-        k_BSHD, v_BSHD = (x.repeat_interleave(groups, dim=2) for x in (k_BSKD, v_BSKD))
-        found = []
-        for at in range(q_BSHD.shape[1]):
-            first = 0 if mask is None else int((mask[0] < mask[0, at]).sum())  # all rows have the same documents
-            keys, values = (x[:, first : at + 1].transpose(1, 2) for x in (k_BSHD, v_BSHD))  # [B, H, pairs, D]
-            scores = q_BSHD[:, at][:, :, None] @ keys.transpose(2, 3) / q_BSHD.shape[-1] ** 0.5
-            found.append((scores.softmax(-1) @ values)[:, :, 0])
-        return torch.stack(found, dim=1)
-
-
-@pytest.mark.parametrize("name", OF_EACH_FAMILY)
-@pytest.mark.parametrize("lengths", [[20], [11, 6, 3]])
-def test_the_masked_count_is_that_of_torch_when_only_pairs_that_attend_are_multiplied(
-    name: str, lengths: list[int]
-) -> None:
-    torch.manual_seed(0)
-    length, model = sum(lengths), Decoder(**{**tiny(name), "n_layers": 1})
-    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(ROWS, -1).int()
-    more: tuple[Any, ...] = () if len(lengths) == 1 else (None, documents)
-    tokens = torch.zeros(ROWS, length, dtype=torch.int64)
-    usual = model(tokens, *more)
-    for block in model.blocks.values():
-        assert isinstance(block, Block)
-        block.attention.attend = OnePairAtATime()
-    torch.testing.assert_close(model(tokens, *more), usual, rtol=1e-4, atol=1e-5)
-    expected = model.training_flops().of(ROWS * length, ROWS * attended_pairs(lengths))
-    assert counted(step(model, length, *more)) == pytest.approx(expected, rel=0.01)
-    dense = model.training_flops().of(ROWS * length, dense_pairs(ROWS, length))
-    assert expected < 0.98 * dense  # so that the one count cannot be taken for the other
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama3_1b", "llama3_8b", "qwen2_5_0_5b", "qwen3_0_6b"])

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slurmtrain.choices import ActivationCheckpointing
 from slurmtrain.config.parallel_dims import ParallelDims
-from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.models import Decoder
-from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.planner.memory import MemorySettings, layers_of_stages, memory_per_rank
 from slurmtrain.planner.shape import DecoderShape
 
@@ -61,28 +55,6 @@ def test_the_ranks_of_context_parallelism_share_the_activations_of_a_sequence() 
         stages_of(QWEN_72B, MemorySettings(1, 4096), ParallelDims(dp_shard=16 // cp, cp=cp, tp=8)) for cp in (1, 2)
     )
     assert half.parameters == whole.parameters and half.activations == whole.activations / 2
-
-
-@pytest.fixture
-def sixteen_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=16, store=FakeStore())
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("sixteen_ranks")
-@pytest.mark.parametrize("sizes", [{}, {"qkv_bias": False, "qk_norm": False, "tie_embeddings": True}])
-@pytest.mark.parametrize(("dp_shard", "tp"), [(16, 1), (8, 2)])
-def test_torch_puts_as_many_elements_on_the_first_rank(dp_shard: int, tp: int, sizes: dict[str, Any]) -> None:
-    with torch.device("meta"):
-        model = Decoder(**{**SMALL, **sizes})
-    dims, cpu = ParallelDims(dp_shard=dp_shard, tp=tp), torch.device("cpu")
-    parallelize(model, ParallelConfig(), dims, rank=0, device=cpu, group=dist.group.WORLD, fill=lambda held: held)
-    here = sum(parameter.to_local().numel() for parameter in model.parameters() if isinstance(parameter, DTensor))
-    (one,) = stages_of(
-        DecoderShape.of({**SMALL, **sizes}), MemorySettings(1, 64), ParallelDims(dp_shard=dp_shard, tp=tp)
-    )
-    assert one.parameters == 4 * here
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -134,17 +106,3 @@ def test_checkpointing_and_the_pipeline_change_what_is_kept() -> None:
     one_in_flight = activations(in_flight=(1, 1, 1, 1))
     assert none[:3] == [4 * one_in_flight[0], 3 * one_in_flight[1], 2 * one_in_flight[2]]
     assert layers_of_stages(80, 4) == [20] * 4 and layers_of_stages(126, 4) == [32, 32, 31, 31]
-
-
-def test_what_is_gathered() -> None:
-    def gathered(**changes: Any) -> int:
-        (one,) = stages_of(QWEN_72B, MemorySettings(1, 4096, **changes), ParallelDims(dp_shard=8))
-        gathered: int = one.gathered
-        return gathered
-
-    layer, ends = 877_658_112 + 10_240 + 16_384, 2 * 152064 * 8192 + 8192
-    assert gathered() == 2 * (ends + 3 * layer)
-    assert gathered(reshard_after_forward=False) == 2 * (ends + 81 * layer)
-    assert gathered(reshard_after_forward=4) == 2 * (ends + 3 * layer + 78 * layer // 4)
-    assert gathered(whole_gradients=True) == 2 * (ends + 2 * layer) + 4 * (ends + 80 * layer)
-    assert gathered(fsdp=False) == 0  # plain DDP has one copy

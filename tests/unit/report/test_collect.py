@@ -6,8 +6,6 @@ import csv
 import io
 import json
 import math
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -185,28 +183,3 @@ def test_each_format_writes_what_is_in_a_cell_so_that_it_can_be_read_again(odd: 
 
 
 # Files.
-
-
-def test_a_file_is_of_the_kind_of_its_name_and_replaced_in_one_step_or_not_at_all(
-    odd: SweepFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
-) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    target, link = out / "t.CSV", out / "link.csv"
-    target.write_text("old")
-    link.symlink_to(target)
-    with monkeypatch.context() as full:
-        full.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        assert "No space left" in odd.refused(capsys, "-o", str(link))
-    assert target.read_text() == "old"
-    odd.written("-o", str(link))
-    assert target.read_text().startswith("point,") and link.is_symlink()
-    assert stat.S_IMODE(target.stat().st_mode) & 0o400
-    assert "'table.xlsx' does not say" in odd.refused(capsys, "-o", "table.xlsx")
-    for name in ("nowhere/t.csv", "out.csv"):
-        (tmp_path / "out.csv").mkdir(exist_ok=True)
-        assert "cannot write" in odd.refused(capsys, "-o", str(tmp_path / name))
-    assert sorted(path.name for path in out.iterdir()) == ["link.csv", "t.CSV"]
-
-
-# On a terminal.

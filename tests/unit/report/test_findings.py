@@ -9,13 +9,6 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.choices import FindingKind
-from slurmtrain.cli.other_jobs import print_record
-from slurmtrain.report.findings import read_preflight
-from slurmtrain.runs.reasons import Event
-from slurmtrain.runtime.preflight.check import record_of
-from slurmtrain.runtime.preflight.compare import Fault, Finding, Gathered
-from slurmtrain.runtime.preflight.facts import NodeFacts, RankFacts
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import T0
 from tests.support.runs import RUN_ID, Job, at_moment, no_waiting, printed, shown
@@ -81,26 +74,6 @@ def test_slow_ranks_are_told_with_node_and_part_and_when_they_have_recovered(job
 
 
 # The checks before training.
-
-FACTS = Gathered([RankFacts(rank, f"n{rank}", of_node=NodeFacts()) for rank in (0, 1)])
-FINDING = Finding(FindingKind.DISK_FULL, ("n1",), "/tmp\x1b has 0 GB left", "at least 0.05 GB", True, Fault.NODE)
-LINKS = {"links": [["n0", "n1", 2.5]]}
-RATES = {"tflops": {"0": 1.5, "1": 1.4}, "all_reduce": 0.7, **LINKS}
-
-
-def test_what_the_checks_have_found_is_shown_with_what_to_do(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    number = job.attempt({"preflight.json": record_of("full", FACTS, [FINDING], 0.05, RATES)}, **ENDED)
-    job.run.event(Event.PREFLIGHT, attempt=number, findings=1, kinds=["disk_full"])
-    said = "disk_full: n1: /tmp? has 0 GB left; expected: at least 0.05 GB"
-    assert said in printed("status", RUN_ID)
-    found = read_preflight(job.run.attempt(number))
-    assert found is not None and found.fatal
-    print_record(found)
-    report = capsys.readouterr().out
-    assert "preflight, full: 2 ranks on 2 nodes compared in 0.05 s: 1 finding" in report
-    assert f"ends a training, {said}" in report and "-> make room there" in report
-    assert "measured: 2.5 GB/s between two nodes" in report and "1.4 to 1.5 TFLOP/s" in report
-
 
 # How it left, when it was told to.
 

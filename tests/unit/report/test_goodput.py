@@ -13,14 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.report.goodput import Cause, Goodput, over_all
-from slurmtrain.report.gpu_hours import AttemptTimes, History, goodput_of, of_history
+from slurmtrain.report.gpu_hours import AttemptTimes, History, of_history
 from slurmtrain.runs.attempts import Attempt
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import GPUS, T0, RunFiles, interrupted_run
 from tests.support.runs import RUN_ID, at_moment, no_waiting, shown
-
-NOW = T0 + 10_000
 
 
 @pytest.fixture
@@ -230,18 +227,6 @@ def test_a_program_is_productive_between_its_reports_and_unknown_without_any(
         "productive": 60 + 90,
         "redone": 60,
     }
-
-
-def test_the_sum_over_runs_is_that_of_each_and_weighs_them_by_their_gpu_hours(tmp_path: Path) -> None:
-    found = goodput_of(interrupted_run(tmp_path / "train" / "run"), now=NOW)
-    both = over_all([found, found])
-    assert both.wall_s == pytest.approx(2 * found.wall_s) and both.gpu_hours == pytest.approx(2 * found.gpu_hours)
-    assert both.share == pytest.approx(found.share) and both.interruptions["crash"] == 4
-    large = Goodput(seconds={Cause.PRODUCTIVE: 3600.0}, gpu_seconds={Cause.PRODUCTIVE: 512 * 3600.0})
-    small = Goodput(seconds={Cause.STARTUP: 3600.0}, gpu_seconds={Cause.STARTUP: 3600.0})
-    both = over_all([large, small])
-    assert both.share == pytest.approx(512 / 513)
-    assert both.shares == pytest.approx({Cause.PRODUCTIVE: 512 / 513, Cause.STARTUP: 1 / 513})
 
 
 MOMENTS = st.one_of(st.none(), st.integers(-10, 300).map(float), st.just(9e8))

@@ -323,19 +323,6 @@ def test_a_file_that_cannot_be_used_leaves_its_part_out(runs: Path, name: str, k
         assert "Parts could not be read:" in words
 
 
-def test_a_run_of_many_attempts_shows_the_last_ones(runs: Path) -> None:
-    run = new_run(runs, job_ids=["4711"])
-    write_config(run)
-    end = {"reason": "preempted", "verdict": "end"}
-    for number in range(1, 201):
-        begin = BEGAN + 100.0 * number
-        write_attempt(run, number, started=begin, stepping=begin + 5, ended=begin + 60, **end)
-    chart = charts_of(page_of(run))["timeline"]
-    rows = chart.figure["layout"]["yaxis"]["categoryarray"]
-    assert [rows[0], rows[-1]] == ["141: preempted", "200: preempted"]
-    assert chart.note.startswith("141 earlier attempts not drawn")
-
-
 def test_a_sweep_has_its_points_their_results_over_each_key_and_curves_together(runs: Path, capsys: Out) -> None:
     sweep = sweep_of_eight(runs)
     assert main(["report", str(sweep), "--out", "sweep.html"]) == 0
@@ -374,6 +361,3 @@ def test_a_wrong_command_is_refused_in_a_sentence(runs: Path, words: list[str], 
     shown = capsys.readouterr().err
     assert said in shown
     assert len(shown.splitlines()) <= 3
-
-
-# What is drawn.

@@ -84,14 +84,9 @@ def opened(browser: Any, pages: dict[str, Path]) -> Iterator[Callable[..., Any]]
     assert [url for url in requests if url not in [path.as_uri() for path in pages.values()]] == []
 
 
-@pytest.mark.parametrize(
-    ("what", "scheme", "width"), [("run", "light", 360), ("run", "dark", 1200), ("sweep", "dark", 1200)]
-)
-def test_a_report_passes_axe_in_both_themes_on_a_phone_and_a_desk(
-    opened: Callable[..., Any], what: str, scheme: str, width: int
-) -> None:
+def check_access(page: Any, width: int) -> None:
+    """By axe-core, and that nothing is out of sight."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
-    page = opened(what, scheme, width)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     nav = page.locator("nav").evaluate("each => [each.scrollWidth, each.clientWidth]")
     assert width < 900 or nav[0] <= nav[1], "a link to a section is out of sight"
@@ -99,8 +94,27 @@ def test_a_report_passes_axe_in_both_themes_on_a_phone_and_a_desk(
     assert [(each["id"], [node["html"][:200] for node in each["nodes"][:3]]) for each in found] == []
 
 
-def test_each_chart_is_drawn_and_each_curve_has_its_colour(opened: Callable[..., Any]) -> None:
-    page = opened("run")
+def test_a_report_of_a_run_can_be_read_on_a_phone_in_daylight(opened: Callable[..., Any]) -> None:
+    check_access(opened("run", "light", 360), 360)
+
+
+def test_a_report_of_a_sweep_can_be_read_at_night_and_its_table_is_sorted_by_a_column(
+    opened: Callable[..., Any],
+) -> None:
+    page = opened("sweep", "dark", 1200)
+    check_access(page, 1200)
+    page.get_by_role("button", name="best_valid_loss").click()
+    cells = page.locator("table.sortable tbody tr td:nth-child(7)").all_inner_texts()
+    assert [float(cell) for cell in cells] == sorted(float(cell) for cell in cells)
+    page.get_by_role("button", name="best_valid_loss").click()
+    assert page.locator("table.sortable tbody tr td:nth-child(7)").all_inner_texts() == cells[::-1]
+
+
+def test_each_chart_is_drawn_in_colours_of_its_own_and_dragging_over_one_shows_those_steps_in_all(
+    opened: Callable[..., Any],
+) -> None:
+    page = opened("run", "dark", 1200)
+    check_access(page, 1200)
     charts = page.locator("figure.chart")
     assert charts.count() > 10
     for index in range(charts.count()):
@@ -116,16 +130,9 @@ def test_each_chart_is_drawn_and_each_curve_has_its_colour(opened: Callable[...,
     }
     assert len(colors) == keys.count() > 5 and "rgba(0, 0, 0, 0)" not in colors
 
-
-def test_dragging_over_a_chart_shows_those_steps_in_all_and_a_logarithmic_scale_can_be_had(
-    opened: Callable[..., Any],
-) -> None:
-    page = opened("run")
-
     def steps(key: str) -> list[float]:
-        return [
-            float(each) for each in page.evaluate(f"document.querySelector('#chart-{key} .plot').layout.xaxis.range")
-        ]
+        found = page.evaluate(f"document.querySelector('#chart-{key} .plot').layout.xaxis.range")
+        return [float(each) for each in found]
 
     assert steps("loss") == steps("mfu") == [0, 3000]
     area = page.locator("#chart-loss .nsewdrag")
@@ -141,17 +148,6 @@ def test_dragging_over_a_chart_shows_those_steps_in_all_and_a_logarithmic_scale_
     scale.click()
     assert scale.get_attribute("aria-pressed") == "true"
     assert page.evaluate("document.querySelector('#chart-loss .plot').layout.yaxis.type") == "log"
-    area.dblclick()
-    page.wait_for_function("document.querySelector('#chart-mfu .plot').layout.xaxis.range[0] < 100")
-
-
-def test_a_table_of_points_is_sorted_by_a_column(opened: Callable[..., Any]) -> None:
-    page = opened("sweep")
-    page.get_by_role("button", name="best_valid_loss").click()
-    cells = page.locator("table.sortable tbody tr td:nth-child(7)").all_inner_texts()
-    assert [float(cell) for cell in cells] == sorted(float(cell) for cell in cells)
-    page.get_by_role("button", name="best_valid_loss").click()
-    assert page.locator("table.sortable tbody tr td:nth-child(7)").all_inner_texts() == cells[::-1]
 
 
 def test_what_a_run_directory_says_is_never_run(browser: Any, tmp_path: Path, slurm: FakeSlurm) -> None:

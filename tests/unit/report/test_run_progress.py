@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.cli.columns import PROGRESS, table_lines
-from slurmtrain.report.progress import Progress, at_about, lowest
+from slurmtrain.cli.columns import table_lines
+from slurmtrain.report.progress import Progress, lowest
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.slurm.pending_reasons import in_words, is_held
-from slurmtrain.system.texts import roughly
+from slurmtrain.slurm.pending_reasons import in_words
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import RUN_ID, Job, add_attempt, no_waiting, printed, shown, submitted_run
 
@@ -77,14 +76,6 @@ def test_the_best_point_so_far_is_by_validation_loss_where_there_is_one() -> Non
     assert lowest([(4, Progress(loss=math.nan))]) is None
 
 
-def test_durations_and_moments_are_said_as_a_person_does() -> None:
-    said = {0.4: "0 s", 89: "89 s", 90: "2 min", 3590: "1 h", 7800: "2 h 10 min", 86370: "1 d", 100_000: "1 d 4 h"}
-    assert {seconds: roughly(seconds) for seconds in said} == said
-    noon = time.mktime((2026, 5, 4, 12, 20, 0, 0, 0, -1))
-    assert at_about(noon + 7800, noon) == "in about 2 h 10 min (14:30)"
-    assert at_about(noon + 86400, noon) == "in about 1 d (05-05 12:20)"  # with its day unless that is today
-
-
 # Reasons.
 
 
@@ -124,12 +115,6 @@ def test_a_reason_is_said_in_words_with_what_to_do(reason: str, says: str, advis
     words = in_words(reason, "R")
     meaning, _, advice = words.partition(f" ({reason})")
     assert says in meaning and advises in advice and bool(advice) >= bool(advises)
-
-
-def test_what_is_held_is_told_from_what_waits() -> None:
-    held = ("JobHeldUser", "JobHeldAdmin", "launch failed requeued held", "JobHoldMaxRequeue", "RequeueExitHold")
-    waits = ("QOSUsageThreshold", "Priority", "BeginTime", "Resources", "Dependency")
-    assert all(map(is_held, held)) and not any(map(is_held, waits))
 
 
 # On the terminal.
@@ -249,15 +234,6 @@ def test_a_terminal_that_is_wide_has_the_last_column_beside_and_a_narrow_one_bel
     assert table_lines(header, rows, 43)[2:] == broken
     below = ["-" * 37, "a     1", "    one two three four five six seven", "    eight", "b            x"]
     assert table_lines(header, rows, 40)[1:] == below
-
-
-def test_a_terminal_of_80_letters_has_the_run_its_state_its_step_and_its_eta() -> None:
-    header = ["run", "name", "state", *PROGRESS, "attempts", ""]
-    row = "20260101-000000-aaaaa train running 14/500 2.3140 2.4000 12.3k 30_min 2 remark".split()
-    shown = table_lines(header, [row], 80)
-    assert all(len(line) <= 80 for line in shown)
-    assert {"run", "state", "step", "ETA"} <= set(shown[0].split())
-    assert "tokens/s" in table_lines(header, [row], 200)[0]
 
 
 def test_what_a_program_has_left_as_its_last_words_steers_no_terminal() -> None:

@@ -99,26 +99,6 @@ def test_a_page_has_what_is_known_now_and_is_not_asked_for_again_when_its_run_ha
     assert '<meta name="slurmtrain-refresh-s"' not in ask(server)[2]  # it is not asked for again
 
 
-def test_a_run_is_looked_at_only_so_often_however_many_ask_and_less_often_where_a_look_is_slow(run: Run) -> None:
-    now, takes = [0.0], [0.0]
-
-    def look() -> Page:
-        now[0] += takes[0]
-        return run.make()
-
-    latest = Latest(look, every_s=5.0, clock=lambda: now[0])
-    for _ in range(20):
-        latest.get()
-    assert run.looks == 1
-    now[0], takes[0] = 6.0, 4.0
-    latest.get()
-    assert run.looks == 2
-    for later, looks in ((30.0, 2), (10.0, 3)):
-        now[0] += later
-        latest.get()
-        assert run.looks == looks
-
-
 def test_it_listens_on_this_machine_alone_and_two_servers_have_other_tokens(server: Server, run: Run) -> None:
     assert server.server_address[0] == "127.0.0.1"
     with Server(Latest(run.make, 5.0), 0) as other:

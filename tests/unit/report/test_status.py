@@ -18,8 +18,6 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_CONFIG, EXIT_REQUEUE
-from slurmtrain.runs import attempts
-from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.sandbox import default_directory
 from slurmtrain.system import records
@@ -310,24 +308,6 @@ def test_a_packed_run_is_reached_by_its_own_step_and_not_at_all_without_a_contro
     assert changes(job) == [f"scancel --signal={'USR2' if verb == 'requeue' else 'TERM'} 7.2"]
 
 
-def test_a_run_is_left_out_of_its_pack_when_it_has_ended_there_or_has_another_job(job: Job) -> None:
-    job.run.update_info(packed=True)
-    queue(job, "RUNNING")
-    job.is_on("n0")
-    assert job.starts(restarts=0) == "go"
-    job.attempt(**ended("requeue"))
-    assert job.starts(restarts=1) == "go"
-    job.attempt(**ended("end", restart=1))
-    assert job.starts(restarts=2) == "end"
-    job.run.update_info(job_ids=["7", "8"])  # `sweep retry`
-    job.is_on("n0", job_id="8")
-    assert [job.starts(restarts=0), job.starts(restarts=1)] == ["go", "go"]  # its node died before the run had begun
-    job.is_on("n0", job_id="7")
-    assert job.starts(restarts=3) == "end"
-    job.attempt(**ended("done", job="8"))
-    assert job.starts(restarts=3) == "done"
-
-
 # What is asked of SLURM, and without an answer.
 
 
@@ -363,16 +343,6 @@ def test_without_a_controller_every_run_is_shown_and_the_doubt_is_said_once(
     assert all(run.id in table for run in runs) and table.count("SLURM cannot be asked: `squeue") == 1
     assert "Unable to contact slurm controller" in table
     assert "cannot be asked" not in printed("status", local.id)
-
-
-def test_a_job_that_is_gone_is_asked_for_three_times_and_then_once_and_believed_when_it_is_there_after_all(
-    job: Job,
-) -> None:
-    job.attempt(**running())
-    assert said() == ("lost", False) and asked(job) == 3
-    assert said() == ("lost", False) and asked(job) == 4
-    queue(job, "RUNNING")
-    assert said() == ("running", True)
 
 
 @pytest.mark.parametrize(("then", "state"), [("RUNNING", ("running", True)), ("nobody answers", ("unknown", True))])
@@ -491,21 +461,6 @@ def at(moments: dict[float, Callable[[], object]]) -> Callable[[float], None]:
             moments.pop(moment)()
 
     return meanwhile
-
-
-def test_following_asks_the_queue_seldom_and_outlives_its_errors(job: Job) -> None:
-    number = job.attempt(**running())
-    queue(job, "RUNNING")
-
-    def last_words() -> None:
-        log(job, number, "last words\n")
-        attempts.write_attempt(
-            job.run, Attempt(number, job_id="7", started=1.0, ended=2.0, verdict="end", sentence="x")
-        )
-
-    no_waiting(job.monkeypatch, at({20.0: lambda: job.slurm.fail("squeue"), 40.0: last_words}))
-    assert printed("logs", RUN_ID, "-f") == "last words\n"
-    assert asked(job) in range(2, 5)  # 40 s, every 20 s
 
 
 def test_a_resumed_run_is_followed_into_its_next_attempt_and_one_attempt_to_its_own_end(job: Job, capsys: Out) -> None:

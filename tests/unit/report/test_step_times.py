@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -36,12 +35,3 @@ def test_the_time_of_a_step(case: str) -> None:
     logged, expected = LOGGED[case]
     found = step_times(logged)
     assert {name: getattr(found, name) for name in expected} == expected
-
-
-@pytest.mark.parametrize("value", [None, "1", -1.0, math.nan, math.inf, 1e308, [1.0], True, {}])
-def test_what_is_no_time_counts_as_missing(value: Any) -> None:
-    assert step_times([{"step": 1, "step_time_s": value}]) is None
-    found = step_times([record(1) | {"time_forward_backward_s": value}])
-    assert found is not None
-    assert found.step_s == 1.0
-    assert "forward_backward" not in found.parts

@@ -64,6 +64,16 @@ def test_rows_add_up_to_the_total_and_the_table_says_why_hours_were_lost(run: Ru
     assert f"hang {210 * GPUS / 3600:.3f}, crash {150 * GPUS / 3600:.3f}" in row
 
 
+def test_hundreds_of_runs_are_read_by_several_processes_and_add_up_like_a_few(run: RunDir, root: Path) -> None:
+    for number in range(250):
+        finished(root, f"20260102-{number:06d}-000bb")
+    finished(root, "20260103-000000-000cc").events_file.unlink()
+    (root / "other" / "20260103-000000-000cc" / "events.jsonl").mkdir()
+    found = shown()
+    assert found["total"]["runs"] == 251 and len(found["left_out"]) == 1
+    assert found["total"]["gpu_hours"] == pytest.approx((HELD + 250 * 3600) * GPUS / 3600)
+
+
 def test_by_user_a_run_is_its_owners_whatever_it_says(run: RunDir, stranger: Stranger, root: Path) -> None:
     other = finished(root)
     for path in (other.path, other.info_file, other.attempts, other.checkpoints):

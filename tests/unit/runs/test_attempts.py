@@ -178,37 +178,6 @@ def test_a_newer_attempt_supersedes_unless_it_has_failed_for_good_and_the_old_jo
     assert job.starts() == (has_ended if end[0] == "superseded" else "go")
 
 
-def test_records_that_are_torn_or_of_another_version_are_read_as_far_as_they_are_known(job: Job) -> None:
-    for text in ('{"number": 1, "job_', json.dumps({"number": 5, "job_id": "3", "of_another_version": 1})):
-        number = job.attempt({"attempt.json": text})
-        assert shown("status", RUN_ID)["attempts"][-1]["job_id"] == (None if "3" not in text else "3")
-        assert job.ends(number, 1)["reason"] == "crash"
-    # Why it was told to stop, with what SLURM said then; and how far it was, past a torn line.
-    job.run.metrics_file.write_text('{"step": 10}\n{"step": 20, "loss": 1.5}\n{"step": 3')
-    for facts, reason in (
-        ({"state": "RUNNING", "preempt_time": 2e9, "of_another_version": 1}, "preempted"),
-        ({"state": "RUNNING", "preempt_time": "soon", "restarts": None}, "asked"),
-        ({"preempt_time": 2e9}, "asked"),
-        (None, "asked"),
-    ):
-        number = job.attempt({"stop.json": {"cause": "SIGTERM", "cause_time": 1.0, "facts": facts}}, said="stopped")
-        assert job.ends(number, 75)["reason"] == reason, facts
-        assert job.record(number)["last_step"] == 20
-    for text in ('{"rank": 7, "exit_', '{"rank": 8, "exit_code": "one", "sentence": [], "time": 0}', '{"rank": 9}'):
-        number = job.attempt({"failed-7.json": text, "failed-0.json": failure("ValueError: mine")})
-        assert "rank 0: ValueError: mine" in job.ends(number, 1)["sentence"]
-
-
-def test_the_newest_committed_checkpoint_counts_and_none_that_is_not_complete(job: Job) -> None:
-    number = job.attempt(said="stopped")
-    for step in (50, 100):
-        job.commit(step)
-    (job.run.checkpoints / "checkpoint_0000200").mkdir()
-    (job.run.checkpoints / "checkpoint_0000300.tmp-1").mkdir()
-    found = job.ends(number, 75)
-    assert (found["committed_step"], found["last_step"]) == (100, 100)
-
-
 # What a person asks.
 
 
@@ -385,12 +354,6 @@ def test_an_attempt_that_may_still_run_is_never_closed(
 
 
 # The budget of attempts without progress.
-
-
-# A plus marks an attempt that committed a newer checkpoint, an exclamation mark one after which the run ended; - has no reason.
-HISTORIES = {"": 0, "crash": 1, "crash crash": 2, "crash time_limit": 2, "crash+ crash": 1, "crash crash+": 0}
-HISTORIES |= {"crash preempted crash": 2, "crash node_failure": 1, "crash finished! crash": 1, "crash crash! crash": 1}
-HISTORIES |= {"crash cancelled!": 0, "crash -": 1, "preempted preempted": 0}
 
 
 def test_an_attempt_from_whose_copy_the_next_one_goes_on_has_made_progress() -> None:
@@ -682,21 +645,6 @@ def test_the_ledger_hears_of_a_crash_and_a_later_attempt_that_trains_elsewhere_p
     job.is_on(trains_on)
     assert job.ends(job.attempt(nodes=[trains_on], stepping=time.time(), said="finished"), 0)["verdict"] == "done"
     assert left_out() == {"n3": proven}
-
-
-@pytest.mark.parametrize("kept", ["no ledger", "no room for it"])
-def test_a_run_goes_on_where_no_ledger_is_kept_or_can_be_written(
-    job: Job, kept: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if kept == "no ledger":
-        job.files.config(requeue={"blame_threshold": 0})
-    else:
-        (tmp_path / "file").touch()
-        job.monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert crash_on(job, "n3")["printed"] == "requeue"
-    said = "cannot be written here: Not a directory; other runs will not know about this attempt"
-    assert (said in capsys.readouterr().err) == (kept == "no room for it")
-    assert left_out() == {}
 
 
 # As torch 2.11 ends a process in which CUDA has failed, on a GPU (H200).

@@ -28,18 +28,6 @@ def test_an_attempt_records_what_its_process_runs_with(project: Path, monkeypatc
     assert "a setting, or a secret" not in json.dumps(found)
 
 
-def test_submit_records_the_login_node_and_the_image_of_the_container(project: Path, tmp_path: Path) -> None:
-    image = tmp_path / "train.sif"
-    image.write_bytes(b"image")
-    container = [f"cluster.container.image={image}", "cluster.container.kind=apptainer"]
-    info = submitted_run(project, "cluster=a100x4", *container).info()
-    assert info["submitted_with"]["python"] == gather_facts().system["python"]
-    assert info["image"]["image"] == str(image) and info["image"]["bytes"] == 5
-    assert info["image"]["digest"].startswith("sha256:")
-    gone = submitted_run(project, "cluster=a100x4", "cluster.container.kind=pyxis", "cluster.container.image=nvcr.io/x")
-    assert gone.info()["image"] == {"image": "nvcr.io/x"}
-
-
 def test_runs_compare_shows_what_two_runs_ran_with_as_far_as_it_differs(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import time
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,27 +94,6 @@ def test_the_step_is_the_last_number_in_the_name(job: Job) -> None:
         (job.run.path / "out" / name).mkdir()
         (job.run.path / "out" / name / "weights").write_text("w")
         assert step_of(job) == step
-
-
-def write_zip(path: Path) -> None:
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("data.pkl", "x" * 100)
-
-
-WRITERS: dict[str, Callable[[Path], object]] = {"pt": write_zip, "ckpt": write_zip}
-WRITERS["json"] = lambda path: path.write_text('{"a": [1, 2]}')
-
-
-@pytest.mark.parametrize("kind", WRITERS)
-def test_a_file_that_a_kill_has_cut_is_told_by_its_format(job: Job, kind: str) -> None:
-    path = job.run.path / "out" / f"step-7.{kind}"
-    WRITERS[kind](path)
-    whole = path.read_bytes()
-    assert step_of(job) == 7
-    for size in (0, 4, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:size])
-        if not (size == 4 and kind in ("pt", "ckpt")):  # the mere letters PK.. are no torn zip either
-            assert step_of(job) is None, size
 
 
 # What the start of an attempt does, up to the moment at which its program would start.

@@ -19,7 +19,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files, records
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import RunFiles
-from tests.support.runs import no_waiting, refused, shown
+from tests.support.runs import no_waiting, shown
 
 
 def in_threads(*works: Callable[[], object]) -> None:
@@ -139,12 +139,3 @@ def test_a_run_is_found_by_its_id_its_beginning_last_or_its_path_and_runs_are_li
     monkeypatch.setenv("SLURMTRAIN_RUNS", str(root / "elsewhere"))
     for reference in (str(path), os.path.relpath(path), os.path.relpath(path) + "/"):
         assert shown("status", reference)["id"] == path.name
-
-
-def test_a_name_of_runs_and_a_sweep_that_are_named_where_a_run_is_meant_are_said_to_be_that(root: Path) -> None:
-    RunFiles(root / "train" / "20260101-120000-eeee", job_ids=[])
-    told = refused("logs", "train")
-    assert "'train' is a name of runs, and not an ID\n  hint: the latest IDs are: " in told
-    assert "20260101-110000-bbbb, 20260101-120000-eeee; `status --name train` lists all" in told
-    (root / "train" / "sweep.json").write_text("{}")
-    assert "'train' is a sweep, and not a run" in refused("logs", "train")

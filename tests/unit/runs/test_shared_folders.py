@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import claim
 from slurmtrain.cli import main
-from slurmtrain.errors import EXIT_CONFIG, ClusterError, EnvironmentMismatchError, UsageError
+from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError, UsageError
 from slurmtrain.runs import lookup
 from slurmtrain.runs.create import create_run_dir, make_folder
 from slurmtrain.runs.reasons import Event
@@ -29,7 +28,6 @@ from slurmtrain.runtime.attempt_context import rendezvous_directory
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import files, records
 from slurmtrain.system.files import write_json
-from slurmtrain.system.modes import inherit_group
 from slurmtrain.system.trust import own_user, user_in_words
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.run_info import run_info
@@ -124,33 +122,6 @@ def team(shared: Path, stranger: Stranger) -> Path:
     os.chown(folder, -1, stranger.gid)
     folder.chmod(0o3770)
     return folder
-
-
-@pytest.fixture
-def in_team(team: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run of one's own in a team's folder."""
-    run = create_run_dir(team, "llama")
-    for folder in (run.attempts, run.checkpoints):
-        folder.rmdir()
-    write_run(run.path)
-    monkeypatch.setenv("SLURMTRAIN_RUNS", str(team))
-    return run
-
-
-def test_what_the_team_may_write_into_a_run_names_no_slurm_conf(
-    in_team: RunDir, stranger: Stranger, tmp_path: Path
-) -> None:
-    conf = tmp_path / "slurm.conf"
-    conf.touch()
-    in_team.update_info(slurm_conf=str(conf))
-    os.chown(in_team.path, -1, stranger.gid)
-    in_team.path.chmod(0o770)
-    with pytest.raises(ClusterError, match="somebody else's work"):
-        in_team.slurm_conf()
-    in_team.path.chmod(0o700)
-    os.chown(in_team.info_file, stranger.uid, -1)
-    with pytest.raises(ClusterError, match="somebody else's work"):
-        in_team.slurm_conf()
 
 
 def test_reading_writes_nothing_into_a_run_of_somebody_else(plant: Plant, stranger: Stranger, asked: Asked) -> None:
@@ -441,46 +412,6 @@ def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_
         assert not path.stat().st_mode & 0o022, path
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="another group of one's own is needed")
-def test_what_is_copied_into_a_teams_folder_is_the_teams_and_what_is_private_stays_so(
-    in_team: RunDir, stranger: Stranger
-) -> None:
-    """A copied folder loses the setgid bit, and what is made in it afterwards would have the group of the user alone."""
-    code = in_team.code
-    code.mkdir(mode=0o750)
-    original = code.parent / "original"
-    (original / "a" / "b").mkdir(parents=True, mode=0o750)
-    for name, mode in (("a/b/c.py", 0o640), ("a/netrc", 0o600)):
-        (original / name).touch()
-        (original / name).chmod(mode)
-    for folder in (original, original / "a", original / "a" / "b"):
-        os.chown(folder, -1, os.getgid())
-        folder.chmod(0o750)
-    shutil.copytree(original, code / "package")
-    (code / "package" / "a" / "b" / "link").symlink_to("/etc/passwd")
-    (code / "package" / "jobs").mkdir(mode=0o750)
-    (code / "package" / "jobs" / "template").touch(mode=0o640)
-    assert (code / "package" / "jobs").stat().st_gid == os.getgid() != stranger.gid
-    inherit_group(code)
-    (code / "package" / "a" / "b" / "later").touch()
-
-    def look() -> None:
-        for name in ("a/b/c.py", "jobs/template"):
-            assert (code / "package" / name).read_bytes() == b""
-        with pytest.raises(PermissionError):
-            (code / "package" / "a" / "netrc").read_bytes()
-        assert os.stat(code / "package" / "a" / "b" / "later").st_gid == stranger.gid
-
-    stranger.does(look, groups=[stranger.gid])
-    assert Path("/etc/passwd").stat().st_gid == 0
-    private = code.parent / "private"
-    private.mkdir(mode=0o700)
-    (private / "x").touch()
-    os.chown(private / "x", -1, os.getgid())
-    inherit_group(private)
-    assert (private / "x").stat().st_gid == os.getgid()
-
-
 def test_a_run_of_ones_own_is_private_whatever_the_umask(project: Path) -> None:
     before = os.umask(0o022)
     try:
@@ -533,19 +464,6 @@ def test_a_bad_run_is_a_row_and_takes_nobodys_list_down(
         for verb in ("status", "logs", "resume"):
             assert main([verb, run.id]) == 2, (kind, verb)
     assert "Traceback" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("started", "now"), ("started", 1e300), ("nodes", [1]), ("pid", "1"), ("stalled", 1), ("start_up_s", {"a": None})],
-)
-def test_a_field_of_an_attempt_of_another_type_is_told_by_name(
-    field: str, value: object, mine: RunDir, slurm: FakeSlurm, capsys: Out
-) -> None:
-    mine.attempt(1).path.mkdir()
-    write_json(mine.attempt(1).path / "attempt.json", {field: value})
-    assert main(["status", "last"]) == 2
-    assert re.search(f"attempt.json: {field}.*: expected ", capsys.readouterr().err)
 
 
 def test_who_is_not_of_the_team_hears_that_its_folder_cannot_be_read_and_whose_it_is(

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slurmtrain.checkpoint.errors import CheckpointMismatchError, LostPeersError, SupersededError
-from slurmtrain.checkpoint.save.job import SaveResult
-from slurmtrain.checkpoint.store import retention
 from slurmtrain.errors import DivergedError, EnvironmentMismatchError
 from slurmtrain.runs.failures import Failure, Failures
-from slurmtrain.runs.reasons import Event
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.addresses import RendezvousError
-from slurmtrain.runtime.attempt_context import AttemptContext, Timeline
-from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
-from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.runtime.leaving import failure_of
-from slurmtrain.system import records
 from tests.support.local_runs import clean_environment
 from tests.support.runs import submitted_run
 
@@ -151,26 +140,3 @@ slurmtrain.exit_for_requeue()
 
 
 # What rank 0 writes of a training, when the disk is full.
-
-
-def test_what_a_full_disk_refuses_is_told_once_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*words: Any, **values: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    run_dir = RunDir(tmp_path)
-    run_dir.checkpoints.mkdir()
-    monkeypatch.setattr(records, "open_to_append", full)
-    monkeypatch.setattr(retention, "hold", full)
-    jobs = EvaluationJobs(run_dir)
-    record = RunRecord(AttemptContext(run_dir, 2, supervised=True), Timeline(), jobs)
-    for event in (Event.UPDATE_SKIPPED, Event.ROLLED_BACK):
-        record.event(event, {"step": 1})
-    record.on_ending(SaveResult(tmp_path, 1, 0.0, 0.0, 0))
-    jobs.ask(2)
-    jobs.ask(3)
-    assert caplog.text.count("events of the run") == caplog.text.count("requests for evaluations") == 1
-    monkeypatch.undo()
-    record.event(Event.ROLLED_BACK, {"step": 3})
-    assert [event["step"] for event in run_dir.events()] == [3] and "can be written again" in caplog.text

@@ -214,11 +214,6 @@ def test_what_is_wrong_with_one_rank_is_found_by_its_name_and_its_node(
     assert words in found.sentence
 
 
-def test_ranks_that_are_all_bound_to_the_same_core_are_found() -> None:
-    found = only(compare(with_rank({"cpus": (0,)}, 12, 13, 14, 15), CONFIG))
-    assert "its 4 ranks may run on 1 CPUs, and need 32" in found.sentence
-
-
 @pytest.mark.parametrize(
     ("change", "kind", "blamed"),
     [
@@ -286,14 +281,6 @@ def test_errors_in_memory_that_is_out_of_use_since_are_a_warning() -> None:
     for change in (*warnings, {"needs": "a reset"}):
         found = only(compare(with_node(gpus({"ecc_errors": 2, **change}), "n3"), CONFIG))
         assert (found.kind, found.fatal) == (FindingKind.GPU_BROKEN, change not in warnings)
-
-
-def test_a_fault_of_the_config_comes_before_that_of_a_node_since_no_other_node_would_mend_it() -> None:
-    node = Finding(FindingKind.GPU_BROKEN, ("n3",), "x", "y", True, Fault.NODE)
-    config = Finding(FindingKind.CODE, ("n0", "n1"), "x", "y", True, Fault.CONFIG)
-    error = error_of([node, config])
-    assert error is not None and error.nodes == () and "preflight, code: n0, n1" in error.message
-    assert "and 1 more: gpu_broken" in error.message
 
 
 # The readers.

@@ -8,7 +8,6 @@ import pytest
 
 from slurmtrain.choices import JobKind
 from slurmtrain.config.schema import Config, JobConfig, PrepareConfig
-from slurmtrain.data.prepare.units_done import units_folder
 from slurmtrain.runs import attempts
 from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir
@@ -33,10 +32,8 @@ def run(tmp_path: Path) -> RunDir:
 def test_the_record_has_the_units_that_are_done_at_the_end(
     run: RunDir, tmp_path: Path, units: list[int], folder: str, part: tuple[int, int], began: bool, expected: int | None
 ) -> None:
-    done = units_folder(tmp_path / "tokens")
-    done.mkdir(parents=True)
-    for name in (*(f"{number:05d}.json" for number in units), "00006.json.tmp"):
-        (done / name).touch()
+    for name in (*(f"{number:05d}" for number in units), ".00006", "packed"):
+        (tmp_path / "tokens" / name).mkdir(parents=True)
     prepare = PrepareConfig(output=str(tmp_path / folder), part=part[0], parts=part[1])
     config = Config(job=JobConfig(kind=JobKind.PREPARE), prepare=prepare)
     attempt = add_attempt(run, **({"said": "stopped", "stepping": 1.0, "last_step": 2} if began else {}))

@@ -85,10 +85,6 @@ PROGRAMS = {
         "bash save.sh >/dev/null 2>&1\n",
         told=True,
     ),
-    "leaves a child": Program(
-        "setsid bash -c 'trap \"\" TERM; echo $$ >left; exec sleep 3000' & while [ ! -s left ]; do sleep 0.05; done",
-        ("cluster.srun_wait_s=1",),
-    ),
     "saves on rank 1": Program(
         "import os, pathlib, signal, sys, time\n"
         "pathlib.Path(f'up-{(rank := os.environ[\"RANK\"])}').touch()\n"
@@ -127,15 +123,6 @@ PROGRAMS = {
     "reports no chunks": Program(
         "echo $WANDB_RUN_ID $WANDB_RESUME $MLFLOW_RUN_ID >>given; exit 75",
         ("observe.wandb.enabled=true", "observe.wandb.mode=offline", "observe.mlflow.enabled=true", TWICE),
-    ),
-    "reports steps again": Program(
-        f"{COUNT}for step in 5 10; do {PROGRESS} $step; done; [ $n = 1 ] && exit 75; {PROGRESS} 10; exit 75", (ONCE,)
-    ),
-    # In the folder in which it runs, and in the run directory.
-    "changes a file": Program(
-        f'{COUNT}[ $n = 2 ] && cd "$SLURMTRAIN_RUN_DIR"; mkdir -p out; echo $n >>out/a.log\n'
-        "[ $n = 3 ] && touch out/done && exit 0; exit 1",
-        (ONCE, "job.checkpoints=out/*.log", "job.finished_when=out/done"),
     ),
     "is given a port": Program(
         "echo $MASTER_ADDR $MASTER_PORT >at-$RANK; echo $WANDB_MODE $WANDB_RUN_ID >wandb-$RANK",

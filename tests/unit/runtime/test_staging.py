@@ -12,7 +12,7 @@ import pytest
 
 import slurmtrain
 from slurmtrain.cli import main
-from slurmtrain.system.node_copies import shared_interpreter, with_copies, without_copies
+from slurmtrain.system.node_copies import with_copies
 from tests.support.fake_slurm import FakeSlurm
 
 # What each rank does: it writes down what it sees. The first attempt fails.
@@ -142,20 +142,3 @@ def test_a_data_source_reads_the_copies_and_the_checkpoint_is_bound_to_the_names
     found = {"path": "/local/data/tokens", "paths": ["/local/data/tokens/x.bin", "/shared/tokens2"]}
     assert with_copies(values, copies) == {**values, **found}
     assert with_copies(values, {}) is values
-
-
-def test_what_a_rank_submits_names_no_folder_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", "/local/environment/bin/python")
-    staged = {
-        "PATH": "/local/environment/bin:/bin",
-        "PYTHONSAFEPATH": "1",
-        "SLURMTRAIN_SHARED_PATH": "/bin",
-        "SLURMTRAIN_SHARED_PYTHONSAFEPATH": "",
-        "SLURMTRAIN_PYTHON": "/local/environment/bin/python",
-        "SLURMTRAIN_SHARED_PYTHON": "/shared/bin/python",
-        "SLURMTRAIN_STAGE": "/local",
-        "HOME": "/home/me",
-    }
-    assert shared_interpreter(staged) == "/shared/bin/python"
-    assert shared_interpreter({}) == "/local/environment/bin/python"
-    assert without_copies(staged) == {"PATH": "/bin", "HOME": "/home/me"}

@@ -96,24 +96,6 @@ def test_training_tells_what_it_does_and_when_it_waits() -> None:
     assert (Generates.told, activity.told()) == (activity.HOOK, "step")
 
 
-def test_a_rank_that_waits_for_a_save_waits_for_others_when_its_writer_does() -> None:
-    begun, done = threading.Event(), threading.Event()
-
-    def write() -> None:
-        with activity.waiting():
-            begun.set()
-            done.wait()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    begun.wait()
-    with activity.doing(activity.SAVE):
-        assert activity.waits(threading.get_ident())
-    assert not activity.waits(threading.get_ident())
-    done.set()
-    writer.join()
-
-
 WORKS = {"waits": False, "idle_s": 5.0}
 HANGS: dict[str, tuple[dict[str, Any], dict[str, Any], float, bool]] = {
     # this rank, which is rank 0; rank 1; for how long that is silent; whether some rank hangs

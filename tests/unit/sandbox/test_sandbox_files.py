@@ -15,7 +15,7 @@ import pytest
 from slurmtrain.errors import UsageError
 from slurmtrain.sandbox import SandboxSpec
 from slurmtrain.sandbox.directory import PLAN, PROCESSES
-from slurmtrain.sandbox.files import find_programs, task_prolog_text, write_files
+from slurmtrain.sandbox.files import find_programs, write_files
 from slurmtrain.sandbox.spec import Site, slurm_conf
 from slurmtrain.slurm.command_environment import PREFIX_FILE, clean_environment, programs_beside, submission_environment
 from slurmtrain.system.process import ProcessMark, wait_until
@@ -106,17 +106,3 @@ def test_the_commands_of_a_sandbox_are_those_of_its_own_slurm(tmp_path: Path, mo
     noted.symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere").write_text("/opt/slurm\n")
     assert programs_beside(str(conf)) is None
-
-
-@pytest.mark.parametrize(
-    ("path", "printed"),
-    [
-        ("/usr/bin:/bin", "export PATH=/opt/my slurm/bin:/usr/bin:/bin\n"),
-        # The person's order: a front for one of the commands stays before.
-        ("/front:/opt/my slurm/bin:/usr/bin:/bin", ""),
-    ],
-)
-def test_a_task_finds_the_commands_of_its_own_slurm(path: str, printed: str) -> None:
-    script = task_prolog_text("/opt/my slurm/bin")
-    done = subprocess.run(["/bin/sh", "-c", script], env={"PATH": path}, capture_output=True, text=True, check=True)
-    assert done.stdout == printed

@@ -124,24 +124,6 @@ def test_whether_a_partition_has_all_its_nodes(slurm: FakeSlurm) -> None:
     assert answers(returncode=1)[0].lacks_nodes("low")
 
 
-def test_jobs_in_a_hidden_partition_are_found(slurm: FakeSlurm) -> None:
-    """Squeue shows them with --all alone, also to the person whose jobs they are (seen with 22.05)."""
-    slurm.command(
-        "squeue",
-        """case " $* " in
-  *" --all "*%A\\|%F_%K*) echo "17|17_N/A|RUNNING|N/A|None|slurmtrain:t" ;;
-  *" --all "*%F\\|%T*) echo "17|RUNNING|slurmtrain:t" ;;
-  *" --all "*%F\\|%E*) echo "18|afterok:17(unfulfilled)" ;;
-  *" --all "*%A*) echo 17 ;;
-esac""",
-    )
-    slurm.command("scontrol", "")
-    client = SlurmClient()
-    assert client.queue(["17"])["17"].state == "RUNNING"
-    assert client.find_by_comment("slurmtrain:t") == ["17"]
-    assert client.pass_on_dependents("17", None) == ["18"]
-
-
 # Asking.
 
 
@@ -219,18 +201,3 @@ def test_every_action_says_when_the_controller_is_silent_refuses_or_is_not_there
 
 
 # The environment.
-
-
-def test_the_times_of_a_job_are_asked_for_in_unix_seconds(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the hour that a clock change repeats, a local time may be either of two."""
-    asked: list[str | None] = []
-
-    def run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-        asked.append(environment.get("SLURM_TIME_FORMAT"))
-        shown = SHOW_JOB.replace("StartTime=2026-11-21T10:13:57", "StartTime=1792888200")
-        return subprocess.CompletedProcess(command, 0, shown.replace("EndTime=2026-11-21T11:13:57", "EndTime=Unknown"))
-
-    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-    facts = SlurmClient(run=run).look("1")
-    assert facts is not None and (facts.start_time, facts.end_time) == (1792888200.0, None)
-    assert asked == ["%s"]

@@ -6,8 +6,6 @@ import socket
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError
 from slurmtrain.slurm.environment import Environment, check_world_size, in_slurm_step
@@ -38,15 +36,6 @@ def test_a_task_of_srun_is_a_rank_of_its_step() -> None:
     place: dict[str, Any] = {"rank": 3, "world_size": 4, "local_rank": 1, "local_world_size": 2, "node_rank": 1}
     job: dict[str, Any] = {"job_id": "1234", "step_id": "0", "restart_count": 2}
     assert Environment.detect(STEP) == Environment("slurm", **place, nodes=("n0", "n1"), tasks_per_node=(2, 2), **job)
-
-
-def test_a_step_on_a_part_of_the_job_is_a_world_of_its_own() -> None:
-    part = variables(
-        "SLURM_STEP_ID=1 SLURM_STEP_NODELIST=n1 SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_STEP_TASKS_PER_NODE=1",
-        "SLURM_NODEID=0 SLURM_LOCALID=0",
-    )
-    found = Environment.detect(STEP | part)
-    assert (found.world_size, found.nodes, found.step_id) == (1, ("n1",), "1")
 
 
 SHELLS = {
@@ -144,15 +133,6 @@ def test_the_odd_forms_too_are_expanded_in_order_and_what_is_no_node_list_is_ref
         with pytest.raises(EnvironmentMismatchError, match="cannot read the node list") as caught:
             expand_nodelist(text)
         assert repr(text) in caught.value.message
-
-
-@given(st.text("abn0123-[],", max_size=12))
-def test_any_text_is_expanded_or_refused(text: str) -> None:
-    try:
-        hosts = expand_nodelist(text)
-    except EnvironmentMismatchError:
-        return
-    assert hosts and all(host and not set(host) & set("[],") for host in hosts)
 
 
 def test_task_counts_are_read_or_refused() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from slurmtrain.slurm.facts import (
     ClusterFacts,
@@ -16,15 +14,11 @@ from slurmtrain.slurm.facts import (
 from slurmtrain.slurm.read_facts import (
     QOS_COLUMNS,
     first_name,
-    parse_config,
     parse_gres,
-    parse_groups,
     parse_minutes,
-    parse_partitions,
-    parse_qos,
     read_facts,
 )
-from tests.support.recorded_slurm import answers_of, facts_of
+from tests.support.recorded_slurm import facts_of
 
 ALPHAS = ("alpha_22_05", "alpha_24_11", "alpha_25_05")
 
@@ -44,29 +38,6 @@ def test_a_controller_that_does_not_answer_leaves_everything_unknown() -> None:
 
     facts = read_facts(ask)
     assert facts == ClusterFacts() and len(asked) == 3
-
-
-@pytest.mark.parametrize("missing", list(answers_of("alpha_22_05")))
-def test_a_command_that_gives_no_answer_costs_only_its_own_facts(missing: str) -> None:
-    answers = answers_of("alpha_22_05")
-    facts = read_facts(lambda command: None if " ".join(command) == missing else answers[" ".join(command)], user="me")
-    if missing != "scontrol show config":
-        assert facts.name == "alpha"
-
-
-def test_submit_asks_seven_commands_at_most_and_probe_nine() -> None:
-    answers = answers_of("alpha_22_05")
-    asked: list[str] = []
-
-    def ask(command: Sequence[str]) -> str | None:
-        asked.append(" ".join(command))
-        return answers[asked[-1]]
-
-    read_facts(ask, whole=False, user="me")
-    assert len(asked) == 7
-    asked.clear()
-    read_facts(ask, user="me")
-    assert len(asked) == 9
 
 
 GRES = {
@@ -89,12 +60,6 @@ def test_gpus_names_of_nodes_and_limits_of_time_are_read_from_slurms_words() -> 
     assert {names: first_name(names) for names in first} == first
     minutes = {"2-00:00:00": 2880, "00:05:00": 5, **dict.fromkeys(("UNLIMITED", "NONE", "", "soon"))}
     assert {text: parse_minutes(text) for text in minutes} == minutes
-
-
-@given(st.text(alphabet="PartionName=12,|:()[]-. \nabcALLgpu/", max_size=200))
-def test_odd_output_never_breaks_a_parser(text: str) -> None:
-    parsed = [parse(text) for parse in (parse_config, parse_partitions, parse_groups, parse_qos)]
-    assert all(found is None or isinstance(found, dict | tuple) for found in parsed)
 
 
 CONFIG = (
@@ -127,12 +92,6 @@ def test_how_long_a_preempted_job_lives_is_known_by_its_partition() -> None:
     assert preemption_of(facts, "high") == preemption_of(facts, "high,low")
     assert preemption_of(facts, "high").to_leave_s == preemption_of(facts, "nope").to_leave_s == 30
     assert preemption_of(read({}), None).to_leave_s is None
-
-
-def test_where_nobody_is_preempted_or_jobs_are_suspended_only_the_time_to_kill_counts() -> None:
-    for config, mode in ((CONFIG.replace("partition_prio", "none"), "REQUEUE"), (CONFIG, "SUSPEND,GANG")):
-        facts = read({"config": config, "partition": PARTITIONS.replace("PreemptMode=REQUEUE", f"PreemptMode={mode}")})
-        assert preemption_of(facts, "low").to_leave_s == 30
 
 
 def test_the_grace_of_a_qos_is_asked_for_where_qos_preempt_each_other() -> None:

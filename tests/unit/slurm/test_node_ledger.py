@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -110,23 +109,6 @@ def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
     path.write_text(whole + "\n".join(foreign) + "\n" + whole[:20])
     append_to_ledger(path, [crash("n4", 2)])
     assert read_ledger(path) == [crash("n3", 1), crash("n4", 2)]
-
-
-def write_many(path: Path, run: str) -> None:
-    for attempt in range(50):
-        append_to_ledger(path, [crash("n3", attempt, run=run, said="x" * 150)])
-
-
-def test_many_jobs_write_at_the_same_time(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    context = multiprocessing.get_context("fork")
-    writers = [context.Process(target=write_many, args=(path, run)) for run in "abcd"]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    found = read_ledger(path)
-    assert sorted((each.run, each.attempt) for each in found) == [(run, n) for run in "abcd" for n in range(50)]
 
 
 def test_the_ledger_of_somebody_else_or_a_link_is_not_read(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from slurmtrain.cli import main
 from slurmtrain.config.compose import Composer
 from slurmtrain.config.folders import search_folders
 from slurmtrain.config.schema import Config, SearchConfig
-from slurmtrain.errors import ClusterError, UnreadableRecordError
 from slurmtrain.launch.named_paths import with_absolute_paths
 from slurmtrain.launch.submit_once import SubmitLimitError
 from slurmtrain.report.progress import Progress
@@ -232,8 +231,8 @@ class KilledError(BaseException):
     """The shell is killed."""
 
 
-def ended(status: RunStatus, why: str = "") -> RunState:
-    return RunState(status, why or str(status), [], None, Progress(3))
+def ended(status: RunStatus) -> RunState:
+    return RunState(status, str(status), [], None, Progress(3))
 
 
 class Finishing:
@@ -242,7 +241,7 @@ class Finishing:
     Those above 0.5 go on until they are pruned, or four looks long. All log 3 steps before somebody looks.
 
     Attributes:
-        fault: what else happens: the queue has room for two and is "full", or the second run is "unreadable".
+        fault: what else happens: the queue has room for two and is "full".
     """
 
     here = None
@@ -273,9 +272,6 @@ class Finishing:
         return float(str(run_dir.info()["varied"][0]).partition("=")[2])
 
     def ended(self, *, soon: bool) -> list[tuple[RunDir, RunState]]:
-        second = next((run_dir for run_dir in self.left if run_dir.id.endswith("-0001")), None)
-        if second is not None and self.fault == "unreadable":
-            return [(second, ended(RunStatus.UNREADABLE, "attempt.json is torn"))]
         self.left.sort(key=lambda run_dir: (run_dir.id not in self.asked, self.loss(run_dir)))
         run_dir = self.left[0]
         loss = self.loss(run_dir)
@@ -359,17 +355,6 @@ def test_a_search_goes_on_below_a_limit_on_jobs(searches: Searches) -> None:
     assert len(states) == TRIALS and TrialState.RUNNING not in states and started(opened) == ["once\n"] * TRIALS
 
 
-def test_a_run_whose_files_cannot_be_read_ends_the_search_and_fails_no_trial(searches: Searches) -> None:
-    opened = searches.open()
-    with pytest.raises(UnreadableRecordError, match=r"attempt\.json is torn"):
-        searches.go(opened, "unreadable")
-    assert TrialState.FAIL not in {trial.state for trial in searches.trials(opened)}
-    with opened.alone(), pytest.raises(ClusterError, match=r"process \d+ on .* is already running sweep"):
-        searches.go(opened)
-    searches.go(opened)
-    assert len(searches.trials(opened)) == TRIALS
-
-
 @pytest.mark.parametrize(
     ("values", "best"), [(["NaN", "Infinity"], None), (["0.5", "NaN"], 0.5), (["-Infinity", "0.25"], 0.25)]
 )
@@ -386,8 +371,3 @@ def test_without_optuna_a_search_says_what_to_install(project: Path, monkeypatch
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     said = refusal("-m", "+cluster=local", "hydra/sweeper=optuna", "optim.lr=interval(1,2)", "submit")
     assert "needs Optuna" in said and "slurmtrain[search]" in said
-
-
-def test_a_sampler_that_gives_up_is_said_in_one_sentence(project: Path) -> None:
-    words = ("hydra/sweeper=optuna", "optim.lr=interval(1,2)", "hydra.sweeper.sampler.n_startup_trials=x")
-    assert "error: the sampler of this search gave up: TypeError" in refusal("-m", "+cluster=local", *words, "submit")

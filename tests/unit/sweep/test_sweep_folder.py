@@ -82,13 +82,6 @@ def test_a_retry_submits_what_failed_and_says_what_will_fail_again_and_what_help
     assert "they keep their config; after a change of it, submit another sweep: -m ... submit --again" in said
 
 
-def test_a_sweep_that_is_cancelled_while_it_is_submitted_stops_there(project: Path, slurm: FakeSlurm) -> None:
-    slurm.instead_of_sbatch(f'"$here/real/sbatch" "$@"; touch $(echo {project}/runs/train.sweep-*)/cancelled')
-    assert "was cancelled" in refused(*SWEEP, code=1)
-    assert len(slurm.submitted) == 1
-    assert slurm.calls("scancel") == ["scancel 101"]
-
-
 def test_the_status_of_a_point_says_which_it_is_and_how_it_is_submitted(project: Path, slurm: FakeSlurm) -> None:
     """Not with the script of its array, which would be all of it once more; its overrides are those of all points."""
     slurm.fail("sbatch", "MaxSubmitJobsPerUser: submit limit", after=1)

@@ -29,17 +29,6 @@ def test_a_process_of_another_host_or_container_is_neither_alive_nor_dead() -> N
     assert not replace(me, namespace="pid:[1]").can_be_seen
 
 
-def test_a_process_that_the_machine_hides_counts_as_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is somebody else's, on a machine with hidepid."""
-
-    def not_permitted(pid: int, number: int) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "kill", not_permitted)
-    monkeypatch.setattr(process, "stat", lambda pid: None)
-    assert replace(ProcessMark.own(), born="17").lives()
-
-
 JOBS = """
 set -m
 for number in $(seq 8); do

@@ -16,7 +16,7 @@ import torch
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.manifest import Box, read_manifest
+from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.errors import UsageError
@@ -96,33 +96,22 @@ def test_the_bare_module_torch_and_the_safetensors_library_load_it(tmp_path: Pat
     Mixed().load_state_dict(tensors)
 
 
-@pytest.mark.parametrize("dimension", [0, 1, 2])
+@pytest.mark.parametrize("dimension", [0, 1])
 def test_pieces_of_many_ranks_become_whole_tensors(dimension: int, tmp_path: Path) -> None:
     tensors = {
-        "model.a": torch.randn(13, 17, 11),
-        "model.b": torch.randint(0, 99, (9, 8, 7)),
-        "model.c": torch.randn(6),
+        "model.b": torch.randint(0, 99, (9, 8, 7)),  # the larger element type first, as ranks write them
+        "model.a": torch.randn(3000, 3500),  # 42 MB: three blocks
     }
-    files: list[list[tuple[str, Box, torch.Tensor]]] = [[] for _ in range(4)]
-    for name in ("model.b", "model.a"):  # the larger element type first, as ranks write them
-        for rank, piece in enumerate(cut(tensors[name], name, 4, dimension)):
+    files: list[list[Piece]] = [[] for _ in range(4)]
+    for name, tensor in tensors.items():
+        for rank, piece in enumerate(cut(tensor, name, 4, dimension)):
             files[rank].append(piece)
-    files[2].append(("model.c", Box.whole((6,)), tensors["model.c"]))
-    path = by_ranks(tmp_path / "c", files, tensors)
-    export(path, tmp_path / "out.safetensors")
+    told: list[int] = []
+    export(by_ranks(tmp_path / "c", files, tensors), tmp_path / "out.safetensors", progress=told.append)
     same(
         read(tmp_path / "out.safetensors")[0], {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     )
-
-
-@pytest.mark.parametrize("dimension", [0, 1])
-def test_a_tensor_may_span_many_blocks(dimension: int, tmp_path: Path) -> None:
-    big = torch.randn(3000, 3500)  # 42 MB: three blocks
-    path = by_ranks(tmp_path / "c", [[piece] for piece in cut(big, "model.w", 2, dimension)], {"model.w": big})
-    told: list[int] = []
-    export(path, tmp_path / "out.safetensors", progress=told.append)
-    same(read(tmp_path / "out.safetensors")[0], {"w": big})
-    assert big.nbytes <= sum(told) <= sum(record.size for record in read_manifest(path).files.values())
+    assert sum(told) == sum(each.nbytes for each in tensors.values())
 
 
 def test_floating_point_is_converted_and_the_rest_is_not(tmp_path: Path) -> None:
@@ -164,10 +153,7 @@ def test_a_type_without_a_name_in_the_format_is_refused_before_anything_is_read(
 
 @pytest.mark.parametrize(
     ("name", "harm"),
-    [
-        *((SHARD, "flipped"), (SHARD, "cut"), (SHARD, "gone"), ("manifest.json", "flipped"), ("manifest.json", "cut")),
-        *(("COMPLETE", "flipped"), ("COMPLETE", "gone")),
-    ],
+    [(SHARD, "flipped"), (SHARD, "cut"), (SHARD, "gone"), ("manifest.json", "cut"), ("COMPLETE", "gone")],
 )
 def test_a_damaged_checkpoint_is_refused_and_leaves_no_file(name: str, harm: str, tmp_path: Path) -> None:
     path = save(tmp_path / "c", model=Mixed())

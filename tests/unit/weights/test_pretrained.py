@@ -8,18 +8,15 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint import safetensors_files
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.safetensors_files import tensors_of
 from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import decoder_fields, with_sizes
 from slurmtrain.data.format.manifest import TokenizerFacts
@@ -30,7 +27,8 @@ from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.runtime.jobs.build_model import build_model, fill
 from slurmtrain.weights import export as weights_export
 from slurmtrain.weights.hf_export import companions, export_hf
-from slurmtrain.weights.pretrained import load_pretrained
+from slurmtrain.weights.hf_names import INDEX
+from slurmtrain.weights.pretrained import load_pretrained, tensors_of
 from tests.support import transformers_models as theirs
 from tests.support.prepared import write_prepared
 from tests.support.transformers_models import FAMILIES, TOKENS
@@ -170,7 +168,7 @@ def test_a_folder_that_is_not_whole_is_refused(folders: dict[str, Path], tmp_pat
     with pytest.raises(CheckpointError, match=f"{last.name} cannot be read"):
         begun(tmp_path / "m")
     last.write_bytes(content)
-    index = tmp_path / "m" / safetensors_files.INDEX
+    index = tmp_path / "m" / INDEX
     files = json.loads(index.read_text())["weight_map"]
     left = {name: file for name, file in files.items() if file != last.name}
     index.write_text(json.dumps({"weight_map": left}))
@@ -190,14 +188,14 @@ def test_weights_of_eight_bits_are_refused_and_not_read_as_if_they_were_whole(
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(folders["qwen3"], tmp_path / "m")
-    index = json.loads((tmp_path / "m" / safetensors_files.INDEX).read_text())["weight_map"]
+    index = json.loads((tmp_path / "m" / INDEX).read_text())["weight_map"]
     name = "model.layers.0.mlp.up_proj.weight"
     file = tmp_path / "m" / index[name]
     tensors = load_file(file)
     save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
     model = build_model(compose([f"model={group}", f"model.path={tmp_path / 'm'}"]))
     fill(model, torch.device("cpu"), 1)
-    with pytest.raises(ConfigError, match=f"{name} is float8_e4m3fn there: quantised weights cannot be read"):
+    with pytest.raises(ConfigError, match=f"{name} is F8_E4M3 there: quantised weights cannot be read"):
         load_pretrained(model, tmp_path / "m")
     save_file({**tensors, "model.layers.0.self_attn.q_proj.bias": torch.zeros(2)}, file, {"format": "pt"})
     if group == "hf":
@@ -286,17 +284,20 @@ SMALL_LLAMA: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("arguments", "message"),
     [
-        ({"model_type": "lama"}, "lama"),
-        ({"hidden_size": 8}, "model_type"),
-        ({"model_type": "vit"}, "vit"),
+        ({"config": {"model_type": "lama"}}, "lama"),
+        ({"config": {"hidden_size": 8}}, "model_type"),
+        ({"config": {"model_type": "vit"}}, "vit"),
+        ({}, "either model.config"),
+        ({"config": SMALL_LLAMA, "path": "/models"}, "either model.config"),
+        ({"path": "/nowhere"}, "model.path=/nowhere: there is no such folder"),
     ],
 )
-def test_what_transformers_cannot_build_is_refused(config: dict[str, Any], message: str) -> None:
+def test_what_transformers_cannot_build_is_refused(arguments: dict[str, Any], message: str) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match=message) as error:
-        HuggingFace(config=config)
+        HuggingFace(**arguments)
     assert "\n" not in error.value.message and len(error.value.message) < 300
 
 
@@ -305,19 +306,3 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError) as error:
         HuggingFace(config=SMALL_LLAMA)
     assert error.value.hint == "pip install 'slurmtrain[hf]'"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "either model.config"),
-        ({"config": SMALL_LLAMA, "path": "/models"}, "either model.config"),
-        ({"path": "/nowhere"}, "model.path=/nowhere: there is no such folder"),
-    ],
-)
-def test_it_takes_a_config_or_a_folder(
-    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
-    with pytest.raises(ConfigError, match=message):
-        HuggingFace(**arguments)
