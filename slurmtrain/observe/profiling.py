@@ -98,11 +98,8 @@ class Profiling:
             log.warning("no profile: %s", printable(str(error)))
             return None
 
-    def step(self, *, last: bool = False) -> str | None:
+    def step(self) -> str | None:
         """Note that a step has ended, while a profile is under way.
-
-        Args:
-            last: no further step follows.
 
         Returns:
             On rank 0, when the profile is done, a sentence that says so; else None.
@@ -110,27 +107,16 @@ class Profiling:
         self.left -= 1
         if self._profiler is not None:
             self._profiler.step()
-        if self.left > 0 and not last:
+        if self.left > 0:
             return None
-        missing = self._end(write=True)
+        self._end(write=True)
         if self._ranks.rank != 0:
             return None
-        first, last_one, folder = self._first, self._first + self._steps - 1 - missing, str(self._folder)
+        first, last_one, folder = self._first, self._first + self._steps - 1, str(self._folder)
         with contextlib.suppress(OSError):  # a full disk must not end a training for it
             facts = {"first": first, "last": last_one, "ranks": self._writers, "folder": folder}
             self._record(Event.PROFILED, facts)
         return f"profile of step{f's {first} to {last_one}' if last_one > first else f' {first}'}: {folder}"
-
-    def cut_short(self) -> str | None:
-        """End the profile that is under way, if one is, with the steps that it has: no further step follows.
-
-        Returns:
-            On rank 0, a sentence that says so; None: there is nothing of it yet.
-        """
-        if 0 < self.left <= self._steps:
-            return self.step(last=True)
-        self.abandon()
-        return None
 
     def abandon(self, *, failed: bool = False) -> None:
         """Drop the profile that is under way, if one is: the attempt ends before it is done.
@@ -147,13 +133,12 @@ class Profiling:
                 with contextlib.suppress(OSError):  # other ranks have left files in it
                     path.rmdir()
 
-    def _end(self, *, write: bool) -> int:
-        """End this rank's part, and return how many steps are missing."""
-        missing, self.left = self.left, 0
+    def _end(self, *, write: bool) -> None:
+        """End this rank's part."""
+        self.left = 0
         if self._profiler is not None:
             self._profiler.stop(write=write)
             self._profiler = None
-        return missing
 
 
 def _new_folder(run_dir: RunDir, first: int) -> Path:

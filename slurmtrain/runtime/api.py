@@ -281,9 +281,8 @@ def _let_go() -> None:
     interpreter for it. If the interpreter is gone by then, the process ends with SIGABRT: a finished job would look
     like a crash.
     """
-    said = session.profiling.cut_short() if session.profiling is not None else None
-    if said is not None:
-        log.info(said)
+    if session.profiling is not None:
+        session.profiling.abandon()
     lost = [checkpointer.lost for checkpointer in list(session.checkpointers) if checkpointer.lost is not None]
     if session.watchdog is not None:
         session.watchdog.close()

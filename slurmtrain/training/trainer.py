@@ -259,7 +259,7 @@ class Trainer:
 
     def _end_step_of_profile(self) -> None:
         state = self.state
-        said = self._profiles.step(last=state.is_last_step)
+        said = self._profiles.step()
         if said is not None:
             state.hooks.message(f"step {state.step}: {said}")
         if not self._profiles.left:  # what writing took is not a part of any step

@@ -25,7 +25,7 @@ from slurmtrain.system.signals import StopCause, StopFlag
 from slurmtrain.training.hooks import TrainingHook
 from slurmtrain.training.hooks.base import StepResult, TrainingState
 from slurmtrain.training.trainer import Outcome
-from tests.distributed.test_training import SLOW_RATE, alone, fit, losses, trainer
+from tests.distributed.test_training import alone, fit, losses, trainer
 from tests.support.gloo import GlooRanks
 from tests.support.local_runs import clean_environment
 from tests.support.runs import submitted_run
@@ -201,40 +201,6 @@ def test_without_a_known_peak_there_is_no_mfu_and_the_run_says_why(tmp_path: Pat
     assert told["peak_tflops"] is None and "cluster.peak_tflops states one" in told["why"]
 
 
-LAYOUTS = {
-    "FSDP": "cluster.tasks_per_node=2 parallel.dp_replicate=1 parallel.dp_shard=2",
-    "TP": "cluster.tasks_per_node=2 parallel.dp_replicate=1 parallel.tp=2",
-    "PP": "cluster.tasks_per_node=2 parallel.dp_replicate=1 parallel.pp=2",
-}
-
-
-OFTEN = [*SLOW_RATE, "train.steps=4", "train.log_every=2", "train.eval_every=0"]
-
-
-@pytest.fixture(scope="module")
-def norms_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    path = tmp_path_factory.mktemp("norms") / "one"
-    fit(alone(), path, OFTEN)
-    return logged(path)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_norms_are_those_of_one_process_on_every_layout(
-    gloo_ranks: GlooRanks, tmp_path: Path, norms_of_one_process: list[dict[str, Any]], layout: str
-) -> None:
-    # Tied embeddings are on both ends of a pipeline.
-    gloo_ranks(2, fit, tmp_path / "two", [*OFTEN, *LAYOUTS[layout].split()])
-    one, two = norms_of_one_process, logged(tmp_path / "two")
-    assert [record["step"] for record in two] == [2, 4]
-    for mine, theirs in zip(one, two, strict=True):
-        for name in ("grad_norm", "param_norm"):
-            assert theirs[name] == pytest.approx(mine[name], rel=1e-4), name
-    known = layout == "FSDP"
-    assert ("time_communication_s" in two[-1]) == ("communication_share" in two[-1]) == known
-    parts = sum(value for key, value in two[-1].items() if key.startswith("time_") and key != "time_total_s")
-    assert parts == pytest.approx(two[-1]["time_total_s"], rel=0.02)
-
-
 WATCHED = "train.log_every=50 train.eval_every=0 observe.straggler_every=5 checkpoint.every_steps=0".split()
 
 
@@ -350,9 +316,8 @@ def test_an_own_loop_is_profiled_between_its_calls_of_should_stop(tmp_path: Path
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    folder, cut_short = sorted(run.profiles.iterdir())
+    (folder,) = run.profiles.iterdir()
     assert recorded_steps(folder / "rank-0.trace.json.gz") == 3 and not run.profile_switch.exists()
     assert "aten::mm" in (folder / "rank-0.txt").read_text()
-    assert (cut_short / "rank-0.trace.json.gz").exists()
     steps = [(each["first"], each["last"]) for each in run.events() if each["event"] == "profiled"]
-    assert [last - first for first, last in steps] == [2, 1]  # the end of the program cut the second one short
+    assert [last - first for first, last in steps] == [2]  # the second one was not done when the program ended

@@ -14,6 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from slurmtrain.models import Decoder
+from slurmtrain.observe.metrics import read_metrics
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.distributed.test_collectives import laid_out
 from tests.parity.matrix import ROWS, compare, config_of, train_alone, train_rows
@@ -46,6 +48,10 @@ def test_loss_and_gradient_norm_are_those_of_one_process(
     for row in rows:
         alone(root, row.model)
     gloo_ranks(size, train_rows, root, {row.name: config_of(row) for row in rows}, timeout_s=400)
+    for row in rows:  # what is exchanged within a layer or between stages is a part of the computation there
+        record = next(each for each in reversed(read_metrics(RunDir(root / row.name).metrics_file)) if "loss" in each)
+        within = any(f"parallel.{axis}=" in word for word in row.overrides for axis in ("tp", "cp", "pp"))
+        assert ("time_communication_s" in record) == ("communication_share" in record) == (not within), row.name
     found = {row: compare(root, row) for row in rows}
     assert {row.name: values for row, values in found.items() if max(values.values()) > row.bound} == {}
 

@@ -28,12 +28,7 @@ def heavy(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.
     )
 
 
-def drifting(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """All steps of a window are slower together on one rank or another, by 10 %."""
-    return normal(generator, shape) * (1 + 0.1 * generator.standard_normal((shape[0], 1)).clip(-1.5, 1.5))
-
-
-NOISES = {"normal": normal, "heavy": heavy, "drifting": drifting}
+NOISES = {"normal": normal, "heavy": heavy}
 
 
 def window(
