@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +35,9 @@ from slurmtrain.checkpoint.errors import (
     NonFiniteError,
     SupersededError,
 )
-from slurmtrain.checkpoint.format.directory import committed, newest_committed_step, step_of
+from slurmtrain.checkpoint.format.directory import committed, file_name, newest_committed_step, step_of
 from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
-from slurmtrain.checkpoint.node_copies import NodeCopies, NodesDestination
+from slurmtrain.checkpoint.node_folder import NodeFolder
 from slurmtrain.checkpoint.ranks import (
     CheckpointIdentity,
     RankGroup,
@@ -47,13 +46,12 @@ from slurmtrain.checkpoint.ranks import (
     config_as_json,
 )
 from slurmtrain.checkpoint.restore.restorer import Restored, Restorer
-from slurmtrain.checkpoint.save.job import Destination, PendingSave, SaveJob, SaveResult
+from slurmtrain.checkpoint.save.job import PendingSave, SaveJob, SaveResult
 from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
 from slurmtrain.checkpoint.save.staging import Image, Staging
 from slurmtrain.checkpoint.store import commit, retention
 from slurmtrain.checkpoint.store.commit import Incarnation, check_fence
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
-from slurmtrain.slurm.environment import own_node_name
 from slurmtrain.system.activity import RESTORE, SAVE, doing
 from slurmtrain.system.logs import show_error
 
@@ -80,9 +78,8 @@ class Checkpointer:
         max_failures: this many failed saves in a row end the run; 0: any number of failures is only reported.
         mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed
             checkpoints are copied there in the background, and fetched from there if the directory has none.
-        local: a folder that each node has for itself, as in /dev/shm: the newest save is copied there, too, and a restart
-            in place, on the same nodes, restores it from there while it is newer than the directory's.
-        node: name of this rank's node, whose ranks read files together; None: the host's, with `local` first SLURM's.
+        local: a folder that each node has for itself, as in /dev/shm: the files of the newest checkpoint are copied there,
+            too, and a restart in place, on the same nodes, reads them there.
         on_ending: called by the writing thread of every rank when a save is committed or has failed.
 
     Attributes:
@@ -113,7 +110,6 @@ class Checkpointer:
         max_failures: int = 3,
         mirror: str | None = None,
         local: Path | str | None = None,
-        node: str | None = None,
         on_ending: Callable[[SaveResult | CheckpointError], None] = lambda ending: None,
     ):
         check_has_all_ranks(group)
@@ -122,8 +118,7 @@ class Checkpointer:
         json_config = config_as_json(config or {})
 
         ranks = self._ranks = RankGroup(group)
-        host = node or (own_node_name() if local else None)
-        claimed, hosts = claim_directory(ranks, self.directory, incarnation, host)
+        claimed, hosts = claim_directory(ranks, self.directory, incarnation, local)
         # The thread that writes has messages of its own, which must not meet those of the thread that trains.
         self._writing, self._on_host = ranks.own_group(), ranks.of_host(hosts)
         identity = self._identity = CheckpointIdentity(self.directory, claimed, run_id, json_config)
@@ -133,7 +128,9 @@ class Checkpointer:
             from slurmtrain.checkpoint.store.mirror import MirrorUploader
 
             self._uploader = MirrorUploader(mirror, ranks, identity, keep)
-        self._node_copies = NodeCopies(ranks, identity, Path(local), hosts) if local else None
+        self._node_folder = NodeFolder(Path(local), self.directory, run_id) if local else None
+        if self._node_folder is not None:
+            ranks.all_do(self._node_folder.open)
         self._staging = Staging()
         self._changed = frozenset(changed)
         self.lost: CheckpointError | None = None
@@ -148,7 +145,7 @@ class Checkpointer:
         self._saves_begun = 0  # the same on all ranks
         self._failures_in_a_row = 0
         self._drift_reported = False
-        self._copies_fail = False  # whether the last copy on the nodes did
+        self._copy_failed = False  # whether the last one in the node's folder did
         # Registered to run before Python's own thread pools end, which the writing needs; `atexit` comes after that.
         register = getattr(threading, "_register_atexit", atexit.register)
         register(_close, self, os.getpid())
@@ -165,6 +162,7 @@ class Checkpointer:
 
     # Saving, as the thread that trains sees it.
 
+    @doing(SAVE)
     def save(
         self,
         step: int,
@@ -198,31 +196,6 @@ class Checkpointer:
             CheckpointError: on every rank: the state cannot be saved at all, or `max_failures` saves have failed in a
                 row.
         """
-        return self._begin_save(step, objects, per_rank, metrics or {}, on_nodes_only=False)
-
-    def save_local(self, step: int, *, per_rank: Mapping[str, Any] | None = None, **objects: Any) -> PendingSave:
-        """Copy `objects` to the nodes (`local`) as the state after `step` optimiser steps. All ranks call it together.
-
-        As `save`, but no checkpoint of the directory: it is lost with the nodes. A copy that fails is reported, and is
-        no failure of the run.
-
-        Raises:
-            CheckpointError: on every rank: the state cannot be saved at all, or the Checkpointer was made without `local`.
-        """
-        if self._node_copies is None:
-            raise CheckpointError("there is no folder on the nodes to save in", hint="Checkpointer(local='/dev/shm')")
-        return self._begin_save(step, objects, per_rank, {}, on_nodes_only=True)
-
-    @doing(SAVE)
-    def _begin_save(
-        self,
-        step: int,
-        objects: Mapping[str, Any],
-        per_rank: Mapping[str, Any] | None,
-        metrics: Mapping[str, Any],
-        *,
-        on_nodes_only: bool,
-    ) -> PendingSave:
         begun = time.monotonic()
         if self._closed:
             raise CheckpointError(f"step {step} cannot be saved: the Checkpointer is closed", hint="create a new one")
@@ -232,48 +205,42 @@ class Checkpointer:
         own = b""
         tensors: dict[str, Tensor] | CheckpointError
         try:
-            step, numbers = _step(step), _numbers(metrics)
+            step, numbers = _as_plain(step, metrics or {})
             tensors, plain, own_plain = self._flatten(objects, per_rank)
             own = json.dumps(own_plain).encode()
         except Exception as error:  # it may be of somebody's state_dict; the others must hear of it
             tensors = self._ranks.explain(error)
         plan = self._make_plan(tensors, objects, training=True)
         assert not isinstance(tensors, CheckpointError)
-        optimizers = {key for key, value in objects.items() if isinstance(value, Optimizer)}
-        trained = module_state.trained_parameters(objects).keys() | state.of_optimizers(optimizers, tensors)
+        parameters = module_state.parameters(objects)
+        names = {id(parameter): name for name, parameter in reversed(parameters.items())}
+        frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+        optimizers = {key: value for key, value in objects.items() if isinstance(value, Optimizer)}
+        changing = state.of_optimizers(optimizers, names, tensors)
         image: Image | CheckpointError
         try:
-            image = self._staging.stage(
-                plan,
-                tensors,
-                own,
-                guarded=state.changed_by_optimizers(objects, tensors),
-                optimizers=[value for value in objects.values() if isinstance(value, Optimizer)],
-                number=self._saves_begun,
-            )
+            waiting = optimizers.values()
+            image = self._staging.stage(plan, tensors, own, changing, waiting, number=self._saves_begun)
         except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
             image = self._ranks.explain(error)
         self._saves_begun += 1
         self._discard.clear()
+        self._pending = pending = PendingSave(step, begun)
         job = SaveJob(
             ranks=self._writing,
             identity=self._identity,
-            step=step,
+            pending=pending,
             plan=plan,
             image=image,
             plain=plain,
-            optimizers=optimizers,
+            optimizers=optimizers.keys(),
             metrics=numbers,
-            finite=trained,
+            finite=(parameters.keys() | changing) - frozen,
             discard=self._discard,
             report_drift=not self._drift_reported,
         )
-        pending = PendingSave(step, begun)
         pending.stall_s = time.monotonic() - begun
-        if not on_nodes_only:  # a copy on the nodes is no checkpoint of the directory, and its failure is reported
-            self._pending = pending
-        carry_out = self._carry_out_on_nodes if on_nodes_only else self._carry_out
-        self._writer = threading.Thread(target=carry_out, args=(job, pending), name="checkpoint-writer", daemon=True)
+        self._writer = threading.Thread(target=self._carry_out, args=(job,), name="checkpoint-writer", daemon=True)
         self._writer.start()
         return pending
 
@@ -300,10 +267,15 @@ class Checkpointer:
         """Agree with the other ranks on who writes what, and make room for it."""
         plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: module_state.buffers(objects))
         if plan is not self._plan or not training:
-            if self._node_copies is not None:  # before the buffer is allocated, while what is left can be seen
-                staging_bytes = None if training else self._staging.missing_bytes(plan.data_end)
-                self._node_copies.expect(plan.data_end, staging_bytes)
-            self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_host.size))
+
+            def prepare() -> None:
+                sharers = self._on_host.size
+                if self._node_folder is not None and not training:
+                    missing = self._staging.missing_bytes(plan.data_end)
+                    self._node_folder.check_room(plan.data_end, sharers, sharers * missing)
+                self._staging.prepare(plan.data_end, sharers=sharers)
+
+            self._ranks.all_do(prepare)
             self._plan = plan
         return plan
 
@@ -353,11 +325,6 @@ class Checkpointer:
             self._failures_in_a_row += 1
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing is being written, so that `save_local` would not wait. Ranks may differ for a moment."""
-        return not self._writer.is_alive()
-
-    @property
     def last_step(self) -> int | None:
         """The newest step that was saved, is being saved, or was restored."""
         if self._pending is not None and self._pending.error is None:
@@ -397,15 +364,15 @@ class Checkpointer:
                     remove_checkpoint(path, self._identity.incarnation.order)
             return newest_committed_step(self.directory)
 
-        self.last_committed_step = self._ranks.on_rank_0(remove)  # not that of a copy on the nodes
+        self.last_committed_step = self._ranks.on_rank_0(remove)
         if self._uploader is not None:
             self._uploader.remove_newer(self._ranks, step)
 
     def remove_local(self) -> None:
         """Remove the copies on the nodes, since the run has ended or leaves them. All ranks call it together."""
-        if self._node_copies is not None:
+        if self._node_folder is not None:
             self._wait_idle()
-            self._node_copies.remove()
+            self._ranks.all_do(self._node_folder.remove)
 
     @doing(SAVE)
     def _wait_idle(self) -> None:
@@ -441,9 +408,7 @@ class Checkpointer:
         try:
             if grace_s is not None:
                 self.hurry()
-                # Without a save in flight the thread may copy to the nodes.
-                done = self._pending.wait(grace_s) if self._pending is not None else self._wait_for_writer(grace_s)
-                if not done:
+                if self._pending is not None and not self._pending.wait(grace_s):
                     self._discard.set()
                     return
             self.wait()
@@ -459,77 +424,61 @@ class Checkpointer:
 
     # The writing thread.
 
-    def _carry_out(self, job: SaveJob, pending: PendingSave) -> None:
+    def _carry_out(self, job: SaveJob) -> None:
         """Write and commit; then do what only the next save waits for."""
-        ending = self._write(job, Destination(self._writing, self._identity), pending)
-        with _surviving():
-            self._report(job, ending)  # before anybody who waits for the commit may end the process
-        pending.decide(ending)
-        with _surviving():
-            copied = self._node_copies is not None and not isinstance(
-                ending, (LostPeersError, SupersededError, DiscardedError)
-            )
-            if copied and not self._writing.maximum(int(self._hurried.is_set())):
-                self._copy_to_nodes(job, pending)
-            if isinstance(ending, SaveResult):
-                self._finish(ending)
-
-    def _write(self, job: SaveJob, destination: Destination, pending: PendingSave) -> SaveResult | CheckpointError:
+        pending = job.pending
         try:
-            path, size = job.write(destination)
-            seconds = time.monotonic() - pending.begun
-            return SaveResult(path, job.step, seconds, pending.stall_s + job.waited_s, size)
-        except CheckpointError as error:
-            return error
-        except BaseException as error:  # a bug of ours must not look like a save that never ends
-            traceback.print_exc()
-            return CheckpointError(f"{type(error).__name__}: {error}")
-
-    def _carry_out_on_nodes(self, job: SaveJob, pending: PendingSave) -> None:
-        pending.decide(self._copy_to_nodes(job, pending))
-
-    def _copy_to_nodes(self, job: SaveJob, pending: PendingSave) -> SaveResult | CheckpointError:
-        """Make a copy on the nodes. The first of several errors in a row is reported: training goes on without."""
-        assert self._node_copies is not None
-        destination = NodesDestination(self._writing, self._node_copies)
-        ending = self._write(replace(job), destination, pending)
-        if isinstance(ending, CheckpointError) and not isinstance(ending, DiscardedError):
-            if not self._copies_fail and self._ranks.rank == 0:
-                log.warning("step %d was not copied to the nodes: %s", job.step, ending.message)
-            self._copies_fail = True
-        elif isinstance(ending, SaveResult):
-            self._copies_fail = False
-        return ending
-
-    def _report(self, job: SaveJob, ending: SaveResult | CheckpointError) -> None:
-        if job.drift and isinstance(ending, SaveResult):
-            self._drift_reported = True
-            log.warning(job.drift)
-        if isinstance(ending, DiscardedError):
+            saved = job.write()
+        except BaseException as error:
+            if not isinstance(error, CheckpointError):  # a bug of ours must not look like a save that never ends
+                traceback.print_exc()
+                error = CheckpointError(f"{type(error).__name__}: {error}")
+            if not isinstance(error, DiscardedError):
+                if self._ranks.rank == 0:
+                    what = "the save of step %d failed, older checkpoints are as they were: %s"
+                    log.warning(what, pending.step, error.message)
+                with _surviving():
+                    self._on_ending(error)
+            pending.set_exception(error)
             return
-        if isinstance(ending, CheckpointError) and self._ranks.rank == 0:
-            log.warning("the save of step %d failed, older checkpoints are as they were: %s", job.step, ending.message)
-        self._on_ending(ending)
+        with _surviving():
+            if job.drift:
+                self._drift_reported = True
+                log.warning(job.drift)
+            self._on_ending(saved)  # before anybody who waits for the commit may end the process
+        pending.set_result(saved)
+        with _surviving():
+            self._finish(saved, job)
 
-    def _finish(self, saved: SaveResult) -> None:
-        """Copy what was committed to the mirror, and remove what is no longer kept."""
+    def _finish(self, saved: SaveResult, job: SaveJob) -> None:
+        """Copy what was committed to the node and to the mirror, and remove what is no longer kept."""
         ranks, in_a_hurry = self._writing, self._hurried.is_set
         unchecked_step = self.unchecked_step  # read first, since it is set last: so the two steps fit
         soundness = Soundness(self.sound_step, unchecked_step)
-
-        def prune() -> None:
-            if not in_a_hurry():
-                check_fence(self.directory, self._identity.incarnation)
-                order = self._identity.incarnation.order
-                retention.prune(self.directory, self._keep, order, spare=[saved.step], soundness=soundness)
-
+        if self._node_folder is not None and not in_a_hurry():
+            self._copy_to_node(self._node_folder, saved, job)
         try:
             if self._uploader is not None and not ranks.maximum(int(in_a_hurry())):
                 self._uploader.offer(ranks, saved.path, soundness)
-            ranks.on_rank_0(prune)
-        except CheckpointError as error:
             if ranks.rank == 0 and not in_a_hurry():
-                log.warning("older checkpoints than %s are kept: %s", saved.path.name, error.message)
+                check_fence(self.directory, self._identity.incarnation)
+                found = committed(self.directory)
+                for path in retention.unwanted(self.directory, found, self._keep, [saved.step], soundness):
+                    remove_checkpoint(path, self._identity.incarnation.order)
+        except Exception as error:
+            if ranks.rank == 0 and not in_a_hurry():
+                log.warning("older checkpoints than %s are kept: %s", saved.path.name, ranks.explain(error).message)
+
+    def _copy_to_node(self, folder: NodeFolder, saved: SaveResult, job: SaveJob) -> None:
+        """Copy this rank's file to its node. The first of several errors in a row is reported: training goes on without."""
+        assert isinstance(job.image, Image)
+        try:
+            folder.write(saved.digest, file_name(self._ranks.rank), job.image.data, self._on_host.size)
+            self._copy_failed = False
+        except (OSError, CheckpointError) as error:
+            if not self._copy_failed:
+                log.warning("step %d was not copied to the node: %s", saved.step, self._ranks.explain(error).message)
+            self._copy_failed = True
 
     # Restoring.
 
@@ -572,7 +521,7 @@ class Checkpointer:
             self._identity,
             self._staging.borrow,
             self._uploader,
-            self._node_copies,
+            self._node_folder,
             self._changed,
             objects,
             {} if as_start else state.per_rank_objects(per_rank, self._ranks.rank),
@@ -581,7 +530,7 @@ class Checkpointer:
             as_start,
             at_most,
         ).restore()
-        if restored is not None and path is None and not restored.origin:  # a copy on the nodes is lost with them
+        if restored is not None and path is None:
             self.last_committed_step = restored.step
         if restored is None or not as_start:
             self._reserve(objects, per_rank)
@@ -621,11 +570,11 @@ def _surviving() -> Iterator[None]:
         traceback.print_exc()
 
 
-def _step(step: object) -> int:
-    """Return `step` as a plain int, since numpy's numbers cannot be written into a manifest.
+def _as_plain(step: object, metrics: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    """Return step and metrics as plain numbers, since numpy's cannot be written into a manifest.
 
     Raises:
-        CheckpointError: it is no number, or below zero, where no reader would find it.
+        CheckpointError: one is no number, or the step is below zero, where no reader would find it.
     """
     try:
         number = operator.index(step)  # type: ignore[arg-type]
@@ -635,17 +584,13 @@ def _step(step: object) -> int:
         raise CheckpointError(
             f"step={step!r} is not a number of optimiser steps", hint="give the steps done so far: 0, 1, 2 and so on"
         )
-    return number
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
         try:
             found[str(name)] = float(value)
         except (TypeError, ValueError):
             raise CheckpointError(f"metrics[{name!r}] is {value!r}, which is no number") from None
-    return found
+    return number, found
 
 
 _open: set[Checkpointer] = set()  # those that were not closed, even where a script has dropped its own

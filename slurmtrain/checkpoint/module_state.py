@@ -8,8 +8,8 @@ too late.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from slurmtrain.checkpoint.tensors import local
 
 _EXTRA_KEY = "_extra_state"
 
+T = TypeVar("T")
 Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -44,40 +45,38 @@ def _wrapped(module: nn.Module) -> str | None:
     return None
 
 
-class Names:
-    """The names of a module's entries in a checkpoint: as in its state_dict, less the components that wrappers add."""
-
-    def __init__(self, module: nn.Module):
-        self._wrappers = {
-            f"{prefix}.{inner}" if prefix else inner
-            for prefix, submodule in module.named_modules(remove_duplicate=False)
-            if (inner := _wrapped(submodule)) is not None
-        }
-
-    def __call__(self, name: str) -> str:
-        """Return `name` without the components that wrappers within the module have added to it."""
-        if not self._wrappers:
-            return name
+def clean_names(module: nn.Module, found: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Return what a module has by its names in a checkpoint: as in its state_dict, less the components that wrappers add."""
+    wrappers = {
+        f"{prefix}.{inner}" if prefix else inner
+        for prefix, submodule in module.named_modules(remove_duplicate=False)
+        if (inner := _wrapped(submodule)) is not None
+    }
+    if not wrappers:
+        return dict(found)
+    cleaned: dict[str, T] = {}
+    for name, entry in found:
         parts = name.split(".")
-        return ".".join(part for end, part in enumerate(parts, 1) if ".".join(parts[:end]) not in self._wrappers)
+        kept = [part for end, part in enumerate(parts, 1) if ".".join(parts[:end]) not in wrappers]
+        cleaned[".".join(kept)] = entry
+    return cleaned
 
 
 def entries(module: nn.Module) -> dict[str, Any]:
     """Return the state_dict of the unwrapped `module`, by the names of a checkpoint."""
     module = unwrap(module)
-    clean = Names(module)
-    return {clean(name): entry for name, entry in module.state_dict().items()}
+    return clean_names(module, module.state_dict().items())
 
 
 def extra_owners(module: nn.Module) -> dict[str, nn.Module]:
     """Return the submodules that have extra state, by its name in a checkpoint."""
     module = unwrap(module)
-    clean = Names(module)
-    return {
-        clean(f"{prefix}.{_EXTRA_KEY}" if prefix else _EXTRA_KEY): submodule
+    owners = [
+        (f"{prefix}.{_EXTRA_KEY}" if prefix else _EXTRA_KEY, submodule)
         for prefix, submodule in module.named_modules()
         if type(submodule).get_extra_state is not nn.Module.get_extra_state
-    }
+    ]
+    return clean_names(module, owners)
 
 
 def is_extra(name: str) -> bool:
@@ -85,39 +84,36 @@ def is_extra(name: str) -> bool:
     return _EXTRA_KEY in name.split(".")
 
 
-def _named(
-    objects: Mapping[str, Any], members: Callable[[nn.Module], Iterable[tuple[str, Tensor]]]
-) -> dict[str, Tensor]:
-    """Return the members of the given modules by their names in a checkpoint."""
-    found: dict[str, Tensor] = {}
-    for key, value in objects.items():
-        if isinstance(value, nn.Module):
-            clean = Names(unwrap(value))
-            found.update({f"{key}.{clean(name)}": each for name, each in members(unwrap(value))})
-    return found
+def held(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers of a module by all of their names in a checkpoint."""
+    module = unwrap(module)
+    pairs = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return clean_names(module, pairs)
 
 
-def parameters(objects: Mapping[str, Any], *, all_names: bool = False) -> dict[str, Tensor]:
-    """Return the parameters of the given modules by name; a tied one by its first name, or by all of its names."""
-    return _named(objects, lambda module: module.named_parameters(remove_duplicate=not all_names))
+def parameters(objects: Mapping[str, Any]) -> dict[str, nn.Parameter]:
+    """Return the parameters of the given modules by name; a tied one by all of its names."""
+    return {
+        f"{key}.{name}": tensor
+        for key, value in objects.items()
+        if isinstance(value, nn.Module)
+        for name, tensor in held(value).items()
+        if isinstance(tensor, nn.Parameter)
+    }
 
 
-def buffers(objects: Mapping[str, Any]) -> frozenset[str]:
+def buffers(objects: Mapping[str, Any]) -> set[str]:
     """Return the names of the modules' buffers.
 
     Unlike parameters, they may differ between data parallel ranks by design, and the lowest rank's count.
     """
-    return frozenset(_named(objects, lambda module: module.named_buffers(remove_duplicate=False)))
+    modules = {key: value for key, value in objects.items() if isinstance(value, nn.Module)}
+    return {f"{key}.{name}" for key, value in modules.items() for name in held(value)} - parameters(modules).keys()
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
-    """Return the name of every parameter of the given modules, by the parameter's id."""
-    return {id(parameter): name for name, parameter in parameters(objects).items()}
-
-
-def trained_parameters(objects: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the parameters of the given modules that can be trained, by all of their names."""
-    return {name: each for name, each in parameters(objects, all_names=True).items() if each.requires_grad}
+    """Return the name of every parameter of the given modules, by the parameter's id; of a tied one the first."""
+    return {id(parameter): name for name, parameter in reversed(parameters(objects).items())}
 
 
 def module_tensors(objects: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -129,10 +125,10 @@ def module_tensors(objects: Mapping[str, Any]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for key, value in objects.items():
         if isinstance(value, nn.Module):
-            held = entries(value)
-            check_entries(key, value, held)
+            its = entries(value)
+            check_entries(key, value, its)
             extra = extra_owners(value)
-            found.update({f"{key}.{name}": entry for name, entry in held.items() if name not in extra})
+            found.update({f"{key}.{name}": entry for name, entry in its.items() if name not in extra})
     return found
 
 
@@ -147,7 +143,7 @@ def check_module(key: str, module: nn.Module, found: Mapping[str, Any], trained:
     """
     check_entries(key, module, found)
     places = {place_of(entry) for entry in found.values() if isinstance(entry, Tensor)}
-    for name, tensor in _held(unwrap(module)).items():
+    for name, tensor in held(module).items():
         if id(tensor) in trained and name not in found and place_of(tensor) not in places:
             raise CheckpointError(
                 f"{key}.{name} is trained, and {type(unwrap(module)).__name__}.state_dict() leaves it out",
@@ -162,15 +158,16 @@ def check_entries(key: str, module: nn.Module, found: Mapping[str, Any]) -> None
         CheckpointError: filling one would restore nothing; the message names it.
     """
     root = unwrap(module)
-    held, extra = _held(root), extra_owners(root)
-    places = {place_of(tensor) for tensor in held.values()}
+    own, extra = held(root), extra_owners(root)
+    places = {place_of(tensor) for tensor in own.values()}
     for name, entry in found.items():
-        if name in held and _is_expanded(held[name]):
+        strided = name in own and own[name].layout == torch.strided
+        if strided and any(n > 1 and not stride for stride, n in zip(own[name].stride(), own[name].shape, strict=True)):
             raise CheckpointError(
                 f"{key}.{name} is expanded, so that several of its elements are one, and cannot be filled",
                 hint="make it with .contiguous() or .clone() after .expand()",
             )
-        is_live = isinstance(entry, Tensor) and (place_of(entry) in places or (entry.numel() == 0 and name in held))
+        is_live = isinstance(entry, Tensor) and (place_of(entry) in places or (entry.numel() == 0 and name in own))
         if name not in extra and not is_live:
             raise CheckpointError(
                 f"{type(root).__name__}.state_dict() gives {key}.{name}, a {type(entry).__name__} that is not the memory of "
@@ -178,12 +175,6 @@ def check_entries(key: str, module: nn.Module, found: Mapping[str, Any]) -> None
                 hint="leave out hooks that convert, copy or add entries, and give more by get_extra_state() and "
                 "set_extra_state(); fully_shard (FSDP2) in place of FullyShardedDataParallel (FSDP1)",
             )
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
 
 
 def loads_by_itself(module: nn.Module) -> bool:
@@ -213,10 +204,3 @@ def place_of(tensor: Tensor) -> Place:
     if part.layout != torch.strided:
         return id(tensor), part.shape, (), part.dtype
     return part.data_ptr(), part.shape, part.stride(), part.dtype
-
-
-def _held(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers of an unwrapped module by all of their names in a checkpoint."""
-    clean = Names(module)
-    pairs = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return {clean(name): tensor for name, tensor in pairs}

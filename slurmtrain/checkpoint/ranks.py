@@ -97,14 +97,9 @@ class RankGroup:
         """Return the ranks of this host, of which each has its name in `hosts`. All ranks call it together."""
         if len(set(hosts)) == 1:
             return self
-        return self.subgroup([rank for rank, host in enumerate(hosts) if host == hosts[self.rank]])
-
-    def subgroup(self, members: list[int]) -> RankGroup:
-        """Return a group of `members`, which only they have to call, and which is not to be ended.
-
-        With thousands of ranks, it would take minutes if all of them made every group. torch names it by its members: if it
-        was ended, the next one of the same members would have its name, and wait at its addresses for ever.
-        """
+        # With thousands of ranks, it would take minutes if all of them made every group. It is not to be ended: torch names it
+        # by its members, so the next one of the same members would have its name, and wait at its addresses for ever.
+        members = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         return RankGroup(self._new_group(members, use_local_synchronization=True))
 
     def _new_group(
@@ -162,14 +157,14 @@ class RankGroup:
 
     def gather(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return all results on each, in the order of ranks."""
-        answers = [self._attempt(work)]
-        if self.group is not None:
-            own, longest = self._agree_on_length(_encode(answers[0]))
-            rows = torch.zeros(self.size, longest, dtype=torch.uint8, device="cpu")
-            if longest:
-                self._together(dist.all_gather, list(rows), own)
-            answers = [_decode(row) for row in rows]
-        return _results(answers)
+        results: list[T] = self.gather_on_rank_0(work, lambda results: results)
+        return results
+
+    def all_do(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return each rank's own result, unless it failed on any rank."""
+        result: list[T] = []
+        self.gather_on_rank_0(lambda: result.append(work()), lambda _: None)  # nothing is sent where all is well
+        return result[0]
 
     def gather_on_rank_0(self, work: Callable[[], T], then: Callable[[list[T]], Any]) -> Any:
         """Run `work` on every rank, then `then` on rank 0 with all results, and return its result on every rank.
@@ -179,38 +174,24 @@ class RankGroup:
         answer = self._attempt(work)
         rows = torch.empty(1, 0, dtype=torch.uint8, device="cpu")
         if self.group is not None:
-            own, longest = self._agree_on_length(b"" if self.rank == 0 else _encode(answer))
+            message = b"" if self.rank == 0 else _encode(answer)
+            longest = self.maximum(len(message))
             if self.rank == 0:
                 rows = torch.zeros(self.size, longest, dtype=torch.uint8, device="cpu")
             if longest:
+                own = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8)
                 self._together(dist.gather, own, list(rows) if self.rank == 0 else None, group_dst=0)
         return self.on_rank_0(lambda: then(_results([answer, *map(_decode, rows[1:])])))
 
-    def _agree_on_length(self, message: bytes) -> tuple[Tensor, int]:
-        """Return this rank's message, padded to the length of the longest of all ranks, and that length."""
-        length = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
-        self._together(dist.all_reduce, length, op=dist.ReduceOp.MAX)
-        longest = int(length.item())
-        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-        if message:
-            padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        return padded, longest
-
     def _broadcast(self, answer: Answer, source: int) -> Answer:
         message = _encode(answer) if self.rank == source else b""
-        length = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
-        self.share(length, source)
-        data = torch.zeros(int(length.item()), dtype=torch.uint8, device="cpu")
+        length = self.maximum(len(message))
+        data = torch.zeros(length, dtype=torch.uint8, device="cpu")
         if message:
             data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if data.numel():
-            self.share(data, source)
-        return answer if self.rank == source else _decode(data)
-
-    def share(self, data: Tensor, source: int) -> None:
-        """Fill `data` (on the CPU) on all ranks with what rank `source` has in it."""
-        if self.group is not None:
+        if length:
             self._together(dist.broadcast, data, group_src=source)
+        return answer if self.rank == source else _decode(data)
 
     def _together(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """Call a collective of torch.distributed, and tell that this thread waits.
@@ -227,10 +208,10 @@ class RankGroup:
             raise LostPeersError(f"the ranks lost each other while they saved or restored: {first}") from None
 
     def maximum(self, number: int) -> int:
-        """Return the largest of all ranks' numbers, by the cheapest collective: four bytes."""
+        """Return the largest of all ranks' numbers, by the cheapest collective: eight bytes."""
         if self.group is None:
             return number
-        box = torch.tensor([number], dtype=torch.int32, device="cpu")
+        box = torch.tensor([number], dtype=torch.int64, device="cpu")
         self._together(dist.all_reduce, box, op=dist.ReduceOp.MAX)
         return int(box.item())
 
@@ -242,12 +223,6 @@ class RankGroup:
         self._together(dist.all_reduce, box)
         found: list[int] = box.tolist()
         return found
-
-    def all_do(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and return each rank's own result, unless it failed on any rank."""
-        result: list[T] = []
-        self.gather(lambda: result.append(work()))  # which is None: nothing is sent where all is well
-        return result[0]
 
     def broadcast(self, value: T, source: int) -> T:
         """Return the value of rank `source` on all ranks."""
@@ -322,17 +297,17 @@ def check_has_all_ranks(group: dist.ProcessGroup | None) -> None:
 
 
 def claim_directory(
-    ranks: RankGroup, directory: Path, incarnation: Incarnation | None, host: str | None = None
+    ranks: RankGroup, directory: Path, incarnation: Incarnation | None, local: Path | str | None = None
 ) -> tuple[Incarnation, list[str]]:
     """Check that all ranks were given the same directory and see it, and claim it on rank 0; see `commit.claim`.
 
     Args:
-        host: name of this rank's host; None: the one that the host gives itself.
+        local: this rank's folder for copies.
 
     Returns:
-        The incarnation, and the host of every rank.
+        The incarnation, and the host of every rank: ranks of one host see the same files.
     """
-    answers = ranks.gather(lambda: [str(directory.absolute()), host or socket.gethostname()])
+    answers = ranks.gather(lambda: [str(directory.absolute()), f"{socket.gethostname()} {local}"])
     first = answers[0][0]
     for rank, (other, _) in enumerate(answers):
         if other != first:

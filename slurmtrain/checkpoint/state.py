@@ -479,19 +479,21 @@ def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[s
     return merged
 
 
-def changed_by_optimizers(objects: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
-    """Return the names of the tensors that only steps of the given optimisers change: their parameters, and their own state."""
-    names = parameter_names(objects)
-    optimizers = {key: value for key, value in objects.items() if isinstance(value, Optimizer)}
-    groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
-    changed = {names[id(each)] for group in groups for each in group["params"]}
-    return changed | of_optimizers(optimizers, tensors)
+def of_optimizers(optimizers: Mapping[str, Optimizer], names: Mapping[int, str], tensors: Collection[str]) -> set[str]:
+    """Return the names of those of `tensors` that steps of these optimisers change: their parameters, and their own state.
 
-
-def of_optimizers(keys: Collection[str], tensors: Collection[str]) -> set[str]:
-    """Return the names of those of `tensors` that the optimisers of these names keep for parameters."""
-    prefixes = tuple(f"{key}.state." for key in keys)
-    return {name for name in tensors if prefixes and name.startswith(prefixes)}
+    Args:
+        names: of the parameters by their id.
+    """
+    found = {
+        names[id(parameter)]
+        for optimizer in optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in names
+    }
+    prefixes = tuple(f"{key}.state." for key in optimizers)
+    return found.union(name for name in tensors if name.startswith(prefixes))
 
 
 def expected_optimizer_state(objects: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -153,7 +153,6 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
     ("cluster.container.kind", lambda c: c.cluster.container.image, "cluster.container.image"),
     ("cluster.container.image", lambda c: c.cluster.container.kind, "cluster.container.kind"),
-    ("checkpoint.local_every_steps", lambda c: c.checkpoint.local, "checkpoint.local=/dev/shm"),
     ("checkpoint.restore_only", lambda c: c.checkpoint.restore_from, "checkpoint.restore_from=PATH"),
     (
         "checkpoint.keep_best",

@@ -380,11 +380,9 @@ class CheckpointConfig(Struct):
     max_failures: Natural = 3  # end the attempt after this many failed saves in a row; 0: continue without checkpoints
     # URL of a folder in an object store; checkpoints are copied to <mirror>/<job.name>/<run id>
     mirror: str | None = None
-    # Node-local folder, in /dev/shm or on a local disk: every save is also copied there, so that a restart on the same
-    # nodes takes seconds. Copies in /dev/shm count as memory of the job. null: no such copies.
+    # Node-local folder, in /dev/shm or on a local disk: the newest checkpoint is also copied there, so that a restart on
+    # the same nodes reads it in seconds. Copies in /dev/shm count as memory of the job. null: no such copies.
     local: Annotated[str, NODE_FOLDER] | None = None
-    # with local: also copy after every step that is a multiple of this; 0: only with each save
-    local_every_steps: Natural = 0
     # path of a checkpoint to start from, as long as this run has no checkpoint of its own
     restore_from: str | None = None
     # null: continue at the checkpoint's step, with its optimiser, schedule and data. "model": use only its weights, at

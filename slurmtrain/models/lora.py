@@ -79,16 +79,13 @@ def without_adapters(model: nn.Module) -> dict[str, Tensor]:
 
     A tied parameter has all of its names.
     """
-    clean = module_state.Names(model)
     parameters = model.named_parameters(remove_duplicate=False)
-    held: dict[str, Tensor] = {
-        name_without_adapters(clean(name)): tensor for name, tensor in parameters if not _is_adapter(name)
-    }
+    held: list[tuple[str, Tensor]] = [(name, tensor) for name, tensor in parameters if not _is_adapter(name)]
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                held[name_without_adapters(clean(f"{path}.{name}" if path else name))] = buffer
-    return held
+                held.append((f"{path}.{name}" if path else name, buffer))
+    return {name_without_adapters(name): tensor for name, tensor in module_state.clean_names(model, held).items()}
 
 
 def name_without_adapters(name: str) -> str:

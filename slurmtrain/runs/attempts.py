@@ -322,34 +322,13 @@ def stalled_numbers(attempts: list[Attempt], number: int) -> list[int]:
     Progress starts the count anew, and so do a long attempt of a program that reports none, and a person who resumed a
     run that had ended. An attempt that ended for another reason does not count.
     """
-    counted, moved_on = [], _moved_on(attempts, number)
+    counted = []
     for attempt in reversed([attempt for attempt in attempts if attempt.number < number]):
-        if (
-            attempt.progressed
-            or attempt.number in moved_on
-            or attempt.lasted
-            or attempt.verdict in (Verdict.DONE, Verdict.END)
-        ):
+        if attempt.progressed or attempt.lasted or attempt.verdict in (Verdict.DONE, Verdict.END):
             break
         if attempt.stalled and not attempt.unseen:
             counted.append(attempt.number)
     return counted
-
-
-def _moved_on(attempts: list[Attempt], number: int) -> set[int]:
-    """Return the attempts before `number` after which the next one began further on than any before it.
-
-    That is progress, too, of which the run directory has no checkpoint: it was in a copy on the nodes.
-    """
-    found: set[int] = set()
-    furthest, before = 0, None
-    for attempt in [attempt for attempt in attempts if attempt.number <= number]:
-        if (attempt.first_step or 0) > furthest:
-            furthest = attempt.first_step or 0
-            if before is not None:
-                found.add(before.number)
-        before = attempt
-    return found
 
 
 def unseen_before(attempts: list[Attempt], number: int) -> int:

@@ -28,9 +28,9 @@ class Checkpointer(checkpointer.Checkpointer):
         changed: dotted keys of `config`, such as "optim.lr", that were changed on purpose since: they may differ.
         mirror: URL of a folder of this run's own in an object store (fsspec's: s3://, gs://, file://). Committed
             checkpoints are copied there in the background, and fetched from there if the directory has none.
-        local: a folder that each node has for itself, as in /dev/shm; default: checkpoint.local of a submitted script. Every
-            save is copied there, too, and those of `save_local` go there only. A restart on the same nodes restores from
-            there in seconds. `remove_local` removes the copies.
+        local: a folder that each node has for itself, as in /dev/shm; default: checkpoint.local of a submitted script. The
+            newest checkpoint is copied there, too, and a restart on the same nodes reads it there in seconds.
+            `remove_local` removes the copies.
 
     Raises:
         RuntimeError: `slurmtrain.init` has not been called.

@@ -41,14 +41,15 @@ def tell(what: str) -> None:
 @contextmanager
 def doing(what: str) -> Iterator[None]:
     """Tell what the thread that trains does in the block; after it, it does what it did before. Of others nothing is told."""
-    before, trains = told(), threading.get_ident() == _thread
+    global _doing
+    before, trains = _doing, threading.get_ident() == _thread
     if trains:
-        tell(what)
+        _doing = what
     try:
         yield
     finally:
         if trains:
-            tell(before)
+            _doing = before
 
 
 @contextmanager

@@ -133,7 +133,7 @@ class Bench:
 
     def _begin_ours(self) -> Callable[[], bool]:
         pending = self._save_ours()
-        return lambda: pending.done() and self.checkpointer.idle
+        return lambda: pending.done() and not self.checkpointer._writer.is_alive()
 
     def _begin_dcp(self) -> Callable[[], bool]:
         writer = dcp.FileSystemWriter(self.directory)
@@ -157,7 +157,7 @@ class Bench:
     def write_ours(self) -> float:
         """With nothing else to do, as at a preemption."""
         took = self._together(lambda: self._save_ours().result())
-        while not self.checkpointer.idle:
+        while self.checkpointer._writer.is_alive():
             time.sleep(0.01)
         return took
 

@@ -184,7 +184,7 @@ def test_operations_per_second_follow_from_the_tokens_of_all_ranks(gloo_ranks: G
     gloo_ranks(2, fit, tmp_path / "run", [*peak, *REPLICAS])
     record = logged(tmp_path / "run")[-1]
     tiny = Decoder(vocab_size=256, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=128)
-    per_token = tiny.flops_per_token(64)
+    per_token = tiny.training_flops().of(1, 64)
     assert record["tokens_per_s_per_gpu"] == pytest.approx(record["tokens_per_s"] / 2, rel=1e-6)
     assert record["samples_per_s"] == pytest.approx(record["tokens_per_s"] / 64, rel=1e-6)
     assert record["tflops_per_gpu"] == pytest.approx(record["tokens_per_s"] / 2 * per_token / 1e12, rel=1e-6)

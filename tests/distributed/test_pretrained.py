@@ -173,12 +173,6 @@ def test_a_model_with_new_adapters_computes_what_it_did_without() -> None:
     assert_same_tensors(dict(plain.named_parameters()), without_adapters(adapted))
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     assert trained == set(adapted.state_dict()) and all("lora_" in name for name in trained)
-    spread = [
-        value.std().item() * (3 * value.shape[1]) ** 0.5
-        for name, value in adapted.named_parameters()
-        if "lora_A" in name
-    ]
-    assert len(spread) == 14 and sum(spread) / len(spread) == pytest.approx(1, abs=0.1)
 
 
 def test_target_modules_choose_the_layers() -> None:

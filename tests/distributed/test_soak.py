@@ -112,13 +112,13 @@ def soak(distributed: DistributedContext, directory: Path) -> Soaked:
     for number in range(1, SAVES + 1):
         for _ in range(STEPS_A_SAVE):
             training.step()
-            overlapped += not checkpointer.idle
+            overlapped += checkpointer._writer.is_alive()
         checkpointer.save(number, model=training.model, optimizer=training.optimizer)
+        meanwhile = Holdings.now() if number == SAVES else before
         if number % LOOK_EVERY == 0:
             checkpointer.wait()
             gc.collect()
             blocks[number // LOOK_EVERY - 1] = sys.getallocatedblocks()
-    meanwhile = Holdings.now()
     checkpointer.close()
     return Soaked(
         committed=list(committed),

@@ -80,3 +80,8 @@ def part_of(tensor: Tensor, box: Box) -> Tensor:
     found = tensor[box.within(Box.whole(tensor.shape))]
     assert found.numel() == math.prod(box.size)
     return found
+
+
+def text_of(manifest: Manifest) -> bytes:
+    """The contents of manifest.json."""
+    return json.dumps(vars(manifest), default=vars).encode()

@@ -181,7 +181,7 @@ def open_file(path: Path) -> int:
     return descriptor
 
 
-def digest_block(descriptor: int, number: int, size: int, into: Sequence[memoryview] | None = None) -> str:
+def digest_block(path: Path, number: int, size: int, into: Sequence[memoryview] | None = None) -> str:
     """Return the SHA-256, in hex, of one block of a file of `size` bytes.
 
     Args:
@@ -195,10 +195,11 @@ def digest_block(descriptor: int, number: int, size: int, into: Sequence[memoryv
     else:
         pieces = (part[begin : begin + PIECE_BYTES] for part in into for begin in range(0, len(part), PIECE_BYTES))
     # No posix_fadvise: the kernel reads ahead in large pages by itself, and in small ones when advised.
-    for piece in pieces:
-        read_into(descriptor, piece, offset)
-        checksum.update(piece)
-        offset += len(piece)
+    with os.fdopen(open_file(path), "rb", buffering=0) as file:
+        for piece in pieces:
+            read_into(file.fileno(), piece, offset)
+            checksum.update(piece)
+            offset += len(piece)
     return checksum.hexdigest()
 
 
@@ -277,13 +278,8 @@ def compare(
     def find_wrong(block: tuple[str, int]) -> str | None:
         name, number = block
         path, size = directory / name, records[name].size
-
-        def digest() -> str:
-            with os.fdopen(open_file(path), "rb", buffering=0) as file:
-                return digest_block(file.fileno(), number, size, into(name, number))
-
         try:
-            found = patiently(digest, path, late_s=0.0)
+            found = patiently(partial(digest_block, path, number, size, into(name, number)), path, late_s=0.0)
         except OSError as error:
             return cannot_be_read(name, error)
         except EOFError as error:

@@ -30,15 +30,11 @@ def own_name(rank: int, name: str) -> str:
     return f"{OWN}{rank:05d}/{name}"
 
 
-def _step_and_revision(path: Path) -> tuple[int, int]:
-    match = FINAL_NAME.fullmatch(path.name)
-    assert match is not None, path
-    return int(match.group(1)), int(match.group(2) or 1)
-
-
 def step_of(path: Path) -> int:
     """Return the step in a checkpoint's name."""
-    return _step_and_revision(path)[0]
+    match = FINAL_NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match.group(1))
 
 
 def committed(directory: Path) -> list[Path]:
@@ -46,13 +42,13 @@ def committed(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if FINAL_NAME.fullmatch(path.name) and (path / COMPLETE).is_file()]
-    return sorted(found, key=_step_and_revision)
+    return sorted(found, key=lambda path: (step_of(path), int(path.suffix[1:] or 1)))
 
 
 def newest_committed_step(directory: Path) -> int | None:
     """Return the step of the newest committed checkpoint; None if there is none."""
     found = committed(directory)
-    return _step_and_revision(found[-1])[0] if found else None
+    return step_of(found[-1]) if found else None
 
 
 def remove(path: Path, order: int) -> None:

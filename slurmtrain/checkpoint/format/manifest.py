@@ -92,7 +92,7 @@ class TensorFacts:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,19 +43,14 @@ Blocks = dict[str, list[int]]  # numbers of blocks by file
 Need = dict[str, list[tuple[int, int]]]  # blocks by file: number, and bytes that are needed of it
 
 
-def read_contents(
-    path: Path, manifest: Manifest, ranks: RankGroup | None = None, names: Sequence[str] | None = None
-) -> Contents:
+def read_contents(path: Path, manifest: Manifest, ranks: RankGroup | None = None) -> Contents:
     """Return what is in all files of the checkpoint `path`. All ranks call it together, and each reads some of the headers.
-
-    Args:
-        names: of the files that this rank reads the headers of; None: as many as each other.
 
     Raises:
         DamagedError: see `read_headers` and `Contents.whole`.
     """
     ranks = ranks or RankGroup(None)
-    some = sorted(manifest.files)[ranks.rank :: ranks.size] if names is None else names
+    some = sorted(manifest.files)[ranks.rank :: ranks.size]
 
     def read() -> list[Any]:
         table = read_headers(path, manifest, some)
@@ -175,12 +170,13 @@ def share_out(needs: Sequence[Need], rank: int) -> Blocks:
     return own
 
 
+@dataclass
 class Files:
-    """The files of a checkpoint, and the blocks of them that this rank has in memory."""
+    """The files of the checkpoint `path`, and the blocks of them that this rank has in memory: by file and number."""
 
-    def __init__(self, path: Path, pool: ThreadPoolExecutor):
-        self._path, self._pool = path, pool
-        self._held: dict[tuple[str, int], list[ByteRange]] = {}
+    path: Path
+    pool: ThreadPoolExecutor
+    held: dict[tuple[str, int], list[ByteRange]] = field(default_factory=dict)
 
     def verify(
         self,
@@ -201,24 +197,24 @@ class Files:
         for span in sorted(spans, key=lambda span: span.begin):
             if span.straight is not None:
                 final.setdefault(span.file, []).append(ByteRange(span.begin, span.end, span.straight))
-        self._held = {
+        self.held = {
             (file, number): _parts(number, records[file].size, final.get(file, []))
             for file, numbers in share.items()
             for number in numbers
         }
-        loose = [(part.end - part.begin) * (part.target is None) for parts in self._held.values() for part in parts]
+        loose = [(part.end - part.begin) * (part.target is None) for parts in self.held.values() for part in parts]
         rest = buffer(sum(loose))
         into: dict[tuple[str, int], list[memoryview]] = {}
-        for block, parts in self._held.items():
+        for block, parts in self.held.items():
             into[block] = []
             for place, (begin, end, target) in enumerate(parts):
                 if target is None:
                     target, rest = rest[: end - begin], rest[end - begin :]
                     parts[place] = ByteRange(begin, end, target)
                 into[block].append(target)
-        damage = blocks.compare(self._path, records, share, self._pool, into=lambda file, number: into[file, number])
+        damage = blocks.compare(self.path, records, share, self.pool, into=lambda file, number: into[file, number])
         if damage:
-            raise DamagedError(f"{self._path} is damaged: {'; '.join(damage)}")
+            raise DamagedError(f"{self.path} is damaged: {'; '.join(damage)}")
 
     def fill(self, spans: Iterable[Span], tensors: Mapping[str, Tensor]) -> None:
         """Copy the bytes of the spans into the local parts of `tensors`, converting to their dtype."""
@@ -226,15 +222,15 @@ class Files:
         work: dict[tuple[str, int], list[Span]] = {}
         for span in spans:
             work.setdefault((span.file, span.begin // BLOCK_BYTES), []).append(span)
-
-        def fill(some: Sequence[Span]) -> None:
-            blocks.patiently(partial(self._fill, some, tensors), self._path / some[0].file)
-
-        blocks.each(self._pool, fill, work.values())
+        blocks.each(
+            self.pool,
+            lambda some: blocks.patiently(partial(self._fill, some, tensors), self.path / some[0].file),
+            work.values(),
+        )
 
     def _fill(self, spans: Sequence[Span], tensors: Mapping[str, Tensor]) -> None:
         """Fill what the spans, which are of one file, belong to."""
-        with os.fdopen(blocks.open_file(self._path / spans[0].file), "rb", buffering=0) as file:
+        with os.fdopen(blocks.open_file(self.path / spans[0].file), "rb", buffering=0) as file:
             for span in spans:
                 tensor = local(tensors[span.name]).detach()
                 target = span.straight if span.straight is not None else span.memory(tensor)
@@ -249,7 +245,7 @@ class Files:
         """Read the bytes of a span into `target`: from memory, if this rank holds them, and else from the file."""
         for number in range(span.begin // BLOCK_BYTES, -(-span.end // BLOCK_BYTES)):
             begin, end = max(span.begin, number * BLOCK_BYTES), min(span.end, (number + 1) * BLOCK_BYTES)
-            held = self._held.get((span.file, number))
+            held = self.held.get((span.file, number))
             if held is None:
                 blocks.read_into(descriptor, target[begin - span.begin : end - span.begin], begin)
             elif span.straight is None:  # else they are there already
@@ -297,7 +293,6 @@ def read_tensors(
     ranks: RankGroup,
     on_this_host: RankGroup,
     buffer: Callable[[int], memoryview],
-    fetch: Callable[[Collection[str]], None] = lambda files: None,
 ) -> dict[str, Any]:
     """Verify what all ranks need, and if it is sound, fill `targets`. All ranks call it together.
 
@@ -305,7 +300,6 @@ def read_tensors(
         targets: tensors to fill, by name.
         live: names of the targets that must not be touched before everything is known to be sound.
         buffer: returns memory of a size, to hold this rank's share.
-        fetch: brings the files that this rank needs, of which this host may not have all; called by all ranks together.
 
     Returns:
         This rank's own plain state, if the JSON of it is among the targets.
@@ -314,7 +308,6 @@ def read_tensors(
         DamagedError: on every rank: any rank has found damage. No live tensor has been touched then.
     """
     spans = ranks.all_do(lambda: spans_of(contents, {name: box_of(name, each) for name, each in targets.items()}))
-    fetch({span.file for span in spans})
     share = share_out(on_this_host.gather(lambda: need_of(spans)), on_this_host.rank)
     for span in spans:
         if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:

@@ -1,8 +1,8 @@
 """The restore of a training state: rank 0 chooses the newest complete checkpoint, all ranks check it and load it.
 
 A checkpoint that is damaged is set aside, and the next older one is chosen. Where the directory has none, the newest
-copy is fetched from the mirror. The copy on the nodes comes first, unless the directory has a newer one
-(`node_copies`). Differences between checkpoint and training are refused with a diff, unless they are allowed: torch itself
+copy is fetched from the mirror. Files that the nodes have copies of are read there (`node_folder`). Differences between
+checkpoint and training are refused with a diff, unless they are allowed: torch itself
 loads what fits and leaves the rest at its initial values, or converts it, without a message. Contents are verified before
 the first tensor is touched (`reader`).
 """
@@ -28,7 +28,6 @@ from slurmtrain.checkpoint.format.manifest import (
     Manifest,
     TensorFacts,
     parse_manifest,
-    read_manifest,
     read_manifest_bytes,
 )
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
@@ -40,7 +39,7 @@ from slurmtrain.errors import UsageError, nearest
 from slurmtrain.system.patience import refresh
 
 if TYPE_CHECKING:
-    from slurmtrain.checkpoint.node_copies import NodeCopies
+    from slurmtrain.checkpoint.node_folder import NodeFolder
     from slurmtrain.checkpoint.store.mirror import MirrorUploader
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class Restored:
         asked_for: the caller named this checkpoint.
         left_out: names of the objects that it has and that nobody asked for.
         as_start: another training starts with some of its objects.
-        origin: where it was, if not in the directory: which copies on the nodes.
+        origin: where files of it were read, if not in the directory alone: the copies on the nodes.
     """
 
     path: Path
@@ -79,9 +78,8 @@ class Restored:
         skipped = f" ({len(self.set_aside)} newer set aside: {'; '.join(self.set_aside)})" if self.set_aside else ""
         why = "as asked for" if self.asked_for else "the newest complete checkpoint"
         left_out = f"; it has more that was not asked for: {', '.join(self.left_out)}" if self.left_out else ""
-        if self.origin:
-            return f"resuming at step {self.step} from {self.path.name}, the newest, from {self.origin}{left_out}"
-        return f"resuming at step {self.step} from {self.path.name}, {why}{skipped}{left_out}"
+        origin = f", from {self.origin}" if self.origin else ""
+        return f"resuming at step {self.step} from {self.path.name}, {why}{skipped}{origin}{left_out}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class Restorer:
     identity: CheckpointIdentity
     borrow_buffer: Callable[[int], memoryview]
     mirror_uploader: MirrorUploader | None
-    node_copies: NodeCopies | None
+    node_folder: NodeFolder | None
     changed: frozenset[str]
     objects: Mapping[str, Any]
     own_objects: Mapping[str, Any]
@@ -117,31 +115,6 @@ class Restorer:
         for kind in self.allow:
             if kind not in KINDS:
                 raise UsageError(f"{kind!r} is not a kind of difference that can be allowed", hint=nearest(kind, KINDS))
-        copies, on_nodes = self.node_copies, None
-        if copies is not None and self.path is None:
-            on_nodes = self._from_nodes(copies)
-        restored = on_nodes or self._from_directory()
-        if copies is not None:
-            copies.begin(on_nodes.path if on_nodes is not None else None)
-        return restored
-
-    def _from_nodes(self, copies: NodeCopies) -> Restored | None:
-        """Load the newest copy on the nodes; None: there is none, or none that is newer, or it is damaged."""
-        path = copies.newest(self.at_most)
-        if path is None:
-            return None
-        try:
-            manifest = self.ranks.all_do(lambda: read_manifest(path))
-            return self._load(path, manifest, copies=copies, origin="the copies on the nodes")
-        except DamagedError as error:
-            if self.ranks.rank == 0:
-                log.warning("not from the copies on the nodes: %s", error.message)
-            return None
-        finally:
-            copies.end_restoring()
-
-    def _from_directory(self) -> Restored | None:
-        """Load the newest sound checkpoint of the directory, or the one that was asked for."""
         set_aside: list[str] = []
         fetched: list[str] = []  # names in the mirror of the copies that were fetched
         while True:
@@ -167,7 +140,14 @@ class Restorer:
                 with retention.reading(path):
                     text, digest = self.ranks.on_rank_0(partial(_manifest_text, path))
                     manifest = parse_manifest(path, text.encode(), digest)
-                    return self._load(path, manifest, set_aside=tuple(set_aside))
+                    about = {"set_aside": tuple(set_aside)}
+                    if (copies := self._copies(path, digest, manifest)) is not None:
+                        try:
+                            return self._load(path, manifest, copies, origin="the copies on the nodes", **about)
+                        except DamagedError as error:
+                            if self.ranks.rank == 0:
+                                log.warning("not from the copies on the nodes: %s", error.message)
+                    return self._load(path, manifest, path, **about)
             except DamagedError as error:
                 what = error.message.removeprefix(f"{path} is damaged: ")
             if self.path is not None:
@@ -191,11 +171,19 @@ class Restorer:
             found = [path for path in found if step_of(path) <= self.at_most]
         return str(found[-1]) if found else None
 
-    def _load(self, path: Path, manifest: Manifest, *, copies: NodeCopies | None = None, **about: Any) -> Restored:
+    def _copies(self, path: Path, digest: str, manifest: Manifest) -> Path | None:
+        """Return where this rank finds the files of the checkpoint `path` if any node has copies of them; None: none has."""
+        if self.node_folder is None:
+            return None
+        folder = self.node_folder
+        found = self.ranks_on_host.on_rank_0(lambda: str(folder.view(path, digest, manifest.files) or ""))
+        return Path(found or path) if self.ranks.maximum(int(found != "")) else None
+
+    def _load(self, path: Path, manifest: Manifest, folder: Path, **about: Any) -> Restored:
         """Fill the objects.
 
         Args:
-            copies: `path` is this node's part of a copy on the nodes; None: it is a checkpoint that all ranks see.
+            folder: where this rank reads the files of the checkpoint `path`.
             about: more fields of what is returned.
 
         Raises:
@@ -205,8 +193,7 @@ class Restorer:
         if self.path is None:
             hint = f"move it away, or start from it on purpose: checkpoint.restore_from={path}"
             self.identity.check_run(path, manifest, hint=hint)
-        held = None if copies is None else copies.held(path, manifest)
-        contents = read_contents(path, manifest, ranks, held)
+        contents = read_contents(folder, manifest, ranks)
         objects, own_json = dict(self.objects), own_name(ranks.rank, "")
         # A rank that did not exist keeps what it has; another training does not take over what was a rank's own.
         own = own_json in contents.facts and not self.as_start
@@ -232,7 +219,7 @@ class Restorer:
             {own_json: torch.empty(contents.facts[own_json].shape, dtype=torch.uint8, device="cpu")} if own else {}
         )
         own_plain = read_tensors(
-            path,
+            folder,
             contents,
             manifest,
             {**targets, **own_text},
@@ -240,7 +227,6 @@ class Restorer:
             ranks=ranks,
             on_this_host=self.ranks_on_host,
             buffer=self.borrow_buffer,
-            fetch=(lambda files: None) if copies is None else partial(copies.fetch, path, manifest),
         )
         lenient, convert = "keys" in allow, "dtypes" in allow
         plain = {**manifest.state, **own_plain}

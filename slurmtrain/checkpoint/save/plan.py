@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,8 @@ class SavePlan:
         facts: all tensors of all ranks, in the same order on all.
         number: number of this rank's description among the distinct ones; ranks that hold the same tensors share one.
         pieces: in the order of the file, larger element types first, so that each is aligned.
+        data_start: the first byte after the header: whole pages, with room for the longest header of these pieces.
+        data_end: the last byte of the tensors; the rank's own JSON follows.
         total_bytes: bytes of all ranks' tensors.
         group_leaders: the lowest rank of each group of ranks that have the same description; it alone hands in their
             state that is no tensor.
@@ -92,39 +94,33 @@ class SavePlan:
     facts: Mapping[str, TensorFacts]
     number: int
     pieces: Sequence[TensorPiece]
+    data_start: int
+    data_end: int
     total_bytes: int
     group_leaders: frozenset[int]
     compared: Mapping[str, tuple[str, int]]
 
-    @cached_property
-    def data_start(self) -> int:
-        """The first byte after the header: whole pages, with room for the longest header of these pieces."""
-        longest = len(self._entries(own_bytes=10**15))
-        return -(-(8 + longest) // PAGE_BYTES) * PAGE_BYTES
 
-    @property
-    def data_end(self) -> int:
-        """The last byte of the tensors; the rank's own JSON follows."""
-        return self.data_start + (self.pieces[-1].end if self.pieces else 0)
+def header(pieces: Sequence[TensorPiece], facts: Mapping[str, TensorFacts], own_bytes: int, size: int = 0) -> bytes:
+    """Return the beginning of a file: that of the safetensors format, so that other programs can read it, too.
 
-    def header(self, own_bytes: int) -> bytes:
-        """Return the beginning of the file: that of the safetensors format, so that other programs can read it, too."""
-        length = self.data_start - 8
-        return length.to_bytes(8, "little") + self._entries(own_bytes).ljust(length)
-
-    def _entries(self, own_bytes: int) -> bytes:
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for piece in self.pieces:
-            known = SAFETENSORS_NAMES.get(piece.dtype)
-            end = piece.end
-            entries[piece_name(piece.name, piece.box, self.facts[piece.name].shape)] = {
-                "dtype": known or "U8",
-                "shape": list(piece.box.size) if known else [end - piece.begin],
-                "data_offsets": [piece.begin, end],
-            }
-        entries[OWN_STATE] = {"dtype": "U8", "shape": [own_bytes], "data_offsets": [end, end + own_bytes]}
-        return json.dumps(entries, separators=(",", ":")).encode()
+    Args:
+        own_bytes: length of the JSON at the end of the file.
+        size: bytes of the header with its length in front, filled with blanks.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for piece in pieces:
+        known = SAFETENSORS_NAMES.get(piece.dtype)
+        end = piece.end
+        entries[piece_name(piece.name, piece.box, facts[piece.name].shape)] = {
+            "dtype": known or "U8",
+            "shape": list(piece.box.size) if known else [end - piece.begin],
+            "data_offsets": [piece.begin, end],
+        }
+    entries[OWN_STATE] = {"dtype": "U8", "shape": [own_bytes], "data_offsets": [end, end + own_bytes]}
+    text = json.dumps(entries, separators=(",", ":")).encode().ljust(size - 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def make_plan(
@@ -149,43 +145,33 @@ def make_plan(
     if not ranks.maximum(int(changed)):
         assert known is not None
         return known
-    text = ""
 
     def describe() -> str:
-        nonlocal text
         if isinstance(tensors, CheckpointError):
             raise tensors
-        text = _describe(tensors, ranks.rank)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return _describe(tensors, ranks.rank)
 
-    members: dict[str, list[int]] = {}
-    for rank, digest in enumerate(ranks.gather(describe)):
-        members.setdefault(digest, []).append(rank)
+    text = ranks.all_do(describe)
     assert signature is not None and not isinstance(tensors, CheckpointError)
+    members: dict[str, list[int]] = {}
+    for rank, digest in enumerate(ranks.gather(lambda: hashlib.sha256(text.encode()).hexdigest())):
+        members.setdefault(digest, []).append(rank)
     # Mostly there is one description, at most a few (pipeline stages): its lowest rank broadcasts each.
     texts = [ranks.broadcast(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
     described = list(zip(texts, members.values(), strict=True))
     plan = ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first()))
+    # All ranks together have to write as many elements of every tensor as it has.
     written = dict.fromkeys(plan.facts, 0)
     for piece in plan.pieces:
         written[piece.name] += piece.box.numel
-    check_coverage(plan.facts, ranks.sums([*written.values()]))
-    return plan
-
-
-def check_coverage(facts: Mapping[str, TensorFacts], written: Sequence[int]) -> None:
-    """Check that all ranks together write as many elements of every tensor as it has.
-
-    Raises:
-        CheckpointError: they do not; the message names a tensor.
-    """
-    whole = [Box.whole(each.shape).numel for each in facts.values()]
-    wrong = [each for each in zip(facts, written, whole, strict=True) if each[1] != each[2]]
+    counts = zip(plan.facts.items(), ranks.sums([*written.values()]), strict=True)
+    wrong = [(name, found, whole) for (name, fact), found in counts if found != (whole := math.prod(fact.shape))]
     if wrong:
-        name, found, expected = wrong[0]
+        name, found, whole = wrong[0]
         more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
-        raise CheckpointError(f"{found} of {expected} elements of {name} would be written{more}")
+        raise CheckpointError(f"{found} of {whole} elements of {name} would be written{more}")
+    return plan
 
 
 def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
@@ -278,7 +264,7 @@ def _make(
             group = sorted(holders[name])
         index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
         if len(group) > 1 and box.numel and name not in of_first:
-            compared[name] = group_key(TENSORS, group), len(group)
+            compared[name] = f"{TENSORS} {short_digest(group)}", len(group)
         part: Box | None = box
         if name not in of_first:
             part = share(box, tensor.itemsize, name, index, len(group))
@@ -297,14 +283,19 @@ def _make(
         end = position + part.numel * dtype.itemsize
         pieces.append(TensorPiece(name, part, part.within(box), dtype, position, end))
         position = end
-    total_bytes = sum(fact.nbytes for fact in facts.values())
-    group_leaders = frozenset(members[0] for _, members in texts)
-    return SavePlan(signature, facts, number, pieces, total_bytes, group_leaders, compared)
-
-
-def group_key(kind: str, members: Any) -> str:
-    """Return a key for what the ranks `members` (or whatever identifies them) hold alike, one of the kinds above."""
-    return f"{kind} {short_digest(members)}"
+    longest = len(header(pieces, facts, own_bytes=10**15))
+    data_start = -(-longest // PAGE_BYTES) * PAGE_BYTES
+    return SavePlan(
+        signature,
+        facts,
+        number,
+        pieces,
+        data_start,
+        data_end=data_start + position,
+        total_bytes=sum(fact.nbytes for fact in facts.values()),
+        group_leaders=frozenset(members[0] for _, members in texts),
+        compared=compared,
+    )
 
 
 def short_digest(value: Any) -> str:

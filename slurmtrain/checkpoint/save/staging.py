@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -23,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
 from slurmtrain.checkpoint.host_memory import allocate_pages, available_memory, give_back
-from slurmtrain.checkpoint.save.plan import SavePlan, TensorPiece
+from slurmtrain.checkpoint.save.plan import SavePlan, header
 from slurmtrain.checkpoint.tensors import local
 
 RESERVE_BYTES = 1 << 20  # the rank's own plain state may grow
@@ -33,49 +34,39 @@ WORD_BYTES = 8
 # copies to the host, and compares all.
 LARGE_BYTES, PARTS_PER_RANK = 1 << 20, 4
 
-Fingerprints = dict[str, dict[str, int]]  # by the key of a group (see `plan.group_key`), by name
+Fingerprints = dict[str, dict[str, int]]  # by the key of a group that holds the same, by name
 
 
+@dataclass
 class Image:
     """A rank's file in memory. It is complete when `finish` has returned.
 
     Attributes:
         data: the bytes of the file.
-        own_bytes: length of the JSON at its end.
+        own: the JSON at its end.
         fingerprints: those of tensors that other ranks hold, too; complete when the image is.
         waited_s: seconds for which `wait` held training up.
+        copies, expected, names, event: what a GPU has not finished yet: name and copy of tensors, whose fingerprints are the
+            first of `expected` (int64, in host memory), the names of the tensors whose fingerprints follow, and the event
+            recorded at the end of all of it.
     """
 
-    def __init__(self, data: memoryview, plan: SavePlan, own: bytes):
-        self.data, self.own_bytes = data, len(own)
-        self.fingerprints: Fingerprints = {key: {} for key, _ in plan.compared.values()}
-        self.waited_s = 0.0
-        self._plan, self._own = plan, own
-        # What a GPU has not finished yet: name and copy of tensors, whose fingerprints are the first of `expected` (int64, in
-        # host memory), the names of the tensors whose fingerprints follow, and the event recorded at the end of all of it.
-        self.copies: list[tuple[str, Tensor]] = []
-        self.names: list[str] = []
-        self.expected = torch.empty(0, dtype=torch.int64, device="cpu")
-        self.event: torch.cuda.Event | None = None
-        self._finished = False
-
-    @property
-    def header(self) -> memoryview:
-        return self.data[: self._plan.data_start]
-
-    def bytes_of(self, piece: TensorPiece) -> memoryview:
-        """Return the bytes of one of the plan's pieces."""
-        start = self._plan.data_start
-        return self.data[start + piece.begin : start + piece.end]
+    data: memoryview
+    plan: SavePlan
+    own: bytes
+    fingerprints: Fingerprints
+    waited_s: float = 0.0
+    copies: list[tuple[str, Tensor]] = field(default_factory=list)
+    expected: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
+    names: list[str] = field(default_factory=list)
+    event: torch.cuda.Event | None = None
 
     def finish(self) -> None:
-        """Wait for the copies and complete the file, once. Called by the writer's thread.
+        """Wait for the copies and complete the file. Called by the writer's thread.
 
         Raises:
             CheckpointError: a tensor was changed before it was copied, by other means than an optimiser's step.
         """
-        if self._finished:
-            return
         if self.event is not None:
             # Otherwise this thread would make a context on GPU 0, and keep it.
             torch.cuda.set_device(self.event.device)
@@ -88,11 +79,10 @@ class Image:
                     hint="call checkpointer.wait_staged() before changing parameters by hand",
                 )
         for name, value in zip(self.names, values[len(self.copies) :], strict=True):
-            self.fingerprints[self._plan.compared[name][0]][name] = value
-        header = self._plan.header(self.own_bytes)
-        self.data[: len(header)] = header
-        self.data[self._plan.data_end :] = self._own
-        self._finished = True
+            self.fingerprints[self.plan.compared[name][0]][name] = value
+        start, end = self.plan.data_start, self.plan.data_end
+        self.data[:start] = header(self.plan.pieces, self.plan.facts, len(self.own), start)
+        self.data[end:] = self.own
 
     def is_copied(self) -> bool:
         """Return whether the GPU is done with all copies, as far as it can be asked."""
@@ -154,9 +144,9 @@ class Staging:
         plan: SavePlan,
         tensors: Mapping[str, Tensor],
         own: bytes,
-        *,
         guarded: Collection[str],
         optimizers: Iterable[Optimizer],
+        *,
         number: int = 0,
     ) -> Image:
         """Begin to copy the plan's pieces and `own` into the buffer.
@@ -169,7 +159,7 @@ class Staging:
         if self._buffer.numel() < size:
             self.prepare(size)
         self._touched()
-        image = Image(self._buffer.numpy().data[:size], plan, own)
+        image = Image(self._buffer.numpy().data[:size], plan, own, {key: {} for key, _ in plan.compared.values()})
         on_gpu: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}  # copies, by whether they are guarded
         start = plan.data_start
         for piece in plan.pieces:

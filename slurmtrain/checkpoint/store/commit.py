@@ -27,18 +27,16 @@ This module knows files and directories; their contents are the business of `hea
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.checkpoint.errors import CheckpointError, SupersededError
 from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME, checkpoint_name, remove
-from slurmtrain.checkpoint.format.manifest import Manifest, write_manifest
+from slurmtrain.checkpoint.format.manifest import write_manifest
 from slurmtrain.system.files import fsync_directory, write_new
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.patience import refresh
@@ -66,21 +64,6 @@ def begin(directory: Path, step: int, incarnation: Incarnation, *, size: int = 0
     return path
 
 
-@contextmanager
-def removed_on_failure(temporary: Path, *, on_this_rank: bool) -> Iterator[None]:
-    """Remove what was written if it is not committed, so that a full disk does not become fuller with every try.
-
-    Args:
-        on_this_rank: whether this rank is the one that removes it.
-    """
-    try:
-        yield
-    except CheckpointError:
-        if on_this_rank:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
 def check_space(directory: Path, size: int) -> None:
     """Raise CheckpointError if the disk has no room for `size` bytes and a reserve.
 
@@ -96,21 +79,10 @@ def check_space(directory: Path, size: int) -> None:
         )
 
 
-def commit(temporary: Path, manifest: Manifest, incarnation: Incarnation) -> Path:
-    """Do steps 4 to 6 of the protocol. Called by rank 0 after every rank has handed in its files.
+def commit(temporary: Path, manifest: bytes, step: int, incarnation: Incarnation) -> Path:
+    """Do steps 4 to 6 of the protocol, on rank 0, with the given manifest.json.
 
-    Raises and returns as `publish` does.
-    """
-    return publish(temporary, manifest_bytes(manifest), manifest.step, incarnation)
-
-
-def manifest_bytes(manifest: Manifest) -> bytes:
-    """Return the contents of manifest.json."""
-    return json.dumps(vars(manifest), default=vars).encode()
-
-
-def publish(temporary: Path, manifest: bytes, step: int, incarnation: Incarnation) -> Path:
-    """Commit a directory with the given manifest.json: that of a save, or of a copy that was fetched from elsewhere.
+    That is of a save, when every rank has handed in its file, or of a copy that was fetched from elsewhere.
 
     Returns:
         The final path.
@@ -189,7 +161,7 @@ def claim(directory: Path, incarnation: Incarnation | None, *, label: str = "") 
                 continue
             holder = path.read_text()
         fsync_directory(claims)
-        _check_not_superseded(directory, claimed)  # now that a newer one would see this claim
+        check_fence(directory, claimed)  # now that a newer one would see this claim
         if holder != claimed.label:
             raise CheckpointError(
                 f"{directory} is in use by {holder or 'another process'}, which has the same number "
@@ -212,10 +184,6 @@ def claim_file(directory: Path, incarnation: Incarnation) -> Path:
 def check_fence(directory: Path, incarnation: Incarnation) -> None:
     """Raise SupersededError if a newer incarnation has claimed `directory`."""
     refresh(directory / CLAIMS)
-    _check_not_superseded(directory, incarnation)
-
-
-def _check_not_superseded(directory: Path, incarnation: Incarnation) -> None:
     newest = newest_claim(directory)
     if newest > incarnation.order:
         raise SupersededError(
@@ -227,18 +195,9 @@ def _check_not_superseded(directory: Path, incarnation: Incarnation) -> None:
 
 def newest_claim(directory: Path) -> int:
     """Return the order of the newest incarnation that has claimed `directory`; 0: none has."""
-    return max(_claims(directory), default=0)
-
-
-def previous_claim(directory: Path, order: int) -> int:
-    """Return the order of the newest incarnation before `order` that has claimed `directory`; 0: none has."""
-    return max((claimed for claimed in _claims(directory) if claimed < order), default=0)
-
-
-def _claims(directory: Path) -> list[int]:
     claims = directory / CLAIMS
     names = [path.name for path in claims.iterdir()] if claims.is_dir() else []
-    return [int(name) for name in names if name.isdecimal() and name.isascii()]
+    return max((int(name) for name in names if name.isdecimal() and name.isascii()), default=0)
 
 
 def wait_until_visible(path: Path) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -376,10 +377,14 @@ class MirrorUploader:
             mirror.download(name, temporary, files[ranks.rank :: ranks.size])
 
         def publish(_: list[None]) -> str:
-            return str(commit.publish(temporary, text, _step(name), incarnation))
+            return str(commit.commit(temporary, text, _step(name), incarnation))
 
-        with commit.removed_on_failure(temporary, on_this_rank=ranks.rank == 0):
+        try:
             final = Path(self._ranks.gather_on_rank_0(download, publish))
+        except CheckpointError:
+            if ranks.rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
         if ranks.rank == 0:
             log.info("%s was fetched from %s/%s", final.name, mirror.url, name)
         return final, name

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import FINAL_NAME, TEMPORARY_NAME, committed, remove, step_of
+from slurmtrain.checkpoint.format.directory import FINAL_NAME, TEMPORARY_NAME, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.choices import BestMode
 from slurmtrain.system.modes import folder_mode
@@ -105,13 +105,15 @@ def surplus(
     """
     steps = sorted({checkpoint.step for checkpoint in checkpoints})
     unknown = [checkpoint.step for checkpoint in checkpoints if checkpoint.metrics is None]
-    stay = {*steps[-keep.last :], *_best(checkpoints, keep), *unknown, *in_use}
+    stay = {*steps[-keep.last :], *unknown, *in_use}
     if soundness.sound_step is not None:
         stay.update([step for step in steps if step <= soundness.sound_step][-1:])
     if soundness.unchecked_step is not None:
         stay.update(step for step in steps if step >= soundness.unchecked_step)
     if keep.every > 0:
         stay.update(step for step in steps if step % keep.every == 0)
+    if keep.best > 0:
+        stay.update(_best(checkpoints, keep))
     return [step for step in steps if step not in stay]
 
 
@@ -184,15 +186,13 @@ def in_use(directory: Path, now: float) -> set[str]:
         now: unix time.
     """
     names: set[str] = set()
-    own = is_mine(directory)
     with suppress(OSError):  # read-only: then as far as can be seen from here
-        if own:
-            refresh(directory / READERS)
+        refresh(directory / READERS)
     for marker in (directory / READERS).glob("checkpoint_*.*"):
         with suppress(OSError):  # its reader has just finished
             if now - marker.stat().st_mtime < READER_S:  # below zero when the clock was set back: young
                 names.add(marker.stem)
-            elif own:
+            else:
                 marker.unlink()
     return names
 
@@ -217,39 +217,20 @@ def leftovers(directory: Path, *, now: float, older_than_s: float = 3600.0) -> l
     return sorted(found)
 
 
-def prune(
-    directory: Path,
-    keep: Keep,
-    order: int,
-    *,
-    spare: Collection[int] = (),
-    soundness: Soundness = UNKNOWN_SOUNDNESS,
-) -> list[str]:
-    """Remove checkpoints that `keep` does not want, nobody reads and nobody holds.
-
-    Called after a commit.
-
-    Args:
-        spare: steps that stay in any case: the one just saved, which after a step back is not the highest.
-
-    Returns:
-        Names of what was removed.
-    """
-    gone = unwanted(directory, committed(directory), keep, spare=spare, soundness=soundness)
-    for path in gone:
-        remove(path, order)
-    return [path.name for path in gone]
-
-
 def unwanted(
     directory: Path,
     found: Sequence[Path],
     keep: Keep,
-    *,
     spare: Collection[int] = (),
     soundness: Soundness = UNKNOWN_SOUNDNESS,
 ) -> list[Path]:
-    """Return those of the committed checkpoints `found` that `prune` removes. A link stays: its maker may remove it."""
+    """Return those of the committed checkpoints `found` that `keep` does not want, and nobody reads or holds.
+
+    A link stays: its maker may remove it.
+
+    Args:
+        spare: steps that stay in any case: the one just saved, which after a step back is not the highest.
+    """
     read = in_use(directory, time.time())
     kept = [Kept(step_of(path), _metrics(path) if keep.best else {}) for path in found]
     wanted = {*spare, *(step for step, _ in held(directory)), *(step_of(path) for path in found if path.name in read)}

@@ -187,7 +187,7 @@ def _lost_hint(evidence: Evidence) -> str:
     if evidence.way is Way.EARLY_SIGNAL:
         return "a larger cluster.signal_lead_s"
     longer = "GraceTime or KillWait" if evidence.way is Way.PREEMPTION else "KillWait"
-    often = "save more often, so that less is lost: checkpoint.every_minutes=5, or checkpoint.local=/dev/shm"
+    often = "save more often, so that less is lost: checkpoint.every_minutes=5"
     return f"ask the administrators for a longer {longer}; {often}"
 
 

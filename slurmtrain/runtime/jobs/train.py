@@ -186,7 +186,6 @@ def _build_checkpointer(
         max_failures=keeping.max_failures,
         mirror=f"{keeping.mirror.rstrip('/')}/{config.job.name}/{context.run_dir.id}" if keeping.mirror else None,
         local=keeping.local,
-        node=distributed.environment.node if keeping.local else None,
         on_ending=record.on_ending if record else lambda ending: None,
     )
 

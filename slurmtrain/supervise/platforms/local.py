@@ -95,9 +95,9 @@ class ThisMachine:
         own_is_done = outcome.verdict is Verdict.DONE and self.config.job.kind == JobKind.COMMAND
         if (ended or own_is_done) and self.config.checkpoint.local is not None:
             # It loads numpy, for which `submit` has no time.
-            from slurmtrain.checkpoint.node_folder import remove_run
+            from slurmtrain.checkpoint.node_folder import NodeFolder
 
-            remove_run(Path(self.config.checkpoint.local), self._run_dir.checkpoints, self._run_dir.id)
+            NodeFolder(Path(self.config.checkpoint.local), self._run_dir.checkpoints, self._run_dir.id).remove()
         if outcome.verdict is not Verdict.REQUEUE:
             return exit_code_of_run(outcome.verdict, outcome.reason, code)
         return None

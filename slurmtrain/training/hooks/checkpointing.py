@@ -79,8 +79,6 @@ class Checkpointing(TrainingHook):
             with state.phases.within(Phase.CHECKPOINT):
                 if state.save_requested:
                     self._save(state)
-                elif self._config.local_every_steps and state.step % self._config.local_every_steps == 0:
-                    self._save_local(state)
         self._measure(state)
 
     def roll_back(self, state: TrainingState, at_most: int) -> bool:
@@ -105,8 +103,7 @@ class Checkpointing(TrainingHook):
 
     def finish(self, state: TrainingState) -> None:
         """Save a last time: all steps are done, or training stops early (`state.stopping`)."""
-        only_on_nodes = state.restored is not None and state.restored.origin != ""
-        if state.step > state.first_step or not state.stopping or only_on_nodes:
+        if state.step > state.first_step or not state.stopping:
             state.saved = self._save_last(state)
         if state.saved is not None or self._checkpointer.last_step == state.step:
             self._checkpointer.remove_local()  # the newest state is in the run directory, and the nodes are left
@@ -151,14 +148,6 @@ class Checkpointing(TrainingHook):
         self._measure(state)  # the one before is decided by now
         self._pending_save = pending
         self._schedule.saved(state.step, time.monotonic(), None)
-        state.throughput.start()
-
-    def _save_local(self, state: TrainingState) -> None:
-        """Begin to copy the state to the nodes, unless something is still being written: it would hold training up."""
-        if not state.ranks.of_rank_0(int(self._checkpointer.idle)) or not state.is_finite():
-            return
-        state.read_numbers()
-        self._checkpointer.save_local(state.step, **state.objects())
         state.throughput.start()
 
     def _measure(self, state: TrainingState) -> None:

@@ -81,9 +81,10 @@ def test_any_box_is_read_back_from_any_tiling(
     """As `restore` does. Every element must be read exactly once."""
     contents, tensors = read_back(folder, found, ranks, data.draw(st.integers(0, 99)) if data else 0)
     wanted = {name: Box.whole(tensor.shape) for name, tensor in tensors.items()}
-    for name, box in wanted.items() if data else ():
-        ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in box.size]
-        wanted[name] = Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+    if data is not None:
+        for name, box in wanted.items():
+            ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in box.size]
+            wanted[name] = Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
     read = {name: torch.full(box.size, -1, dtype=torch.int32) for name, box in wanted.items()}
     times = {name: torch.zeros(box.size, dtype=torch.int32) for name, box in wanted.items()}
     for span in spans_of(contents, wanted):

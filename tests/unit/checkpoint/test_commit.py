@@ -14,7 +14,7 @@ from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed, set_aside, step_of
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
-from tests.support.checkpoint_files import manifest_of, record_of
+from tests.support.checkpoint_files import manifest_of, record_of, text_of
 
 FIRST, SECOND = Incarnation(1, "job 7, restart 0"), Incarnation(2, "job 7, restart 1")
 SHARD = "rank00000.safetensors"
@@ -27,7 +27,7 @@ def save(directory: Path, step: int, incarnation: Incarnation = FIRST, content: 
 def finish(temporary: Path, step: int, incarnation: Incarnation, content: str = "weights") -> Path:
     (temporary / SHARD).write_text(content)
     manifest = manifest_of(step, {SHARD: record_of(temporary / SHARD)}, incarnation, state={"step": step})
-    return commit.commit(temporary, manifest, incarnation)
+    return commit.commit(temporary, text_of(manifest), step, incarnation)
 
 
 def steps(directory: Path) -> list[int]:

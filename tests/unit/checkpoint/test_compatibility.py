@@ -31,31 +31,28 @@ class Model(nn.Module):
         return torch.stack([layer.weight.float().square().sum() + layer.bias.sum() for layer in self.linears]).sum()
 
 
-def test_other_content_in_the_same_place_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
-    def config(fingerprint: str, path: str = "/data") -> dict[str, Any]:
-        return {"data": {"path": path}, "data_fingerprint": fingerprint}
+def data_config(fingerprint: str, path: str) -> dict[str, Any]:
+    return {"data": {"path": path}, "data_fingerprint": fingerprint}
 
-    saved(tmp_path, Model("a"), config=config("one"))
-    error = refused(tmp_path, Model("a"), config=config("two"))
+
+def test_other_content_in_the_same_place_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
+    saved(tmp_path, Model("a"), config=data_config("one", "/data"))
+    error = refused(tmp_path, Model("a"), config=data_config("two", "/data"))
     assert "was saved with other data: data_fingerprint: one -> two" in error.message
     assert "checkpoint.allow=[data]" in (error.hint or "")
-    refused(tmp_path, Model("a"), ("config",), config=config("two"))
-    allowed(tmp_path, Model("a"), "data", config=config("two"))
-    refused(tmp_path, Model("a"), ("data",), config=config("two", "/elsewhere"))
+    refused(tmp_path, Model("a"), ("config",), config=data_config("two", "/data"))
+    allowed(tmp_path, Model("a"), "data", config=data_config("two", "/data"))
+    refused(tmp_path, Model("a"), ("data",), config=data_config("two", "/elsewhere"))
     # Which says that the data is other data.
-    allowed(tmp_path, Model("a"), "config", config=config("two", "/elsewhere"))
+    allowed(tmp_path, Model("a"), "config", config=data_config("two", "/elsewhere"))
 
 
 def test_the_step_of_another_run_is_not_carried_onto_other_data_unless_that_is_asked_for(tmp_path: Path) -> None:
-    def config(fingerprint: str, path: str) -> dict[str, Any]:
-        return {"data": {"path": path}, "data_fingerprint": fingerprint}
-
     def restore(allow: tuple[str, ...], fingerprint: str) -> object:
-        checkpointer = Checkpointer(tmp_path / "other", config=config(fingerprint, "/elsewhere"))
-        model = Model("a")
-        return checkpointer.restore(path=tmp_path / "checkpoint_0000001", model=model, allow=allow)
+        checkpointer = Checkpointer(tmp_path / "other", config=data_config(fingerprint, "/elsewhere"))
+        return checkpointer.restore(path=tmp_path / "checkpoint_0000001", model=Model("a"), allow=allow)
 
-    saved(tmp_path, Model("a"), config=config("one", "/data"))
+    saved(tmp_path, Model("a"), config=data_config("one", "/data"))
     with pytest.raises(
         CheckpointMismatchError, match=r"other data: data\.path: /data -> /elsewhere.*schedule"
     ) as caught:

@@ -19,7 +19,7 @@ from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.checkpoint.store.mirror import Mirror, copy_name
 from slurmtrain.checkpoint.store.retention import Keep
-from tests.support.checkpoint_files import manifest_of
+from tests.support.checkpoint_files import manifest_of, text_of
 
 WORLD = 5
 FILES = {f"rank{rank:05d}.safetensors": os.urandom(1000 + rank) for rank in range(WORLD - 1)} | {
@@ -98,7 +98,7 @@ def checkpoint(directory: Path, step: int, incarnation: Incarnation = FIRST, *, 
     with blocks.threads() as pool:
         records = {name: blocks.write(temporary / name, memoryview(data), pool) for name, data in FILES.items()}
     manifest = manifest_of(step, records, incarnation, world_size=WORLD, metrics={"valid_loss": loss})
-    return commit.commit(temporary, manifest, incarnation)
+    return commit.commit(temporary, text_of(manifest), step, incarnation)
 
 
 def copy(store: Mirror, path: Path, order: int = 1) -> str:

@@ -12,18 +12,18 @@ import pytest
 
 from slurmtrain.checkpoint import node_folder
 from slurmtrain.checkpoint.errors import NodeFolderError
-from slurmtrain.checkpoint.node_folder import DEAD_S, NodeFolder, run_folder
+from slurmtrain.checkpoint.node_folder import DEAD_S, NodeFolder
 from slurmtrain.system.files import write_json
 
 
 def folder_of(root: Path, run_id: str = "run") -> NodeFolder:
-    return NodeFolder(root, run_folder(root, root / "checkpoints", run_id), "node1", order=1)
+    return NodeFolder(root, root / "checkpoints", run_id)
 
 
 @pytest.mark.parametrize("trap", ["everybody may enter", "a link"])
 def test_a_folder_that_somebody_else_has_made_is_not_used(tmp_path: Path, trap: str) -> None:
     folder = folder_of(tmp_path)
-    there = folder.path.parent.parent
+    there = folder.path.parent
     if trap == "a link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         there.symlink_to(tmp_path / "elsewhere")
@@ -50,18 +50,18 @@ def test_the_folders_of_dead_runs_are_removed_and_those_of_live_and_young_ones_s
         if name != "live":  # "contained" is at work in a container of this host, where its pid is another one
             owner = {"host": os.uname().nodename, "pid": ended.pid, "born": "1"}
             in_container = {"namespace": "pid:[1]"} if name == "contained" else {}
-            write_json(run / "node1" / "owner.json", owner | in_container)
+            write_json(run / "owner.json", owner | in_container)
         if name != "young":
             long_ago = run.stat().st_mtime - 2 * DEAD_S
-            os.utime(run / "node1", (long_ago, long_ago))
+            os.utime(run, (long_ago, long_ago))
     folder_of(tmp_path, "next").open()
     assert sorted(run.name.partition("-")[0] for run in user.iterdir()) == ["contained", "live", "next", "young"]
 
 
 def test_runs_of_one_name_in_two_places_have_two_folders(tmp_path: Path) -> None:
-    one, other = (run_folder(tmp_path, Path(place) / "checkpoints", "run") for place in ("/one", "/other"))
+    one, other = (NodeFolder(tmp_path, Path(place) / "checkpoints", "run").path for place in ("/one", "/other"))
     assert one != other
-    strange = run_folder(tmp_path, tmp_path, "../../etc")
+    strange = NodeFolder(tmp_path, tmp_path, "../../etc").path
     assert strange.parent.parent == tmp_path
 
 
@@ -69,11 +69,10 @@ FREE = 10 * 10**9
 
 
 @pytest.mark.parametrize(
-    ("memory", "copies", "gigabytes", "staging", "words"),
+    ("memory", "ranks", "gigabytes", "staging", "words"),
     [
         (None, 2, 4, 0, ""),
         (None, 2, 6, 0, r"has 10\.00 GB left for copies of checkpoints: 2 of 6\.00 GB"),
-        (None, 1, 6, 0, ""),  # while training goes on
         (8 * 10**9, 2, 3, 1, ""),  # in /dev/shm
         (8 * 10**9, 2, 3, 3, r"is memory of this job, which has 8\.00 GB left"),
     ],
@@ -82,7 +81,7 @@ def test_copies_and_the_buffer_for_writing_have_to_fit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     memory: int | None,
-    copies: int,
+    ranks: int,
     gigabytes: int,
     staging: int,
     words: str,
@@ -94,4 +93,4 @@ def test_copies_and_the_buffer_for_writing_have_to_fit(
     monkeypatch.setattr(node_folder, "available_memory", lambda: memory)
     refused = pytest.raises(NodeFolderError, match=words) if words else nullcontext()
     with refused:
-        folder.check_room(copies, gigabytes * 10**9, staging * 10**9)
+        folder.check_room(gigabytes * 10**9, ranks, staging * 10**9)

@@ -304,23 +304,6 @@ def test_closing_with_little_time_gives_it_up(training: Make, writing: Gate) -> 
     assert saving.wait(PATIENCE_S) and run.steps == []
 
 
-@pytest.mark.parametrize("grace_s", [PATIENCE_S, 0.2])
-def test_closing_waits_for_a_copy_on_the_nodes_as_long_as_there_is_time(
-    tmp_path: Path, writing: Gate, grace_s: float
-) -> None:
-    incarnation, local = Incarnation(1, "x"), tmp_path / "node"
-    with pytest.raises(CheckpointError, match="has no folder"):
-        Checkpointer(tmp_path / "run", incarnation=incarnation, local=local)
-    local.mkdir()
-    checkpointer = Checkpointer(tmp_path / "run", incarnation=incarnation, local=local)
-    copying = checkpointer.save_local(1, model=nn.Linear(2, 2))
-    assert writing.reached.wait(PATIENCE_S)
-    writing.open(after_s=0.5)
-    checkpointer.close(grace_s)
-    assert copying.wait(PATIENCE_S)
-    assert (copying.error is None) == (grace_s == PATIENCE_S)
-
-
 def test_a_checkpointer_that_a_script_drops_lives_until_it_is_closed(tmp_path: Path, writing: Gate) -> None:
     incarnation = Incarnation(1, "the only one")
     checkpointer = Checkpointer(tmp_path, incarnation=incarnation)
@@ -368,7 +351,9 @@ def test_a_copy_that_is_not_what_was_to_be_saved_fails_the_save() -> None:
         staging = Staging()
         image = staging.stage(plan, tensors, b"{}", guarded=(), optimizers=())
         (piece,) = plan.pieces
-        copy = torch.frombuffer(image.bytes_of(piece), dtype=piece.dtype)
+        copy = torch.frombuffer(
+            image.data[plan.data_start + piece.begin : plan.data_start + piece.end], dtype=piece.dtype
+        )
         image.copies, image.expected = [(piece.name, copy)], torch.stack([fingerprint(tensors["model.weight"])])
         if not changed:
             image.finish()

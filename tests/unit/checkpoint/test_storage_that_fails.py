@@ -17,8 +17,9 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import UnreadableError
+from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.restore.restorer import Restored
-from slurmtrain.checkpoint.store.retention import Keep, prune
+from slurmtrain.checkpoint.store.retention import Keep, unwanted
 from slurmtrain.cli import main
 from slurmtrain.system import patience
 from slurmtrain.system.patience import Patience
@@ -159,7 +160,7 @@ def test_the_best_stays_when_its_metrics_cannot_be_read_for_a_moment(
     with monkeypatch.context() as patch:
         patch.setattr(patience, "RESTORE", Patience((0.1,), within_s=0.2))
         Outage(patch, "open", errno.EIO, calls=float("inf"))
-        assert prune(tmp_path, keep, 1) == []
+        assert unwanted(tmp_path, committed(tmp_path), keep) == []
     Outage(monkeypatch, "open", errno.EIO, calls=2)
-    assert prune(tmp_path, keep, 1) == []
+    assert unwanted(tmp_path, committed(tmp_path), keep) == []
     assert names(tmp_path) == ["checkpoint_0000001", "checkpoint_0000002", "checkpoint_0000003"]

@@ -59,6 +59,7 @@ preflight.exclude_slow=true  ->  preflight.exclude_slow=true needs preflight.mod
 checkpoint.keep_last=1  ->  checkpoint.keep_last=1 must be at least 2  ->  one good checkpoint
 ~model._target_  ->  model._target_ is not set  ->  model=
 data=prepared  ->  data.path
+job=prepare  prepare.inputs=[a]  prepare.output=b  prepare.part=2  ->  prepare.part=2 needs more prepare.parts
 job=command  ->  job.command is not set  ->  submit -- python
 job=command  job.command='echo "a'  ->  No closing quotation  ->  close the quote
 job.command='echo a'  ->  job.command=echo a needs job=command  ->  leave job.command out
@@ -107,7 +108,6 @@ cluster.spare_nodes=1  requeue.in_place=false  ->  cluster.spare_nodes=1 needs r
 cluster.spare_nodes=1  sweep.pack=2  ->  needs sweep.pack=1  ->  leave
 +cluster=local  cluster.spare_nodes=1  ->  needs a SLURM cluster  ->  leave
 checkpoint.local=copies  ->  checkpoint.local='copies' is not an absolute path  ->  /dev/shm
-checkpoint.local_every_steps=5  ->  local_every_steps=5 needs checkpoint.local  ->  leave
 cluster.stage.dir=scratch  ->  is not a folder on a node  ->  $SLURM_TMPDIR
 cluster.stage.data=[/a/x,/b/x]  ->  needs paths whose last parts differ  ->  leave
 +cluster=local  cluster.stage.code=true  ->  cluster.stage needs a SLURM cluster  ->  leave

@@ -217,7 +217,7 @@ def test_what_can_be_is_accepted() -> None:
         ["cluster.setup=['a\nb']", "hooks.on_finish='a\nb'"],  # of several lines
         ["lora.r=4", "model.tie_embeddings=false", "lora.target_modules=[query,output]"],
         ["lora.r=4", "lora.target_modules=[query,blocks.1.feed_forward.down,attention.out]"],
-        ["checkpoint.local=/dev/shm", "checkpoint.local_every_steps=5"],
+        ["checkpoint.local=/dev/shm"],
         ["cluster=a100x4", "cluster.spare_nodes=1", "requeue=off", "requeue.in_place=true"],
     ):
         validate(compose(words))
