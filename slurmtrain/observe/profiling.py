@@ -118,17 +118,12 @@ class Profiling:
             self._record(Event.PROFILED, facts)
         return f"profile of step{f's {first} to {last_one}' if last_one > first else f' {first}'}: {folder}"
 
-    def abandon(self, *, failed: bool = False) -> None:
-        """Drop the profile that is under way, if one is: the attempt ends before it is done.
-
-        Args:
-            failed: by an error, for which the profile may be the reason: its folder stays, so that the next attempt does not
-                profile the same steps of the config again.
-        """
+    def abandon(self) -> None:
+        """Drop the profile that is under way, if one is: the attempt ends before it is done."""
         if not self.left:
             return
         self._end(write=False)
-        if self._ranks.rank == 0 and not failed:
+        if self._ranks.rank == 0:
             for path in (self._folder, self._folder.parent):
                 with contextlib.suppress(OSError):  # other ranks have left files in it
                     path.rmdir()

@@ -137,7 +137,6 @@ class Trainer:
             # What fails in ending must not hide why training ends, which decides the exit code.
             with _logged_only(), ExitStack() as endings:  # the last one first, whatever one of them raises
                 endings.callback(self._close)
-                endings.callback(self._profiles.abandon, failed=True)
                 endings.callback(self._checkpointing.wait_for_save_in_flight)
             raise
         self._close()
