@@ -135,7 +135,7 @@ def prepare(options: argparse.Namespace) -> int:
     environment, plan, most_bad = Environment.detect(), make_plan(config.prepare), config.prepare.max_bad_share
     agree_on(plan)
     share, workers, progress = share_of(plan, config, environment), workers_of(config, environment), Preparing()
-    finished = work(plan, share, workers, stop, progress.show, max_bad_share=most_bad)
+    finished = work(plan, share, workers, lambda: stop.requested, progress.show)
     manifest = finish(plan, most_bad) if finished else None
     if not finished:
         print("slurmtrain: stopped; finished units are kept, and the same command continues from there", flush=True)

@@ -293,8 +293,6 @@ Values = tuple[Any, Any]  # a field's value before and after
 
 # Of our own decoder and of adapters, fields that change what is computed from now on, not what the weights stand for.
 DROPOUT = ("model.dropout", "lora.dropout")
-# Of prepared data, fields that change nothing about the samples of training.
-OF_ANY_DATA = ("valid_split",)
 # Fields, and groups of them, that a checkpoint's numbers are numbers of -> why they cannot change.
 _ORDER = "its place among the samples is a number in the order that `data`, train.seed and train.shuffle give"
 _WEIGHTS = "its weights and the state of its optimiser are those of the model as it was"
@@ -355,7 +353,7 @@ def check_meaning(before: Config, after: Config, step: int | None) -> None:
 def _reason(key: str, before: Config) -> str | None:
     """Return why a field cannot change; None if it can."""
     group = key.partition(".")[0]
-    if key in DROPOUT or (group == "data" and key.rpartition(".")[2] in OF_ANY_DATA):
+    if key in DROPOUT:
         return None
     if key == "model.path" and before.lora.r:
         return _BASE

@@ -21,8 +21,7 @@ from slurmtrain.checkpoint.tensors import dtype_name
 from slurmtrain.config import known_models
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.data.format import manifest as prepared
-from slurmtrain.data.format.reading import DataError
-from slurmtrain.data.format.stream import TokenStream
+from slurmtrain.data.format.reading import DataError, TokenStream
 from slurmtrain.data.sources.config_check import PREPARED
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.huggingface import HuggingFace, stored_names

@@ -7,7 +7,6 @@ time, masked and packed.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -61,18 +60,11 @@ def pace(folder: Path, rounds: int, *, ranks: int, steps: int, step_s: float) ->
     """The share of the time for which all ranks together wait for data, after the workers have started."""
     made = {name: partial(waited, source, ranks, steps, step_s) for name, source in sources_of(folder).items()}
     found = in_turn(made, rounds, warm_up=0)
-    table = [
-        Row(f"{name}: waiting for data", [100 * each[0] for each in values], "%", "<= 1")
-        for name, values in found.items()
-    ]
-    return table + [
-        Row(f"{name}: CPU of a step and rank", [1000 * each[1] for each in values], "ms")
-        for name, values in found.items()
-    ]
+    return [Row(f"{name}: waiting for data", values, "%", "<= 1") for name, values in found.items()]
 
 
-def waited(source: Any, ranks: int, steps: int, step_s: float) -> tuple[float, float]:
-    """Return the mean share of their time that ranks wait, and the CPU seconds that a step takes of a rank and its workers."""
+def waited(source: Any, ranks: int, steps: int, step_s: float) -> float:
+    """Return the mean share of their time that ranks wait, in percent."""
     context = multiprocessing.get_context("fork")
     results, together = context.SimpleQueue(), context.Barrier(ranks)
 
@@ -86,14 +78,14 @@ def waited(source: Any, ranks: int, steps: int, step_s: float) -> tuple[float, f
         loader = BatchLoader(source, seed=0, dp_rank=number, **arguments)
         next(loader)
         together.wait()
-        waits, cpu, due = 0.0, cpu_seconds(), time.perf_counter()
+        waits, due = 0.0, time.perf_counter()
         for _ in range(steps):
             began = time.perf_counter()
             next(loader)
             waits += time.perf_counter() - began
             due += step_s
             time.sleep(max(due - time.perf_counter(), 0))
-        results.put((waits / (steps * step_s), (cpu_seconds() - cpu) / steps))
+        results.put(100 * waits / (steps * step_s))
         loader.close()
 
     processes = [context.Process(target=rank, args=(number,)) for number in range(ranks)]
@@ -102,11 +94,4 @@ def waited(source: Any, ranks: int, steps: int, step_s: float) -> tuple[float, f
     found = [results.get() for _ in processes]
     for process in processes:
         process.join()
-    return statistics.mean(each[0] for each in found), statistics.mean(each[1] for each in found)
-
-
-def cpu_seconds() -> float:
-    """Processor time of this process and its workers."""
-    stats = [Path(f"/proc/{worker.pid}/stat").read_text() for worker in multiprocessing.active_children()]
-    ticks = sum(int(field) for stat in stats for field in stat.rpartition(")")[2].split()[11:13])
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+    return float(statistics.mean(found))

@@ -80,7 +80,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
             project.reap()
 
 
-@pytest.mark.parametrize("name", [pytest.param("Trainer", marks=pytest.mark.slow), *NAMES[1:]])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "Lightning")) for name in NAMES]
+)
 def test_a_restart_knows_what_the_library_has_saved(finished: Callable[[str], LocalRun], name: str) -> None:
     run = finished(name)
     assert [each.first_step for each in run.attempts()] == [0, run.attempts()[0].last_step]

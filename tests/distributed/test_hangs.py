@@ -1,4 +1,4 @@
-"""Ranks that hang, one after the other in the attempts of one run: each is named, and the run trains again by itself."""
+"""Ranks that hang: each is named with its node and its phase, and the attempt ends."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,7 +135,6 @@ def meet(
     nodes: str,
     launched_from: str,
     directory: Path,
-    only: Sequence[int] = range(4),
     interface: str = "auto",
 ) -> list[Said]:
     """What each rank says."""
@@ -146,7 +145,7 @@ def meet(
     )
     with GlooRanks(directory) as ranks:
         told = machines, tuple(nodes.split(",")), launched_from, cluster
-        return ranks.start(4, be_rank, *told, ranks=only, directory=directory).results(240)
+        return ranks.start(4, be_rank, *told, directory=directory).results(240)
 
 
 def _ip(*words: str) -> None:

@@ -16,14 +16,8 @@ from slurmtrain.runtime.addresses import hold_port
 from slurmtrain.runtime.distributed_context import DistributedContext, init_distributed
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
-from slurmtrain.system.signals import StopCause, StopFlag
-from slurmtrain.training.hooks import TrainingHook
-from slurmtrain.training.seeds import use_deterministic_kernels
-from slurmtrain.training.state import StepResult, TrainingState
-from tests.distributed.test_training import losses, trainer
 from tests.parity.matrix import ROWS, Row, compare, config_of, reference_name, train_row, train_rows
 from tests.support.gloo import GlooRanks, cluster_config
-from tests.support.reading import checkpoint_tensors
 from tests.support.scripts import Program
 
 # NCCL refuses two ranks on one GPU of a host, so each of these is told that it is on a host of its own; then they talk over
@@ -75,41 +69,6 @@ def test_each_layout_computes_over_nccl_what_one_gpu_computes(ranks: GlooRanks, 
     for name, (differences, bound) in found.items():
         print(f"{name:<44}", {key: f"{value:.1e}" for key, value in differences.items()}, f"bound {bound:.0e}")
     assert [name for name, (differences, bound) in found.items() if max(differences.values()) > bound] == []
-
-
-class StopsAt(TrainingHook):
-    def __init__(self, flag: StopFlag, step: int):
-        self._flag, self._step = flag, step
-
-    def after_step(self, state: TrainingState, result: StepResult) -> None:
-        if state.step == self._step:
-            self._flag.request(StopCause.SIGTERM)
-
-
-SHARDED = [
-    *("cluster.tasks_per_node=2", "parallel.dp_replicate=1", "parallel.dp_shard=2", "train.steps=16"),
-    *("train.deterministic=true", "parallel.param_dtype=bfloat16", "train.eval_every=8", "checkpoint.every_steps=5"),
-]
-
-
-def stopped_at(distributed: DistributedContext, path: Path, step: int | None, attempt: int) -> bool:
-    """On every rank; rank 1 alone is told to stop."""
-    use_deterministic_kernels()
-    flag = StopFlag()
-    hooks = [StopsAt(flag, step)] if step is not None and distributed.environment.rank == 1 else []
-    path.mkdir(exist_ok=True)
-    return trainer(distributed, path, SHARDED, stop=flag, attempt=attempt, hooks=hooks).fit().finished
-
-
-def test_a_stop_on_one_rank_saves_on_both_and_the_resumed_run_has_the_same_bits(
-    ranks: GlooRanks, tmp_path: Path
-) -> None:
-    runs: list[tuple[str, int | None, int]] = [("whole", None, 1), ("stopped", 7, 1), ("stopped", None, 2)]
-    ended = [ranks.start(2, joined_by_nccl, stopped_at, tmp_path / name, *how).results() for name, *how in runs]
-    assert ended == [[True, True], [False, False], [True, True]]
-    assert losses(tmp_path / "whole") == losses(tmp_path / "stopped")
-    one, other = (checkpoint_tensors(tmp_path / name / "checkpoints") for name in ("whole", "stopped"))
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 FAULTY = """

@@ -179,6 +179,7 @@ def test_a_job_with_spare_nodes_whose_first_node_dies_is_requeued_by_another_one
     assert [(each.job_id, each.restart_count) for each in run.attempts()] == [(run.job_id, 0), (run.job_id, 1)]
 
 
+@pytest.mark.slow
 def test_srun_by_hand_makes_one_run_of_all_its_ranks(project: Project) -> None:
     words = ["+experiment=smoke", "train.steps=3", "train"]
     srun = ["sh", "-c", 'scontrol show hostnames >allocated; exec srun "$@"', "sh", PYTHON, "-m", "slurmtrain", *words]

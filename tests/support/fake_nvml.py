@@ -15,15 +15,8 @@ class FakeNvml:
     class NVMLError(Exception):
         value = 0
 
-    def check(self, handle: int) -> None:
-        if handle == self.lost:
-            error = self.NVMLError("GPU is lost")
-            error.value = 15
-            raise error
-
     def __init__(self, count: int = 2):
         self.errors = [3] * count
-        self.lost: int | None = None
         self.answers(nvmlInit=None, nvmlShutdown=None)
         self.answers(nvmlDeviceGetRemappedRows=(0, 0, 0, 0), nvmlDeviceGetCurrentClocksEventReasons=0x4)
         self.answers(nvmlDeviceGetComputeRunningProcesses=[SimpleNamespace(pid=9)], nvmlDeviceGetMigMode=(0, 0))
@@ -45,14 +38,12 @@ class FakeNvml:
         return len(self.errors)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        self.check(index)
         return index
 
     def nvmlDeviceGetName(self, handle: int) -> str:
         return f"GPU number {handle}"
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        self.check(handle)
         return SimpleNamespace(total=80_000_000_000, used=70_000_000_000)
 
     def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:

@@ -37,6 +37,12 @@ CONFIG = {"ClusterName": "fake", "MaxArraySize": "1001", "MinJobAge": "300 sec",
 COLUMNS = {"A": "id", "F": "id", "K": "task", "T": "state", "S": "start", "r": "reason", "k": "comment"}
 COLUMNS |= {"E": "dependency", "i": "element", "N": "nodes", "P": "partition", "j": "name", "u": "user"}
 
+# Words of a command line: a job of one task a node, without GPUs, whose ranks meet on this machine.
+ON_CPUS = (
+    *("+cluster=a100x4", "cluster.tasks_per_node=1", "cluster.gpus_per_node=0", "cluster.gpu_type=null"),
+    *("cluster.gpu_memory_gb=null", "cluster.network_interface=lo"),
+)
+
 Job = dict[str, Any]
 
 

@@ -35,7 +35,6 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.system import files
 from slurmtrain.system.files import fsync_directory
 
-FORMAT = 1
 FILE_NAME = "manifest.json"
 SHARED_MODE = 0o666  # the umask decides who reads a data set
 TOKEN_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}  # bytes of one token, by dtype
@@ -154,7 +153,7 @@ class Manifest:
 
     def text(self) -> str:
         """Return the content of manifest.json."""
-        value = {"format": FORMAT, "dtype": self.tokenizer.dtype, **dataclasses.asdict(self)}
+        value = {"format": 1, "dtype": self.tokenizer.dtype, **dataclasses.asdict(self)}
         return json.dumps(value, indent=1) + "\n"
 
     def write(self, folder: Path) -> None:
@@ -171,14 +170,10 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / FILE_NAME
     try:
         value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{folder} has no {FILE_NAME}, so it is not a prepared data set, or an incomplete one",
-            hint="`slurmtrain prepare` writes it last; repeat the prepare command to continue",
-        ) from None
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}", hint="data.path is the folder that `prepare` wrote"
+            f"{folder} has no {FILE_NAME} that can be read ({error.strerror}): no prepared data set, or not complete",
+            hint="`slurmtrain prepare` writes it last; repeat the prepare command to continue",
         ) from None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}", hint=AGAIN) from None
@@ -191,25 +186,22 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Compare every byte of a prepared data set with its digest; yield a sentence for each file that is missing or differs."""
 
-    def problem(path: Path, size: int | None, sha256: str | None) -> str | None:
+    def problem(path: Path, sha256: str | None) -> str | None:
         try:
-            found = path.stat().st_size
-            if size is not None and found != size:
-                return f"{path} has {found} bytes, expected {size}"
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
         return None if digest == sha256 else f"{path} differs from its digest: it is damaged"
 
-    files: list[tuple[Path, int | None, str | None]] = [
-        (shard_file(folder, split, shard.name, kind), size, shard.sha256.get(kind))
+    files = [
+        (shard_file(folder, split, shard.name, kind), shard.sha256.get(kind))
         for split, content in manifest.splits.items()
         for shard in content.shards
-        for kind, size in shard.file_sizes(manifest.tokenizer.dtype).items()
+        for kind in shard.file_sizes(manifest.tokenizer.dtype)
     ]
     if manifest.tokenizer.file is not None:
-        files.insert(0, (folder / manifest.tokenizer.file, None, manifest.tokenizer.sha256))
+        files.insert(0, (folder / manifest.tokenizer.file, manifest.tokenizer.sha256))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # hashing leaves other threads alone
         yield from filter(None, pool.map(problem, *zip(*files, strict=True)))
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from slurmtrain.data.format.manifest import LOSS_MASK
+from slurmtrain.data.format.reading import TokenStream
 from slurmtrain.data.format.rows import Rows, damaged
-from slurmtrain.data.format.stream import TokenStream
 from slurmtrain.data.loading.batches import IGNORED_TARGET
 from slurmtrain.errors import ConfigError
 

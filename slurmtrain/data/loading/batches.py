@@ -155,14 +155,11 @@ class RowCounts(NamedTuple):
     attended_pairs: int = 0
 
 
-NO_ROWS = RowCounts()
-
-
 def row_counts(batch: Batch) -> RowCounts:
     """Return the counts of a batch's rows; 0 for a batch without rows of tokens."""
     length = tokens_per_row(batch)
     if not length:
-        return NO_ROWS
+        return RowCounts()
     rows, documents = len(batch["targets"]), batch.get("documents")
     attended = _within_documents(documents) if isinstance(documents, Tensor) else rows * attended_pairs([length])
     return RowCounts(rows * length, dense_pairs(rows, length), attended)
@@ -170,7 +167,7 @@ def row_counts(batch: Batch) -> RowCounts:
 
 def _within_documents(documents: Tensor) -> int:
     """Return the pairs within the documents of rows [B, S] that are numbered along each row."""
-    numbers = documents.numpy() if documents.device.type == "cpu" else documents.cpu().numpy()
+    numbers = documents.numpy(force=True)
     starts = np.ones(numbers.shape, dtype=bool)
     np.not_equal(numbers[:, 1:], numbers[:, :-1], out=starts[:, 1:])
     lengths = np.diff(np.flatnonzero(starts), append=numbers.size)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slurmtrain.data.loading.batches import (
     Batch,
@@ -62,6 +63,9 @@ class BatchLoader:
         samples_consumed: number of the sample to start with.
         fixed_rows: pad rows to the data set's `seq_len`, if it has one, for models that take one shape only.
 
+    Attributes:
+        samples_consumed: number of samples of all steps returned so far, over all ranks, without those read ahead.
+
     Raises:
         ConfigError: the data set is empty.
     """
@@ -89,7 +93,7 @@ class BatchLoader:
         self._global, self.micro_batch_size = global_batch_size, micro_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._num_workers = num_workers
-        self._samples_consumed = samples_consumed
+        self.samples_consumed = samples_consumed
         self._row_length = (spec.seq_len or 0) if fixed_rows else 0
         self.order: Order = (
             EpochOrder(len(spec), seed=seed, shuffle=shuffle) if spec.order is None else spec.order(seed, shuffle)
@@ -101,11 +105,6 @@ class BatchLoader:
         """The number of micro batches per rank and step."""
         return self._global // (self.micro_batch_size * self._dp_size)
 
-    @property
-    def samples_consumed(self) -> int:
-        """The number of samples of all steps returned so far, over all ranks, without those that workers have read ahead."""
-        return self._samples_consumed
-
     def example(self) -> Batch:
         """Return a micro batch of the next step, without consuming a sample.
 
@@ -113,8 +112,8 @@ class BatchLoader:
         must not be shared by all workers, which this process forks later.
         """
         if not self._num_workers:
-            return self._read(self._samples_consumed).micro_batches[0]
-        reader = Workers(self._read, iter([self._samples_consumed]), count=1)
+            return self._read(self.samples_consumed).micro_batches[0]
+        reader = Workers(self._read, iter([self.samples_consumed]), count=1)
         try:
             return next(reader).micro_batches[0]
         finally:
@@ -128,20 +127,17 @@ class BatchLoader:
     def start(self) -> None:
         """Start the workers, before anything else in this process reads from the data set."""
         if self._workers is None and self._num_workers:
-            firsts = itertools.count(self._samples_consumed, self._global)
+            firsts = itertools.count(self.samples_consumed, self._global)
             self._workers = Workers(self._read, firsts, count=self._num_workers)
 
     def state_dict(self) -> dict[str, int]:
         """Return the whole state of the loader, which is the same on all ranks."""
-        return {"samples_consumed": self._samples_consumed}
+        return {"samples_consumed": self.samples_consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue after `state`, and drop what was read ahead."""
         self.close()
-        self._samples_consumed = int(state["samples_consumed"])
-
-    def __iter__(self) -> BatchLoader:
-        return self
+        self.samples_consumed = int(state["samples_consumed"])
 
     def __next__(self) -> Step:
         """Return this rank's part of the next step.
@@ -150,11 +146,11 @@ class BatchLoader:
         """
         self.start()
         try:
-            step = next(self._workers) if self._workers else self._read(self._samples_consumed)
+            step = next(self._workers) if self._workers else self._read(self.samples_consumed)
         except BaseException:
             self.close()
             raise
-        self._samples_consumed += self._global
+        self.samples_consumed += self._global
         return step
 
     def close(self) -> None:
@@ -165,9 +161,9 @@ class BatchLoader:
 
     def _read(self, first: int) -> Step:
         """Read this rank's part of the step whose first sample has the number `first`; in a worker or in this process."""
-        numbers = np.arange(first, first + self._global)
-        numbers = numbers.reshape(-1, self._dp_size, self.micro_batch_size)[:, self._dp_rank]  # [micro batches, micro]
-        indices = self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
+        shape = -1, self._dp_size, self.micro_batch_size
+        numbers: NDArray[np.int64] = np.arange(first, first + self._global).reshape(shape)[:, self._dp_rank]
+        indices: NDArray[np.int64] = self.order.at(numbers.reshape(-1)).reshape(numbers.shape)
         batches = [
             padded(fetch_batch(self.dataset, own, own_numbers, seed=self._seed), self._row_length)
             for own_numbers, own in zip(numbers, indices, strict=True)

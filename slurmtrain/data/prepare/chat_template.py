@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,23 +97,42 @@ class ChatTemplate:
         text = self._run(conversation.messages, conversation.tools)
         if self.loss_on == LossOn.ALL:
             return RenderedText(text, _non_empty([(0, len(text))]))
+        answers = conversation.answers()
         spans: list[tuple[int, int]] = []
-        ends = _ends_of_turn(self)
-        for index in self._counted(conversation):
+        for index in answers[-1:] if self.loss_on == LossOn.LAST_ANSWER else answers:
             floor = spans[-1][1] if spans else 0
             content = self._content_span(conversation, index, text)
             if content is None:
                 spans.append(self._turn_span(conversation, index, text, floor))
             else:
-                end = self._end_of_calls(conversation, index, text, content[1])
-                if end is None:
-                    end = content[1] + next((len(each) for each in ends if text.startswith(each, content[1])), 0)
-                spans.append((self._after_generation_prompt(text, floor, content[0]), end))
+                begin, end = content
+                end += len(next(filter(text[end:].startswith, self._endings(conversation, index)), ""))
+                spans.append((self._after_generation_prompt(text, floor, begin), end))
         return RenderedText(text, _non_empty(spans))
 
-    def _counted(self, conversation: Conversation) -> Sequence[int]:
-        answers = conversation.answers()
-        return answers[-1:] if self.loss_on == LossOn.LAST_ANSWER else answers
+    def _endings(self, conversation: Conversation, index: int) -> Iterator[str]:
+        """Yield what may stand behind the content of message `index`, of which the first that does belongs to its turn.
+
+        That is what the template puts there when the conversation ends with that message, calls of tools among it, or with
+        another answer. Some end the whole conversation with one more token, which stands behind the last answer alone
+        (Phi-3): then it is the first word.
+        """
+        if conversation.messages[index].get("tool_calls") and (calls := self._ending(conversation, index)):
+            yield calls
+        turns = {"role": "user", "content": "?"}, {"role": ASSISTANT, "content": "!"}
+        if words := (ending := self._ending(Conversation(turns), 1)).split():
+            yield ending
+            yield ending[: ending.find(words[0]) + len(words[0])]
+
+    def _ending(self, conversation: Conversation, index: int) -> str:
+        """Return what stands behind the content of message `index` if it is the last one, without white space at the end."""
+        until = Conversation(conversation.messages[: index + 1], conversation.tools)
+        try:
+            text = self._run(until.messages, until.tools)
+            content = self._content_span(until, index, text)
+        except jinja2.TemplateError:  # some refuse a conversation that ends so
+            return ""
+        return text[content[1] :].rstrip() if content is not None else ""
 
     def _content_span(self, conversation: Conversation, index: int, text: str) -> tuple[int, int] | None:
         """Return where the content of message `index` lies in the rendered text; None: the template leaves it out."""
@@ -150,23 +169,6 @@ class ChatTemplate:
         # Without one, as in Mistral's, the model writes the space before its answer, too, which its first token has.
         return max(floor, len(text[:begin].rstrip(" ")))
 
-    def _end_of_calls(self, conversation: Conversation, index: int, text: str, end: int) -> int | None:
-        """Return the end of a turn with calls of tools after its content, which ends at `end`.
-
-        It is found by rendering the conversation up to that turn. None: there are no calls, or what the template makes of
-        the turn then is not in the text.
-        """
-        if not conversation.messages[index].get("tool_calls"):
-            return None
-        until = Conversation(conversation.messages[: index + 1], conversation.tools)
-        try:
-            with_turn = self._run(until.messages, until.tools)
-            content = self._content_span(until, index, with_turn)
-        except jinja2.TemplateError:  # some refuse a conversation that ends so
-            return None
-        calls = with_turn[content[1] :].rstrip() if content is not None else ""
-        return end + len(calls) if calls and text.startswith(calls, end) else None
-
     def _run(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, **more: Any) -> str:
         return _compiled(self.source).render(
             messages=list(messages),
@@ -187,8 +189,14 @@ def load_chat_template(choice: TokenizerChoice, given: str | None, loss_on: Loss
         ConfigError: there is no such file, the tokenizer has no template, or it is no Jinja program.
     """
     folder = Path(choice.name).parent
-    settings = _settings_beside(folder)
-    tokens = tuple((name, text) for name in NAMED_TOKENS if (text := _text_of(settings.get(name))) is not None)
+    try:
+        settings = json.loads(_read(folder / TOKENIZER_CONFIG) or b"{}")
+    except ValueError as error:
+        raise ConfigError(f"{folder / TOKENIZER_CONFIG} is not valid JSON: {error}") from None
+    # Older versions of transformers write a token as an object.
+    named = {name: settings.get(name) for name in NAMED_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    tokens = tuple((name, text) for name, text in texts.items() if isinstance(text, str))
     source = _source(choice, given, folder, settings)
     template = ChatTemplate(source, tokens, loss_on)
     try:
@@ -231,20 +239,6 @@ def _source(choice: TokenizerChoice, given: str | None, folder: Path, settings: 
     )
 
 
-def _settings_beside(folder: Path) -> Mapping[str, Any]:
-    content = _read(folder / TOKENIZER_CONFIG)
-    try:
-        settings = json.loads(content or b"{}")
-    except ValueError as error:
-        raise ConfigError(f"{folder / TOKENIZER_CONFIG} is not valid JSON: {error}") from None
-    return settings if isinstance(settings, dict) else {}
-
-
-def _text_of(token: Any) -> str | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
-
-
 def _read(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
@@ -254,14 +248,8 @@ def _read(path: Path) -> bytes | None:
 
 def _shared_length(first: str, second: str) -> int:
     """Return the number of characters with which both texts begin."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _non_empty(spans: Sequence[tuple[int, int]]) -> Spans:
@@ -277,21 +265,6 @@ def _generation_prompt(template: ChatTemplate) -> str:
     except jinja2.TemplateError:
         return ""
     return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
-
-
-@functools.lru_cache(maxsize=8)
-def _ends_of_turn(template: ChatTemplate) -> tuple[str, ...]:
-    """Return what the template puts behind an answer, without the white space before the next turn, and the first word of it.
-
-    Some end the whole conversation with one more token, which stands behind the last answer alone (Phi-3). Empty: it refuses.
-    """
-    turns = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": PLACEHOLDER}]
-    try:
-        whole = template._run(turns, None).rpartition(PLACEHOLDER)[2].rstrip()
-    except jinja2.TemplateError:
-        return ()
-    words = whole.split()
-    return whole, whole[: whole.find(words[0]) + len(words[0])] if words else ""
 
 
 class _GenerationTag(Extension):

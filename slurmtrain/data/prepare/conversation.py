@@ -29,15 +29,11 @@ PAIRS = (  # names of the fields of a question and its answer
 )
 ROLES = {  # of ShareGPT -> of chat templates
     "human": "user",
-    "user": "user",
     "gpt": ASSISTANT,
     "chatgpt": ASSISTANT,
     "bing": ASSISTANT,
     "bard": ASSISTANT,
     "model": ASSISTANT,
-    ASSISTANT: ASSISTANT,
-    "system": "system",
-    "tool": "tool",
     "observation": "tool",
     "function_response": "tool",
 }
@@ -105,8 +101,7 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]] | BadRecord:
             message |= {"role": said, "content": message.pop("value", None)}
         if not isinstance(message.get("role"), str):
             return BadRecord(f"{name}[{number}] has no 'role'")
-        if message["role"] not in ROLES.values():
-            message["role"] = ROLES.get(message["role"], message["role"])
+        message["role"] = ROLES.get(message["role"], message["role"])
         content = message.setdefault("content", "" if message.get("tool_calls") else None)
         if not isinstance(content, str | list):
             return BadRecord(f"{name}[{number}] has no 'content' that is a text, but {kind_of(content)}")

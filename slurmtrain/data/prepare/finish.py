@@ -47,10 +47,10 @@ def finish(plan: PreparePlan, max_bad_share: float) -> Manifest | None:
                 "the inputs contain no document" + (" for training" if splits else ""),
                 hint="are they empty, or is prepare.valid_fraction too high?",
             )
-        facts, chat = plan.settings.facts, plan.settings.chat
+        facts, chat = plan.facts, plan.chat
         if facts.file is not None:
-            _, content = load_tokenizer(plan.settings.tokenizer)
-            for name, beside in {facts.file: content, **files_beside(plan.settings.tokenizer)}.items():
+            _, content = load_tokenizer(plan.tokenizer)
+            for name, beside in {facts.file: content, **files_beside(plan.tokenizer)}.items():
                 replace_file(plan.output / name, beside)
         if chat is not None:
             replace_file(plan.output / TEMPLATE_FILE, chat.source.encode())

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from slurmtrain.data.format.manifest import KINDS, LOSS_MASK, Shard, TokenizerFacts, replace_file
 from slurmtrain.data.format.tokenizers import Ids, Tokenizer
-from slurmtrain.data.prepare.chat_template import ChatTemplate, RenderedText
+from slurmtrain.data.prepare.chat_template import RenderedText
 from slurmtrain.data.prepare.conversation import BadRecord, Conversation
-from slurmtrain.data.prepare.reading import records_of
-from slurmtrain.data.prepare.unit_plan import PreparePlan, Settings, Unit
+from slurmtrain.data.prepare.inputs import records_of
+from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit
 from slurmtrain.system.files import fsync_directory, temporary_beside
 
 BATCH = 1 << 20  # characters that are tokenised at a time
@@ -79,12 +79,11 @@ def prepare_unit(plan: PreparePlan, unit: Unit, tokenizer: Tokenizer) -> UnitRec
     temporary = temporary_beside(plan.work_folder / "begun" / unit.name)
     temporary.mkdir(parents=True)
     try:
-        settings = plan.settings
-        masked = settings.chat is not None
-        writers = {split: _ShardWriter(temporary, split, unit.name, settings.facts, masked=masked) for split in SPLITS}
+        masked = plan.chat is not None
+        writers = {split: _ShardWriter(temporary, split, unit.name, plan.facts, masked=masked) for split in SPLITS}
         pieces = [PieceCounts() for _ in unit.pieces]
-        for batch in _batches(unit, pieces, settings):
-            documents = _tokenise(batch, tokenizer, settings.valid_fraction)
+        for batch in _batches(unit, pieces, plan):
+            documents = _tokenise(batch, tokenizer, plan.valid_fraction)
             for split, writer in writers.items():
                 writer.write([document for document in documents if document.split == split])
         shards = {split: shard for split, writer in writers.items() if (shard := writer.close()) is not None}
@@ -121,13 +120,18 @@ class _Document:
 Batch = list[tuple[RenderedText, PieceCounts]]
 
 
-def _batches(unit: Unit, pieces: Sequence[PieceCounts], settings: Settings) -> Iterator[Batch]:
+def _batches(unit: Unit, pieces: Sequence[PieceCounts], plan: PreparePlan) -> Iterator[Batch]:
     """Yield the unit's texts in batches, each with the counts of its piece, which are updated on the way."""
     batch: Batch = []
     length = 0
     for piece, counts in zip(unit.pieces, pieces, strict=True):
-        for number, record in records_of(piece, settings.text_field if settings.chat is None else None):
-            found = _rendered(record, settings.chat)
+        for number, record in records_of(piece, plan.text_field if plan.chat is None else None):
+            found: RenderedText | BadRecord | None = record if isinstance(record, BadRecord) else None
+            if isinstance(record, Conversation):
+                assert plan.chat is not None
+                found = plan.chat.render(record)
+            elif isinstance(record, str):
+                found = RenderedText(record, None)
             counts.lines = number
             counts.records += found is not None
             if isinstance(found, BadRecord):
@@ -139,15 +143,6 @@ def _batches(unit: Unit, pieces: Sequence[PieceCounts], settings: Settings) -> I
                 yield batch
                 batch, length = [], 0
     yield batch
-
-
-def _rendered(
-    record: str | Conversation | BadRecord | None, template: ChatTemplate | None
-) -> RenderedText | BadRecord | None:
-    if isinstance(record, Conversation):
-        assert template is not None
-        return template.render(record)
-    return RenderedText(record, None) if isinstance(record, str) else record
 
 
 def _tokenise(batch: Batch, tokenizer: Tokenizer, valid_fraction: float) -> list[_Document]:

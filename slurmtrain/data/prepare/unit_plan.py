@@ -25,22 +25,9 @@ from slurmtrain.data.format.manifest import TokenizerFacts, replace_file
 from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokenizers import NO_TOKEN, Tokenizer, TokenizerChoice, load_tokenizer, needed
 from slurmtrain.data.prepare.chat_template import ChatTemplate, load_chat_template
-from slurmtrain.data.prepare.sources import InputFile, find_sources
+from slurmtrain.data.prepare.inputs import InputFile, InputPiece, find_sources
 from slurmtrain.errors import ConfigError
 from slurmtrain.system.files import temporary_beside
-
-
-@dataclass(frozen=True)
-class InputPiece:
-    """A part of an input: the records that begin in its bytes from `start` up to but not including `end`."""
-
-    source: InputFile
-    start: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -60,15 +47,19 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings that decide the shards, apart from the inputs.
+class PreparePlan:
+    """All units of a data set that is to be prepared, and the settings that decide the shards.
 
     Attributes:
+        output: the folder of the data set.
         tokenizer: how the tokenizer is loaded.
         facts: the identity that the loaded tokenizer must have.
         chat: how conversations become text; None: records are documents.
     """
 
+    output: Path
+    sources: tuple[InputFile, ...]
+    units: tuple[Unit, ...]
     text_field: str
     valid_fraction: float
     unit_bytes: int
@@ -76,31 +67,10 @@ class Settings:
     facts: TokenizerFacts
     chat: ChatTemplate | None = None
 
-
-@dataclass(frozen=True)
-class PreparePlan:
-    """All units of a data set that is to be prepared.
-
-    Attributes:
-        output: the folder of the data set.
-    """
-
-    output: Path
-    settings: Settings
-    sources: tuple[InputFile, ...]
-    units: tuple[Unit, ...]
-
     @property
     def work_folder(self) -> Path:
         """The folder of the plan, and of units that were begun."""
         return self.output / ".prepare"
-
-    def share(self, index: int, of: int) -> tuple[Unit, ...]:
-        """Return the units of process or task `index` of `of`.
-
-        Every `of`-th unit is one of them, so that each process gets some of every input.
-        """
-        return self.units[index::of]
 
 
 def make_plan(config: PrepareConfig) -> PreparePlan:
@@ -117,11 +87,18 @@ def make_plan(config: PrepareConfig) -> PreparePlan:
             needed("pyarrow", str(source.path))
     choice = _tokenizer_choice(config)
     tokenizer, _ = load_tokenizer(choice)
-    chat = _chat_template(config, choice, tokenizer, sources)
     unit_bytes = max(1, int(config.unit_mb * 1e6))
-    settings = Settings(config.text_field, config.valid_fraction, unit_bytes, choice, tokenizer.facts, chat)
-    units = tuple(Unit(number, pieces) for number, pieces in enumerate(_grouped(sources, unit_bytes)))
-    return PreparePlan(output, settings, tuple(sources), units)
+    return PreparePlan(
+        output,
+        tuple(sources),
+        tuple(Unit(number, pieces) for number, pieces in enumerate(_grouped(sources, unit_bytes))),
+        config.text_field,
+        config.valid_fraction,
+        unit_bytes,
+        choice,
+        tokenizer.facts,
+        _chat_template(config, choice, tokenizer, sources),
+    )
 
 
 def agree_on(plan: PreparePlan) -> None:
@@ -135,8 +112,7 @@ def agree_on(plan: PreparePlan) -> None:
     used = any(next(plan.output.glob(pattern), None) for pattern in ("manifest.json", "*/unit.json"))
     if used and not path.exists():
         raise ConfigError(f"{plan.output} holds a data set that was not prepared there", hint="choose another output")
-    changed = {f"the last change of {source.name}": source.modified for source in plan.sources}
-    mine = _facts(plan.settings, plan.sources) | changed
+    mine = _facts(plan)
     folder = temporary_beside(plan.work_folder)
     try:
         folder.mkdir(parents=True)
@@ -201,19 +177,19 @@ def _cut(source: InputFile, unit_bytes: int) -> list[InputPiece]:
     return [InputPiece(source, start, end) for start, end in pairwise(edges)]
 
 
-def _facts(settings: Settings, sources: Sequence[InputFile]) -> dict[str, Any]:
+def _facts(plan: PreparePlan) -> dict[str, Any]:
     """Return everything that decides the shards, under the names of the user's settings."""
-    tokenizer = asdict(settings.facts)
-    chat = settings.chat
+    chat = plan.chat
     return {
-        **{f"the input {source.name}": f"{source.size} bytes of {source.format}" for source in sources},
-        "prepare.text_field": settings.text_field,
+        **{f"the input {source.name}": f"{source.size} bytes of {source.format}" for source in plan.sources},
+        "prepare.text_field": plan.text_field,
         "prepare.loss_on": chat and str(chat.loss_on),
         "the sha256 of prepare.chat_template": chat and chat.facts.template_sha256,
         "the tokens of prepare.chat_template": chat and dict(chat.tokens),
-        "prepare.valid_fraction": settings.valid_fraction,
-        "prepare.unit_mb": settings.unit_bytes / 1e6,
-        **{f"tokenizer.{name}": value for name, value in tokenizer.items()},
+        "prepare.valid_fraction": plan.valid_fraction,
+        "prepare.unit_mb": plan.unit_bytes / 1e6,
+        **{f"tokenizer.{name}": value for name, value in asdict(plan.facts).items()},
+        **{f"the last change of {source.name}": source.modified for source in plan.sources},
     }
 
 
@@ -225,10 +201,6 @@ def file_errors_reported(output: Path) -> Iterator[None]:
     """Raise errors of the file system as DataError. `output` is the folder that most is written to."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{error.filename} disappeared while a data set was being prepared", hint=f"restore it; {RERUN_HINT}"
-        ) from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(f"there is no space left for {output}", hint=f"free some space; {RERUN_HINT}") from None

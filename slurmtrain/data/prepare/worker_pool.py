@@ -14,7 +14,6 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import active_children, get_context, resource_tracker
-from typing import Protocol
 
 from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokenizers import Tokenizer, load_tokenizer
@@ -26,14 +25,6 @@ from slurmtrain.system.process import be_killed_with
 from slurmtrain.system.signals import STOP_SIGNALS
 
 LOOK_EVERY_S = 0.2  # for a stop
-MAX_LEADING_BAD_RECORDS = 100  # bad records before the first good one
-
-
-class Stop(Protocol):
-    """A request to stop that may come at any time."""
-
-    @property
-    def requested(self) -> bool: ...
 
 
 @dataclass
@@ -67,19 +58,18 @@ def work(
     plan: PreparePlan,
     units: Sequence[Unit],
     workers: int,
-    stop: Stop,
+    stopped: Callable[[], bool],
     show: Callable[[Tally], None],
-    *,
-    max_bad_share: float,
 ) -> bool:
     """Prepare those of the units that are not done. Return False when a stop was requested before they were finished.
 
     Args:
         workers: number of processes.
+        stopped: returns whether a stop was requested, asked again and again.
         show: called with the progress whenever a unit is done.
 
     Raises:
-        ConfigError: an input has changed or is not of its format, or all of many records are bad.
+        ConfigError: an input has changed or is not of its format.
         DataError: a disk is full, an input has vanished, or a process was killed.
     """
     tally, waiting = Tally(units=len(units), total=sum(unit.size for unit in units)), []
@@ -106,17 +96,10 @@ def work(
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         left = set(unit_of)
-        while left and not stop.requested:
+        while left and not stopped():
             ended, left = wait(left, LOOK_EVERY_S, FIRST_COMPLETED)
             for prepared in ended:
-                tally.add(unit := unit_of[prepared], record := prepared.result())
-                if max_bad_share < 1 and not tally.documents and tally.bad >= MAX_LEADING_BAD_RECORDS:
-                    reasons = {reason for piece in record.pieces for _, reason in piece.bad[:1]}
-                    raise ConfigError(
-                        f"none of the first {tally.bad} records can be used, such as in {unit.pieces[0].source.path}: "
-                        f"{', '.join(sorted(reasons))}",
-                        hint="prepare.text_field, prepare.format",
-                    )
+                tally.add(unit_of[prepared], prepared.result())
                 show(tally)
         return not left
     except BrokenProcessPool:
@@ -144,9 +127,9 @@ def _begin(plan: PreparePlan, parent: int) -> None:
 
 @functools.cache
 def _tokenizer() -> Tokenizer:
-    tokenizer, _ = load_tokenizer(_plan.settings.tokenizer)
-    if tokenizer.facts != _plan.settings.facts:
-        raise ConfigError(f"{_plan.settings.tokenizer.name} was changed while a data set was being prepared")
+    tokenizer, _ = load_tokenizer(_plan.tokenizer)
+    if tokenizer.facts != _plan.facts:
+        raise ConfigError(f"{_plan.tokenizer.name} was changed while a data set was being prepared")
     return tokenizer
 
 

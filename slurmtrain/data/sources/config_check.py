@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ FINEST = 2**30  # shares are multiples of its inverse; products of two of them s
 
 
 def shares_of(names: Sequence[str], weights: Mapping[str, float] | None) -> list[Fraction] | None:
-    """Return the weights of the sources `names` scaled to add up to one, exactly where possible; None for no weights.
+    """Return the weights of the sources `names` scaled to add up to one; None for no weights.
 
     Raises:
         ConfigError: there are no sources, or the weights are not positive numbers for exactly these sources.
@@ -126,8 +125,6 @@ def shares_of(names: Sequence[str], weights: Mapping[str, float] | None) -> list
     values = [_fraction(name, weights[name]) for name in names]
     total = sum(values)
     exact = [value / total for value in values]
-    if lcm(*(share.denominator for share in exact)) <= FINEST:
-        return exact
     sums = [round(sum(exact[: count + 1]) * FINEST) for count in range(len(exact))]
     rounded = [Fraction(after - before, FINEST) for before, after in zip([0, *sums], sums, strict=False)]
     for name, share in zip(names, rounded, strict=True):

@@ -41,24 +41,13 @@ class Mixture:
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None):
         shares = shares_of(list(sources), weights)
         specs = {name: inspect_source(source) for name, source in sources.items()}
-        train: dict[str, MapDataset] = {}
-        for name, spec in specs.items():
-            if spec.train is None:
-                raise ConfigError(
-                    f"data.sources.{name} is {sources[name]!r}, which has no `train`",
-                    hint="give it a _target_, or remove it",
-                )
-            train[name] = spec.train
-        self.train = MixedSamples(train, shares)
+        self.train = MixedSamples({name: spec.train for name, spec in specs.items()}, shares)
         held_out = {name: spec.valid for name, spec in specs.items() if spec.valid is not None}
         self.valid = MixedSamples(held_out) if held_out else None
         self.vocab_size = _common_vocab_size(specs)
         parts = [f"{name} {weights and weights[name]} {spec.fingerprint}\n" for name, spec in specs.items()]
         self.fingerprint = hashlib.sha256("".join(parts).encode()).hexdigest()
-        self.description = "; ".join(
-            f"{'' if weights is None else f'{float(share):.1%} '}{name}: {spec.description or 'no description'}"
-            for (name, spec), share in zip(specs.items(), shares or [Fraction(0)] * len(specs), strict=True)
-        )
+        self.description = "; ".join(f"{name}: {spec.description or 'no description'}" for name, spec in specs.items())
 
 
 class MixedSamples:
@@ -70,7 +59,7 @@ class MixedSamples:
         weights: shares of the samples, adding up to one.
     """
 
-    def __init__(self, parts: Mapping[str, MapDataset], weights: Sequence[Fraction] | None = None):
+    def __init__(self, parts: Mapping[str, MapDataset | None], weights: Sequence[Fraction] | None = None):
         self._names, self._weights = list(parts), weights
         self._parts = [inspect_dataset(part, f"data.sources.{name}") for name, part in parts.items()]
         self._sizes = [len(part) for part in self._parts]
@@ -80,7 +69,7 @@ class MixedSamples:
         self.seq_len = max((part.seq_len for part in self._parts if part.seq_len), default=None)
         of_bytes = [part.num_bytes for part in self._parts]
         self.num_bytes = None if None in of_bytes else sum(filter(None, of_bytes))
-        self.document_mask = any(part.document_mask for part in self._parts)
+        self.document_mask = any(getattr(part.dataset, "document_mask", False) for part in self._parts)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

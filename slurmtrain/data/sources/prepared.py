@@ -8,9 +8,8 @@ import os
 from pathlib import Path
 
 from slurmtrain.data.format.manifest import Manifest, read_manifest
-from slurmtrain.data.format.packing import best_fit_rows, document_rows
-from slurmtrain.data.format.rows import Rows, Windows, row_index
-from slurmtrain.data.format.stream import TokenStream
+from slurmtrain.data.format.reading import TokenStream
+from slurmtrain.data.format.rows import Rows, Windows, best_fit_rows, document_rows, row_index
 from slurmtrain.data.format.tokens import PackedTokens
 from slurmtrain.errors import ConfigError, nearest
 
@@ -28,11 +27,9 @@ class PreparedText:
             document, without what it has after S + 1 tokens, so samples differ in length.
         document_mask: of "best_fit": attention does not cross documents, and positions restart; False: documents see
             those before them in their row.
-        train_split: name of the split to train on.
-        valid_split: name of the split that becomes the evaluation set "valid"; None: "valid", if there is one.
 
     Attributes:
-        train, valid: `PackedTokens`; valid may be None.
+        train, valid: `PackedTokens` of these splits; valid may be None.
         fingerprint: digest of data and packing; sources with equal fingerprints have the same sample i for every i.
         vocab_size: number of token ids of the tokenizer.
         description: one line for a person.
@@ -48,22 +45,18 @@ class PreparedText:
         seq_len: int,
         packing: str = "concat",
         document_mask: bool | None = None,
-        train_split: str = "train",
-        valid_split: str | None = None,
     ):
         _check(seq_len, packing, document_mask)
         self._folder = Path(path).expanduser()
         self._manifest = read_manifest(self._folder)
         self._seq_len, self._packing = seq_len, packing
         self._document_mask = packing == "best_fit" and document_mask is not False
-        if valid_split is None and "valid" in self._manifest.splits:
-            valid_split = "valid"
-        self.train = self._open(train_split)
-        self.valid = self._open(valid_split) if valid_split else None
+        self.train = self._open("train")
+        self.valid = self._open("valid") if "valid" in self._manifest.splits else None
         self.vocab_size = self._manifest.tokenizer.vocab_size
-        settings = f"{self._manifest.fingerprint} {train_split} {seq_len} {packing} {self._document_mask}"
+        settings = f"{self._manifest.fingerprint} {seq_len} {packing} {self._document_mask}"
         self.fingerprint = hashlib.sha256(settings.encode()).hexdigest()
-        split = self._manifest.splits[train_split]
+        split = self._manifest.splits["train"]
         self.description = (
             f"prepared data in {self._folder}: {split.documents:,} documents, {split.tokens:,} tokens, "
             f"{len(self.train):,}{f' + {len(self.valid):,}' if self.valid else ''} samples of "
@@ -72,8 +65,6 @@ class PreparedText:
 
     def _open(self, split: str) -> PackedTokens:
         manifest = self._manifest
-        if split not in manifest.splits:
-            raise ConfigError(f"{self._folder} has no split {split!r}", hint=nearest(split, manifest.splits))
         stream = TokenStream(self._folder, manifest, split)
         return PackedTokens(
             stream,

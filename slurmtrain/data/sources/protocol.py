@@ -83,11 +83,6 @@ class DatasetSpec:
         """The data set's own `num_bytes`, read only where it is used: it may be costly to tell."""
         return getattr(self.dataset, "num_bytes", None)
 
-    @property
-    def document_mask(self) -> bool:
-        """The data set's own `document_mask`, read only where it is used."""
-        return bool(getattr(self.dataset, "document_mask", False))
-
     def __len__(self) -> int:
         return len(self.dataset)
 
@@ -116,10 +111,9 @@ class SourceSpec:
 def inspect_source(source: Any) -> SourceSpec:
     """Look at a data object."""
     own = getattr(source, "fingerprint", None)
-    names = ("train", "valid", "vocab_size", "unigram_entropy", "description")
-    return SourceSpec(
-        *(getattr(source, name, None) for name in names), own_fingerprint=None if own is None else str(own)
-    )
+    members = ("train", "valid", "vocab_size", "unigram_entropy", "description")
+    given: dict[str, Any] = {name: getattr(source, name, None) for name in members}
+    return SourceSpec(**given, own_fingerprint=None if own is None else str(own))
 
 
 def inspect_dataset(dataset: Any, what: str = "the data set") -> DatasetSpec:

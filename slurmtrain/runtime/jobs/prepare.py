@@ -65,9 +65,7 @@ def run_prepare(
             report.update()
 
     units = share_of(plan, config, environment)
-    finished = work(
-        plan, units, workers_of(config, environment), stop_flag, show, max_bad_share=config.prepare.max_bad_share
-    )
+    finished = work(plan, units, workers_of(config, environment), lambda: stop_flag.requested, show)
     if report is None:
         finished = finished and _wait_for(context.attempt_dir.prepared_file, stop_flag)
     elif finished and (finished := report.wait_for_all(stop_flag)):
@@ -115,7 +113,7 @@ def summary(plan: PreparePlan, manifest: Manifest | None) -> str:
 
 
 def _part(plan: PreparePlan, config: Config) -> Sequence[Unit]:
-    return plan.share(config.prepare.part, config.prepare.parts)
+    return plan.units[config.prepare.part :: config.prepare.parts]
 
 
 class _Report:

@@ -59,6 +59,7 @@ preflight.exclude_slow=true  ->  preflight.exclude_slow=true needs preflight.mod
 checkpoint.keep_last=1  ->  checkpoint.keep_last=1 must be at least 2  ->  one good checkpoint
 ~model._target_  ->  model._target_ is not set  ->  model=
 data=prepared  ->  data.path
+job=prepare  prepare.inputs=[a]  prepare.output=b  prepare.part=2  ->  prepare.part=2 needs more prepare.parts
 job=command  ->  job.command is not set  ->  submit -- python
 job=command  job.command='echo "a'  ->  No closing quotation  ->  close the quote
 job.command='echo a'  ->  job.command=echo a needs job=command  ->  leave job.command out

@@ -75,13 +75,10 @@ def test_a_file_whose_jobs_slurm_refuses_is_written_and_said(
     assert Path("conf/cluster/alpha.yaml").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [("scontrol: error: Unable to contact slurm controller (connect failure)", "`scontrol ping` says more")],
-)
 def test_without_an_answer_of_slurm_nothing_is_written(
-    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], words: str, hint: str
+    project: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words, hint = "scontrol: error: Unable to contact slurm controller (connect failure)", "`scontrol ping` says more"
     slurm.command("scontrol", f"echo 'scontrol: error: DNS SRV lookup failed' >&2; echo '{words}' >&2; exit 1")
     assert main(["probe"]) == 1
     said = capsys.readouterr().err

@@ -78,16 +78,6 @@ def test_nodes_that_could_not_be_used_at_all_are_not_asked_for() -> None:
     assert refusal.value.hint == "cluster.nodes=4 begins with a size that can be used"
 
 
-def test_a_layout_of_fixed_size_says_that_an_axis_has_to_take_the_nodes() -> None:
-    fixed = elastic("2-4")
-    fixed.parallel = replace(fixed.parallel, dp_replicate=8)
-    validate(replace(fixed, cluster=replace(fixed.cluster, nodes=2)))
-    fixed.parallel.dp_replicate = 16
-    with pytest.raises(ConfigError, match=r"is not 8, the ranks of cluster\.nodes=2") as refusal:
-        validate(fixed)
-    assert "one axis has to be -1" in (refusal.value.hint or "")
-
-
 def test_ranks_follow_the_nodes_that_they_were_started_on() -> None:
     config = elastic("2-4", 64)
     assert on_given_nodes(config, 2).cluster.nodes == 2 and on_given_nodes(config, 2).world_size == 8

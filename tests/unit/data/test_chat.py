@@ -40,17 +40,6 @@ QWEN = (
     "{{- '<|im_end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
 )
-# In the manner of Qwen 3, too: what the assistant has thought stays after the last question only.
-THINKS = (
-    "{%- set last = namespace(question=0) %}{%- for message in messages %}{%- if message.role == 'user' %}"
-    "{%- set last.question = loop.index0 %}{%- endif %}{%- endfor %}"
-    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
-    "{%- if message.reasoning_content and loop.index0 > last.question %}"
-    "{{ '<think>' + message.reasoning_content + '</think>' }}{%- endif %}{{ message.content }}"
-    "{%- for call in message.tool_calls or [] %}{{ '<tool_call>' + call.name + '</tool_call>' }}{%- endfor %}"
-    "{{- '<|im_end|>\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
-)
 # In the manner of Mistral: no generation prompt, roles that must alternate, and marks of the answers.
 MISTRAL = (
     "{{ bos_token }}{% for message in messages %}"
@@ -163,13 +152,10 @@ def answers(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int]) -> li
     return [tokenizer.decode(stretch, skip_special_tokens=False) for stretch in found]
 
 
-@pytest.mark.parametrize("in_config", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_tokens_are_those_of_transformers_and_exactly_the_answers_count(
-    name: str, in_config: bool, tmp_path: Path
-) -> None:
+def test_the_tokens_are_those_of_transformers_and_exactly_the_answers_count(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    model = write_model_folder(tmp_path / "model", TEMPLATES[name], in_config=in_config)
+    model = write_model_folder(tmp_path / "model", TEMPLATES[name], in_config=name == "llama")
     output = prepare(tmp_path, [{"messages": messages(said)} for said in SAID], tokenizer=str(model / "tokenizer.json"))
     theirs = transformers.AutoTokenizer.from_pretrained(output)  # what is prepared has all that transformers needs
     mine = Tokenizer.from_file(str(output / "tokenizer.json"))
@@ -191,7 +177,7 @@ def test_the_tokens_are_those_of_transformers_and_exactly_the_answers_count(
     [
         {"messages": messages(["Hi", "Hello"])},
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-        {"prompt": "Hi", "completion": "Hello"},
+        {"prompt": "Hi", "completion": "Hello", "system": "Be kind"},
         {"prompt": messages(["Hi"]), "completion": [{"role": "assistant", "content": "Hello"}]},
         {"question": "Hi", "answer": "Hello", "messages": None},
         {"instruction": "Hi", "input": "", "output": "Hello"},
@@ -200,7 +186,8 @@ def test_the_tokens_are_those_of_transformers_and_exactly_the_answers_count(
 def test_the_usual_forms_of_records_are_read(record: dict[str, Any], tmp_path: Path) -> None:
     output = prepare(tmp_path, [record], chat_template="chatml")
     (((ids, mask)),) = documents(output)
-    assert bytes(ids).decode() == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    system = f"<|im_start|>system\n{record['system']}<|im_end|>\n" if "system" in record else ""
+    assert bytes(ids).decode() == system + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     assert bytes(np.array(ids, np.uint8)[np.array(mask) == 1]).decode() == "Hello<|im_end|>"
 
 
@@ -276,22 +263,7 @@ def test_calls_of_tools_beside_or_in_place_of_a_content_count_and_what_others_sa
     assert answers(Tokenizer.from_file(str(model / "tokenizer.json")), ids, mask) == expected
 
 
-def test_a_call_counts_though_the_thoughts_before_it_are_left_out_once_another_question_follows(tmp_path: Path) -> None:
-    model = write_model_folder(tmp_path / "model", THINKS)
-    said = [
-        {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [{"name": "look"}]},
-        {"role": "tool", "content": "rain"},
-        {"role": "assistant", "content": "It rains."},
-        *messages(["Thanks", "Bye"]),
-    ]
-    output = prepare(tmp_path, [{"messages": said}], tokenizer=str(model / "tokenizer.json"))
-    (((ids, mask)),) = documents(output)
-    found = answers(Tokenizer.from_file(str(model / "tokenizer.json")), ids, mask)
-    assert found == ["I look.<tool_call>look</tool_call><|im_end|>", "It rains.<|im_end|>", "Bye<|im_end|>"]
-
-
-@pytest.mark.parametrize("template", [THINKS, LLAMA_CALLS, MISTRAL_CALLS])
+@pytest.mark.parametrize("template", [QWEN, LLAMA_CALLS, MISTRAL_CALLS])
 def test_the_last_call_counts_and_not_one_before_in_the_same_words(template: str, tmp_path: Path) -> None:
     model = write_model_folder(tmp_path / "model", template)
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "look"}]}
@@ -302,7 +274,7 @@ def test_the_last_call_counts_and_not_one_before_in_the_same_words(template: str
     assert "not yet" in tokenizer.decode(ids[:first]) and "look" in tokenizer.decode(ids[first:])
 
 
-@pytest.mark.parametrize("end", ["", "\n", "<|close|>"])
+@pytest.mark.parametrize("end", ["", "<|close|>"])
 def test_calls_after_a_content_count_where_the_template_has_no_special_token_at_the_end_of_a_turn(
     end: str, tmp_path: Path
 ) -> None:
@@ -363,23 +335,13 @@ def test_a_token_that_ends_the_whole_conversation_hides_no_end_of_an_earlier_ans
     assert [found.text[begin:end] for begin, end in found.spans] == ["b.<|end|>", "d.<|end|>\n<|endoftext|>"]
 
 
-def test_a_system_message_beside_the_turns_is_the_first_one(tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    output = prepare(tmp_path, [{"system": "Be kind", "conversations": turns}], chat_template="chatml")
-    (((ids, _)),) = documents(output)
-    assert bytes(ids).decode().startswith("<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi")
-
-
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
         ({"text": "a document"}, "neither 'messages' nor a question and its answer, but 'text'"),
         ({"messages": messages(["only a question"])}, "the assistant says nothing"),
-        ({"messages": [{"content": "who?"}]}, r"messages[0] has no 'role'"),
         ({"messages": "Hi"}, "'messages' is no list, but str"),
         ({"conversations": [{"from": ["gpt"], "value": "Hi"}]}, "conversations[0] has no 'role'"),
-        ({"prompt": [], "completion": [], "system": "Be kind"}, "the assistant says nothing"),
-        ({"instruction": [], "input": "x", "output": "y"}, "roles must alternate"),
         ({"messages": messages(["a", "b", "c"])[1:]}, "roles must alternate"),
         ({"prompt": 3, "completion": "three"}, "'prompt' is no string, but int"),
     ],
@@ -437,20 +399,13 @@ def test_what_cannot_be_prepared_is_refused_in_a_sentence(tmp_path: Path) -> Non
         prepare_files(tmp_path / "raw.txt", tmp_path / "out", chat_template="chatml")
 
 
-def test_tools_that_a_template_has_no_form_for_are_refused_and_not_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", ["chatml", "none"])
+def test_tools_that_a_template_has_no_form_for_are_refused_and_not_left_out(template: str, tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
     turns = messages(["Hi", "Hello"])
-    calls, told = {"messages": [*turns[:1], call]}, {"messages": turns, "tools": [{"name": "add"}]}
-    for number, (record, template, reason) in enumerate(
-        (
-            (calls, "chatml", "it has tools, calls them"),
-            (told, "none", "it has tools, calls them"),
-        )
-    ):
-        with pytest.raises(ConfigError, match="1 of 1 records are bad"):
-            prepare(tmp_path / str(number), [record], chat_template=template)
-        (bad,) = (tmp_path / str(number)).rglob("bad.jsonl")
-        assert reason in bad.read_text()
+    records = [{"messages": [turns[0], call]}, {"messages": turns, "tools": [{"name": "add"}]}, {"messages": turns}]
+    output = prepare(tmp_path, records, chat_template=template, max_bad_share=0.7)
+    assert (output / "bad.jsonl").read_text().count("it has tools, calls them") == 2
 
 
 def test_another_template_makes_another_data_set(tmp_path: Path) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
-import hashlib
-import io
 import json
 import os
 import random
@@ -14,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -27,21 +27,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmtrain.cli import main
-from slurmtrain.config.schema import Config, PrepareConfig
+from slurmtrain.config.schema import PrepareConfig
 from slurmtrain.data.format.manifest import Manifest, read_manifest
 from slurmtrain.data.format.reading import DataError
 from slurmtrain.data.format.tokenizers import TokenizerChoice, load_tokenizer
-from slurmtrain.data.prepare import reading, units_done
+from slurmtrain.data.prepare import inputs
 from slurmtrain.data.prepare.conversation import BadRecord
 from slurmtrain.data.prepare.finish import finish
-from slurmtrain.data.prepare.sources import find_sources
+from slurmtrain.data.prepare.inputs import InputPiece, find_sources
 from slurmtrain.data.prepare.unit import prepare_unit
-from slurmtrain.data.prepare.unit_plan import InputPiece, PreparePlan, agree_on, make_plan
-from slurmtrain.data.prepare.worker_pool import Tally, work
-from slurmtrain.errors import ConfigError, SlurmtrainError
-from slurmtrain.observe.progress import Preparing
-from slurmtrain.runtime.jobs.prepare import workers_of
-from slurmtrain.slurm.environment import Environment
+from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit, agree_on, file_errors_reported, make_plan
+from slurmtrain.data.prepare.worker_pool import work
+from slurmtrain.errors import ConfigError
 from slurmtrain.system import signals
 from slurmtrain.system.process import lives
 from tests.support.children import children
@@ -74,9 +71,9 @@ def prepare(
     manifest = None
     for part in range(parts):
         plan = plan_of(inputs, output, **settings)
-        units = plan.share(part, parts)
+        units = plan.units[part::parts]
         if processes:
-            assert work(plan, units, processes, Event(), lambda tally: None, max_bad_share=0.0)
+            assert work(plan, units, processes, lambda: False, lambda tally: None)
         else:
             do_units(plan, part, parts)
         manifest = finish(plan, settings.get("max_bad_share", 0.0))
@@ -91,15 +88,20 @@ def plan_of(inputs: Path | Sequence[Path], output: Path, **settings: Any) -> Pre
 
 
 def do_units(plan: PreparePlan, part: int = 0, parts: int = 1) -> None:
-    tokenizer, _ = load_tokenizer(plan.settings.tokenizer)
-    for unit in plan.share(part, parts):
+    tokenizer, _ = load_tokenizer(plan.tokenizer)
+    for unit in plan.units[part::parts]:
         prepare_unit(plan, unit, tokenizer)
+
+
+def finish_with(plan: PreparePlan, unit: Unit) -> None:
+    with file_errors_reported(plan.output):
+        prepare_unit(plan, unit, load_tokenizer(plan.tokenizer)[0])
 
 
 def records_of(path: Path) -> list[tuple[int, Any]]:
     """The records of a file, read as one piece, each with its number."""
     (source,) = find_sources([str(path)], "auto", path.parent / "out")
-    return list(reading.records_of(InputPiece(source, 0, source.size), "text"))
+    return list(inputs.records_of(InputPiece(source, 0, source.size), "text"))
 
 
 # What comes out.
@@ -141,11 +143,11 @@ def test_a_file_cut_anywhere_gives_the_records_and_line_numbers_of_the_whole(
     path = tmp_path_factory.mktemp("cut") / "a.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n" * ends_with_newline)
     [source] = find_sources([str(path)], "auto", path.parent / "out")
-    whole = list(reading.records_of(InputPiece(source, 0, source.size), "text"))
+    whole = list(inputs.records_of(InputPiece(source, 0, source.size), "text"))
     cuts = [0, *sorted(edge for edge in edges if 0 < edge < source.size), source.size]
     found, before = [], 0
     for start, end in pairwise(cuts):
-        piece = list(reading.records_of(InputPiece(source, start, end), "text"))
+        piece = list(inputs.records_of(InputPiece(source, start, end), "text"))
         found += [(before + number, record) for number, record in piece]
         before += len(piece)
     assert found == whole
@@ -269,55 +271,60 @@ def test_killed_at_random_moments_and_resumed_it_is_the_undisturbed_one(
     assert not (output / ".prepare/begun").exists()
 
 
-def test_ctrl_c_leaves_whole_units_and_no_process_and_says_how_to_go_on(
-    raw: Path, settings: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("killed", "code", "told"),
+    [(False, 75, "the same command continues from there"), (True, 1, "error: a process was killed, or has crashed")],
+)
+def test_ctrl_c_or_a_kill_leaves_whole_units_and_no_process_and_says_how_to_go_on(
+    killed: bool, code: int, told: str, raw: Path, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     with started(raw, tmp_path / "out", settings, hangs_after=3) as process:
         wait_until(lambda: count_of(tmp_path / "out") > 0, "a unit done")
         pool = pool_of(process.pid)
-        for pid in (*pool, process.pid):  # as a terminal does
-            os.kill(pid, signal.SIGINT)
+        for pid in pool[:1] if killed else (*pool, process.pid):  # as a terminal does
+            os.kill(pid, signal.SIGKILL if killed else signal.SIGINT)
         said, _ = process.communicate(timeout=180)
-    assert process.returncode == 75 and "the same command continues from there" in said, said
+    assert process.returncode == code and told in said, said
     assert "Traceback" not in said and not any(map(lives, pool))
     assert not (tmp_path / "out/manifest.json").exists()
 
 
-def test_a_process_that_is_killed_is_told(raw: Path, settings: dict[str, Any], tmp_path: Path) -> None:
-    with started(raw, tmp_path / "out", settings, hangs_after=3) as process:
-        wait_until(lambda: count_of(tmp_path / "out") > 0, "a unit done")
-        os.kill(pool_of(process.pid)[0], signal.SIGKILL)
-        said, _ = process.communicate(timeout=180)
-    assert process.returncode == 1
-    assert "error: a process was killed, or has crashed, while it prepared" in said and "Traceback" not in said
-
-
 def test_a_full_disk_is_told_and_with_more_room_the_same_command_goes_on(
-    raw: Path, settings: dict[str, Any], undisturbed: dict[str, bytes], tmp_path: Path
+    raw: Path, settings: dict[str, Any], undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [f"prepare.{name}={value}" for name, value in settings.items()]
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = [sys.executable, "-m", "slurmtrain", "prepare", f"prepare.inputs=[{raw}]", f"prepare.output={disk}/out"]
-    script = f"""
-        mount -t tmpfs -o size=64k none {disk}
-        "$@"; echo "first: $?"
-        mount -o remount,size=64m {disk}
-        "$@"; echo "second: $?"
-        cp -r {disk}/out {tmp_path}/out
-    """
-    done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", script, "-", *command, *words],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    if "unshare failed" in done.stderr:
-        pytest.skip("this machine does not let us mount a small disk")
-    assert "first: 1\n" in done.stdout and "second: 0\n" in done.stdout, done.stdout + done.stderr
-    assert f"error: there is no space left for {disk}/out\n" in done.stderr and "Traceback" not in done.stderr
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    plan = plan_of(raw, tmp_path / "out", **settings)
+    prepare_unit(plan, plan.units[0], load_tokenizer(plan.tokenizer)[0])
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        with pytest.raises(DataError, match=f"there is no space left for {tmp_path}/out"):
+            finish_with(plan, plan.units[1])
+    assert count_of(tmp_path / "out") == 1
+    prepare(raw, tmp_path / "out", **settings)
     assert content(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_of_two_that_begin_in_one_output_at_once_only_those_with_equal_settings_go_on(
+    equal: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("one")
+
+    def refusal(unit_mb: float) -> str:
+        try:
+            plan_of(tmp_path / "a.txt", output, unit_mb=unit_mb)
+        except ConfigError as error:
+            return error.message.partition(f"{output} was started with other settings: ")[2][:15]
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(20):
+            output = tmp_path / str(number)
+            refusals = sorted(pool.map(refusal, (1.0, 1.0 if equal else 2.0)))
+            assert refusals == ["", "" if equal else "prepare.unit_mb"]
+            assert [path.name for path in output.iterdir()] == [".prepare"]
 
 
 # What is wrong.
@@ -361,7 +368,7 @@ def test_bad_records_are_listed_with_their_lines_and_fail_the_job_past_the_share
     assert not (output / "manifest.json").exists()
 
     when = {path: path.stat().st_mtime_ns for path in output.rglob("*.tokens")}
-    assert work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.2)
+    assert work(plan, plan.units, 1, lambda: False, lambda tally: None)
     manifest = finish(plan, 0.2)
     assert manifest is not None and {path: path.stat().st_mtime_ns for path in when} == when
     assert (manifest.records, manifest.empty, manifest.bad) == (40, 1, len(BAD))
@@ -370,16 +377,7 @@ def test_bad_records_are_listed_with_their_lines_and_fail_the_job_past_the_share
     assert kept == ["after a byte order mark", *good]
 
 
-def test_when_no_record_is_any_good_it_is_told_at_once(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(json_lines(texts(2000, seed=1)))
-    plan = plan_of(tmp_path / "a.jsonl", tmp_path / "out", text_field="body", unit_mb=0.01)
-    with pytest.raises(ConfigError, match=r"none of the first \d+ records can be used.*no field 'body'"):
-        work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.5)
-    assert len(units_done.units_done(plan.output)) < len(plan.units)
-
-
-@pytest.mark.parametrize("packing", ["gz", "zst"])
-@pytest.mark.parametrize("damage", ["torn", "flipped"])
+@pytest.mark.parametrize(("packing", "damage"), [("gz", "torn"), ("zst", "flipped")])
 def test_a_packed_file_that_is_torn_or_damaged_is_a_bad_record_where_it_ends(
     packing: str, damage: str, tmp_path: Path
 ) -> None:
@@ -400,14 +398,12 @@ def test_a_packed_file_that_is_torn_or_damaged_is_a_bad_record_where_it_ends(
     assert [record for _, record in good] == documents[: len(good)]
 
 
-@pytest.mark.parametrize("as_dictionary", [False, True])
 def test_rows_of_tables_are_text_however_they_are_stored_and_bad_ones_are_counted_by_row(
-    as_dictionary: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    column = pyarrow.array(["one", None, "two", "one"])
-    table = pyarrow.table({"text": column.dictionary_encode() if as_dictionary else column})
+    table = pyarrow.table({"text": pyarrow.array(["one", None, "two", "one"]).dictionary_encode()})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-    plan = plan_of(tmp_path / "a.parquet", tmp_path / "out", unit_mb=0.0002)
+    plan = plan_of(tmp_path / "a.parquet", tmp_path / "out")
     do_units(plan)
     finish(plan, 0.5)
     assert caplog.messages == ["bad: a.parquet:2: 'text' is no string, but null"]
@@ -444,73 +440,45 @@ def test_inputs_that_cannot_be_read_are_told_in_a_sentence(
     assert not (tmp_path / "out/manifest.json").exists()
 
 
-def interfering(plan: PreparePlan, interfere: Callable[[], object]) -> SlurmtrainError:
-    """What is raised when something happens between plan and work."""
-    interfere()
-    with pytest.raises(SlurmtrainError) as refused:
-        work(plan, plan.units, 1, Event(), lambda tally: None, max_bad_share=0.0)
-    return refused.value
-
-
 def test_an_input_that_vanishes_may_come_back_but_one_that_changes_may_not(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(json_lines(texts(20, seed=1)))
     when = path.stat().st_mtime_ns
     plan = plan_of(path, tmp_path / "out")
-    error = interfering(plan, lambda: path.rename(tmp_path / "away"))
-    assert isinstance(error, DataError) and error.exit_code == 1
-    assert error.message == f"{path} disappeared while a data set was being prepared"
+    path.rename(tmp_path / "away")
+    with pytest.raises(DataError, match="No such file") as vanished:
+        work(plan, plan.units, 1, lambda: False, lambda tally: None)
+    assert vanished.value.exit_code == 1
     (tmp_path / "away").rename(path)
-    error = interfering(plan, lambda: path.write_bytes(json_lines(texts(21, seed=1))))
-    assert isinstance(error, ConfigError) and "was changed while it was being prepared" in error.message
-    with pytest.raises(
-        ConfigError, match=r"was started with other settings: the input a.jsonl was \d+ bytes of jsonl, now"
-    ):
-        plan_of(path, tmp_path / "out")
     path.write_bytes(json_lines(texts(20, seed=1)))
+    with pytest.raises(ConfigError, match="was changed while it was being prepared"):
+        do_units(plan)
     with pytest.raises(ConfigError, match=r"was started with other settings: the last change of a.jsonl was"):
         plan_of(path, tmp_path / "out")
     os.utime(path, ns=(when, when))
-    assert work(plan_of(path, tmp_path / "out"), plan.units, 1, Event(), lambda tally: None, max_bad_share=0.0)
+    do_units(plan_of(path, tmp_path / "out"))
 
 
 def test_another_data_set_in_the_same_output_is_refused_by_what_differs(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.txt").write_text("two")
-    first, second = (write_tokenizer(tmp_path / f"{name}.json") for name in ("one", "two"))
-    second.write_text(second.read_text() + "\n")
-    prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(first), eos="none")
-    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (first, second)]
-    changes: list[tuple[dict[str, Any], str]] = [
-        ({"tokenizer": str(second), "eos": "none"}, f"tokenizer.sha256 was {digests[0]}, now {digests[1]}"),
-        ({"tokenizer": str(first), "eos": "none", "unit_mb": 2.0}, "prepare.unit_mb was 128.0, now 2.0"),
-        ({"tokenizer": str(first), "eos": "none", "text_field": "x"}, "prepare.text_field was text, now x"),
-    ]
-    for settings, differs in changes:
-        with pytest.raises(ConfigError, match="was started with other settings") as refused:
+    prepare(tmp_path / "a.txt", tmp_path / "out", eos="none")
+    for settings, differs in (
+        ({"eos": "1"}, "tokenizer.eos was None, now 1"),
+        ({"eos": "none", "unit_mb": 2.0}, "prepare.unit_mb was 128.0, now 2.0"),
+        ({"eos": "none", "text_field": "x"}, "prepare.text_field was text, now x"),
+    ):
+        with pytest.raises(ConfigError, match=f"was started with other settings: {differs}"):
             plan_of(tmp_path / "a.txt", tmp_path / "out", **settings)
-        assert differs in refused.value.message
+    shutil.rmtree(tmp_path / "out/.prepare")
+    with pytest.raises(ConfigError, match="holds a data set that was not prepared there"):
+        plan_of(tmp_path / "a.txt", tmp_path / "out", eos="none")
+    prepare(tmp_path / "a.txt", tmp_path / "other", eos="none")
     with pytest.raises(ConfigError, match=r"the input b.txt was missing, now 3 bytes of text"):
-        plan_of([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out")
+        plan_of([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "other", eos="none")
 
 
 # The verb.
-
-
-def test_a_line_tells_all_there_is_to_know_now_and_then() -> None:
-    clock, stream = [100.0], io.StringIO()
-    lines = Preparing(stream, lambda: clock[0])
-    tally = Tally(units=10, units_done=3, size=40_000_000, total=100_000_000, before=10_000_000, documents=12_345)
-    for seconds in (0, 5, 5, 5):
-        clock[0] += seconds
-        lines.show(tally)
-    tally.units_done, tally.size, tally.bad = 10, 100_000_000, 2
-    lines.show(tally)
-    assert stream.getvalue().splitlines() == [
-        "40.0/100.0 MB  12.3k documents",
-        "40.0/100.0 MB  3.0 MB/s  12.3k documents  eta 0:20",
-        "100.0/100.0 MB  6.0 MB/s  12.3k documents  2 bad",
-    ]
 
 
 def test_ranks_that_srun_or_torchrun_starts_share_the_work(
@@ -560,22 +528,12 @@ def test_the_verb_prepares_verifies_and_finds_every_damage(typed: Callable[..., 
     assert code == 1
     assert [line.partition("train.")[2] for line in said.splitlines()[:2]] == [
         "tokens differs from its digest: it is damaged",
-        "ends has 232 bytes, expected 240",
+        "ends differs from its digest: it is damaged",
     ]
     ends.unlink()
     assert "train.ends cannot be read: No such file or directory" in typed("verify", "out")[1]
     shutil.rmtree(tokens.parent)
     assert typed(*words)[0] == 0 and typed("verify", "out")[0] == 0
-
-
-def test_a_task_has_a_process_for_each_of_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    config, alone, two = Config(), Environment("single"), Environment("local", world_size=2, local_world_size=2)
-    assert (workers_of(config, alone), workers_of(config, two)) == (8, 4)
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "3")
-    assert workers_of(config, Environment("slurm", world_size=2, local_world_size=2)) == 3
-    config.prepare.workers = 5
-    assert workers_of(config, alone) == 5
 
 
 def test_it_does_without_torch(cli: Cli, project: Path) -> None:
@@ -594,10 +552,6 @@ def test_it_does_without_torch(cli: Cli, project: Path) -> None:
         (["prepare.inputs=[*.json]", "prepare.output=out"], 78, "nothing matches '{here}/*.json'"),
         (["prepare.inputs=[a.txt]", "prepare.output=file/out"], 78, "prepare.output={here}/file/out cannot be used: Not a"),
         (["prepare.inputs=[../project]", "prepare.output=out"], 78, "prepare.output={here}/out lies in the input {here}"),
-        (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.format=csv"], 78, "prepare.format=csv is not known"),
-        (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.part=2"], 78, "prepare.part=2 needs more prepare.parts"),
-        (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.valid_fraction=1"], 78, "prepare.valid_fraction=1.0 must"),
-        (["prepare.inputs=[a.txt]", "prepare.output=out", "prepare.unit_mb=0"], 78, "prepare.unit_mb=0.0 must be above 0"),
         (["verify"], 2, "required: FOLDER"),
         (["verify", "nowhere"], 78, "nowhere has no manifest.json"),
     ],

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from slurmtrain.cli import main
 from slurmtrain.data.format import reading
-from slurmtrain.data.format.manifest import Manifest, Shard, Split, TokenizerFacts, shard_file
-from slurmtrain.data.format.packing import best_fit_rows
+from slurmtrain.data.format.manifest import shard_file
 from slurmtrain.data.format.reading import DataError
+from slurmtrain.data.format.rows import best_fit_rows
 from slurmtrain.data.loading.batches import concatenate
 from slurmtrain.data.sources.mixture import Mixture
 from slurmtrain.data.sources.prepared import PreparedText
@@ -58,6 +58,7 @@ def within_documents() -> list[tuple[int, int]]:
 @pytest.mark.parametrize("seq_len", [1, 4, 7, 100])
 def test_masked_samples_have_every_pair_of_every_document_once_and_say_which_is_whose(data: Path, seq_len: int) -> None:
     batch = everything(PreparedText(str(data), seq_len, packing="best_fit").train)
+    assert "documents" not in PreparedText(str(data), seq_len, packing="best_fit", document_mask=False).train[0]
     assert pairs(batch) == within_documents()
     assert batch["documents"].dtype == torch.int32 and batch["documents"].shape == batch["inputs"].shape
     assert (batch["documents"][:, 0] == 0).all()
@@ -69,15 +70,6 @@ def test_masked_samples_have_every_pair_of_every_document_once_and_say_which_is_
             a == b for a, b in itertools.pairwise(documents[:end])
         ]
         assert end == len(targets) or end == 0 or documents[end] == documents[end - 1] + 1
-
-
-def test_masks_and_packings_as_configured(data: Path) -> None:
-    assert "documents" in PreparedText(str(data), 8, packing="best_fit").train[0]
-    assert "documents" not in PreparedText(str(data), 8, packing="best_fit", document_mask=False).train[0]
-    best_fit = PreparedText(str(data), 12, packing="best_fit").train
-    assert (
-        len(best_fit) == 6 and (everything(best_fit)["targets"] != -100).sum() == 48
-    )  # each shard is packed on its own
 
 
 def test_a_document_a_sample_is_as_long_as_it_is(data: Path) -> None:
@@ -111,11 +103,11 @@ def test_no_pair_is_lost_or_doubled_in_any_shape(
     assert pairs(everything(source.train)) == expected
 
 
-@pytest.mark.parametrize(("other", "mask"), [("best_fit", True), ("best_fit", False), ("documents", None)])
+@pytest.mark.parametrize(("other", "mask"), [("best_fit", True), ("documents", None)])
 def test_batches_of_a_mixture_are_its_samples_stacked(data: Path, other: str, mask: bool | None) -> None:
     masked = PreparedText(str(data), 7, packing=other, document_mask=mask)
     train = Mixture({"plain": PreparedText(str(data), 10), "masked": masked}).train
-    for of_batch in np.random.default_rng(0).integers(0, len(train), (500, 4)).tolist():
+    for of_batch in np.random.default_rng(0).integers(0, len(train), (100, 4)).tolist():
         rows = [{name: row[None] for name, row in train[index].items()} for index in of_batch]
         expected = concatenate(rows)  # as long as the longest
         if mask:  # whichever samples it has
@@ -126,14 +118,9 @@ def test_batches_of_a_mixture_are_its_samples_stacked(data: Path, other: str, ma
 
 def test_the_source_says_what_it_is(data: Path) -> None:
     source = PreparedText(str(data), 16)
-    assert source.vocab_size == 257 and source.valid is not None and len(source.valid) == 1
-    assert "12 documents, 60 tokens, 4 + 1 samples of 16 tokens (concat)" in source.description
-    fingerprints = {
-        PreparedText(str(data), seq_len, packing=packing).fingerprint
-        for seq_len in (8, 16)
-        for packing in ("concat", "best_fit")
-    }
-    assert len(fingerprints) == 4 and source.fingerprint in fingerprints
+    assert source.vocab_size == 257 and "60 tokens, 4 + 1 samples of 16 tokens (concat)" in source.description
+    others = PreparedText(str(data), 8), PreparedText(str(data), 16, packing="best_fit")
+    assert len({each.fingerprint for each in (source, *others)}) == 3
 
 
 def test_bytes_of_text_are_known_where_no_pair_is_missing(tmp_path: Path, data: Path) -> None:
@@ -154,7 +141,6 @@ def test_bytes_of_text_are_known_where_no_pair_is_missing(tmp_path: Path, data: 
         ({"seq_len": 0}, "data.seq_len is 0"),
         ({"packing": "bestfit"}, r"data.packing is 'bestfit'\n.*did you mean best_fit"),
         ({"packing": "documents", "document_mask": True}, "data.document_mask=True with data.packing=documents"),
-        ({"train_split": "trian"}, r"no split 'trian'\n.*did you mean train"),
         ({"document_mask": True}, "data.document_mask=True with data.packing=concat"),
     ],
 )
@@ -165,24 +151,24 @@ def test_arguments_that_cannot_work(data: Path, arguments: dict[str, Any], sente
         PreparedText(str(data / "train"), 4)
 
 
-def submit_refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main([*words, "submit", "--dry-run"]) == 78
-    return capsys.readouterr().err
-
-
-def test_a_model_that_does_not_know_all_tokens_is_refused_before_it_queues(
-    data: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data=prepared", "data.path={data}"], "model.vocab_size=256 is too small for data with 257 token ids"),
+        (["data=mixture", "+data.sources.web={source}"], "hint: set model.vocab_size=257, or more"),
+        (["eval.sets.web={source}"], "model.vocab_size=256 is too small for data with 257 token ids"),
+        (["data=prepared", "data.path=/nodes/x", "model=huggingface", "model.path=/m", "data.packing=best_fit"], "tell apart"),
+        (["data=prepared", "data.path={data}", "model.vocab_size=257"], ""),
+        (["data=prepared", "data.path=/nodes/x", "model=huggingface", "model.path=/m"], ""),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_know_all_tokens_or_masks_is_refused_before_it_queues(
+    words: list[str], told: str, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone = ["data=prepared", f"data.path={data}"]
-    assert "model.vocab_size=256 is too small for data with 257 token ids" in submit_refusal(alone, capsys)
-    mixed = ["data=mixture", f"+data.sources.web={{_target_: slurmtrain.data.PreparedText, path: {data}, seq_len: 64}}"]
-    assert "hint: set model.vocab_size=257, or more" in submit_refusal(mixed, capsys)
-    measured = [f"eval.sets.web={{_target_: slurmtrain.data.PreparedText, path: {data}, seq_len: 64}}"]
-    assert "model.vocab_size=256 is too small for data with 257 token ids" in submit_refusal(measured, capsys)
-    unmasked = ["data=prepared", "data.path=/not/on/this/machine", "model=huggingface", "model.path=/models/small"]
-    assert "do not tell apart" in submit_refusal([*unmasked, "data.packing=best_fit"], capsys)
-    for words in (unmasked, [*alone, "model.vocab_size=257"], ["data=prepared", "data.path=/not/on/this/machine"]):
-        assert main([*words, "submit", "--dry-run"]) == 0
+    source = f"{{_target_: slurmtrain.data.PreparedText, path: {data}, seq_len: 64}}"
+    words = [word.replace("{data}", str(data)).replace("{source}", source) for word in words]
+    assert main([*words, "submit", "--dry-run"]) == (78 if told else 0)
+    assert told in capsys.readouterr().err
 
 
 def tokens_file(data: Path, shard: str = "00003", kind: str = "tokens") -> Path:
@@ -193,15 +179,10 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 2)
 
 
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
         (cut, "train.tokens has 78 bytes, but 80 were written"),
-        (empty, "train.tokens has 0 bytes, but 80 were written"),
         (Path.unlink, "train.tokens cannot be read: No such file"),
     ],
 )
@@ -221,27 +202,21 @@ def test_a_damaged_file_is_one_sentence_at_the_start_and_later(
             everything(train)
 
 
-def test_a_token_beyond_the_vocabulary_is_refused(data: Path) -> None:
-    tokens = np.fromfile(tokens_file(data), dtype="<u2")
-    tokens[3] = 300
-    tokens.tofile(tokens_file(data))
-    for packing in ("concat", "best_fit", "documents"):
-        with pytest.raises(ConfigError, match=r"the split train .* is not below the tokenizer's 257 ids"):
-            everything(PreparedText(str(data), 4, packing=packing).train)
-
-
 @pytest.mark.parametrize(
-    ("number", "value"),
-    [(1, 3), (6, 41), (0, 99)],
+    ("kind", "number", "value", "told"),
+    [
+        ("tokens", 3, 300, r"the split train .* is not below the tokenizer's 257 ids"),
+        ("ends", 1, 3, r"train.ends: the ends .* do not rise to the 40 tokens"),
+        ("ends", 6, 41, r"train.ends: the ends .* do not rise to the 40 tokens"),
+    ],
 )
-def test_broken_ends_are_refused(data: Path, number: int, value: int) -> None:
-    path = tokens_file(data, kind="ends")
-    ends = np.fromfile(path, dtype="<u8")
-    ends[number] = value
-    ends.tofile(path)
-    for packing in ("best_fit", "documents"):
-        with pytest.raises(ConfigError, match=r"train.ends: the ends .* do not rise to the 40 tokens"):
-            everything(PreparedText(str(data), 4, packing=packing).train)
+def test_what_cannot_be_right_in_a_file_is_refused(data: Path, kind: str, number: int, value: int, told: str) -> None:
+    path = tokens_file(data, kind=kind)
+    values = np.fromfile(path, dtype="<u2" if kind == "tokens" else "<u8")
+    values[number] = value
+    values.tofile(path)
+    with pytest.raises(ConfigError, match=told):
+        everything(PreparedText(str(data), 4, packing="best_fit").train)
 
 
 @pytest.fixture
@@ -357,36 +332,6 @@ def test_the_index_goes_to_the_cache_where_the_folder_cannot_be_written(
     monkeypatch.setenv("XDG_CACHE_HOME", str(data / "packed"))
     with pytest.raises(ConfigError, match="no folder can keep the packing of train"):
         PreparedText(str(data), 6, packing="best_fit")
-
-
-@pytest.fixture
-def sparse(tmp_path: Path) -> Path:
-    """10^11 tokens in 100 shards that take no room on the disk."""
-    shards = []
-    for number in range(100):
-        shard = Shard(f"{number:05d}", 1, 10**9, 10**9, dict.fromkeys(("tokens", "ends"), ""))
-        shards.append(shard)
-        (tmp_path / shard.name).mkdir()
-        for kind, size in shard.file_sizes("uint16").items():
-            with open(shard_file(tmp_path, "train", shard.name, kind), "wb") as file:
-                file.truncate(size)
-    tokenizer = TokenizerFacts(kind="bytes", file=None, sha256=None, vocab_size=257, bos=None, eos=None)
-    Manifest(tokenizer, {"train": Split(tuple(shards))}).write(tmp_path)
-    return tmp_path
-
-
-def test_a_sample_far_into_1e11_tokens_is_there_at_once(sparse: Path) -> None:
-    with open(shard_file(sparse, "train", "00073", "tokens"), "r+b") as file:
-        file.seek(2 * 123_456)
-        file.write(b"\7\0")
-    began = time.process_time()
-    train = PreparedText(str(sparse), 4096).train
-    index, column = divmod(73 * 10**9 + 123_456, 4096)
-    sample = train[index]
-    took = time.process_time() - began
-    assert len(train) == -(-(10**11 - 1) // 4096)
-    assert sample["inputs"].nonzero().tolist() == [[column]]
-    assert took < 1  # seconds: nothing is looped over
 
 
 def test_best_fit_of_text_leaves_less_than_a_hundredth_free_and_cuts_only_what_is_too_long() -> None:

@@ -9,7 +9,6 @@ from torch.utils.data import IterableDataset
 
 from slurmtrain.data.sources.mixture import Mixture
 from slurmtrain.data.sources.protocol import (
-    DatasetSpec,
     FetchMethod,
     SourceSpec,
     inspect_dataset,
@@ -35,11 +34,6 @@ class Windows(ByteWindows):
 
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index)
-
-
-class OwnBatches(ByteWindows):
-    def get_batch(self, indices: Any) -> Any:
-        return {"mine": indices}
 
 
 class Wrapper:
@@ -73,18 +67,11 @@ class Source:
 TEXT = np.zeros(9, dtype=np.uint8)
 
 
-def test_a_plain_list_is_a_data_set_without_anything_more() -> None:
-    rows = [1, 2, 3]
-    spec = inspect_dataset(rows)
-    assert spec == DatasetSpec(rows, FetchMethod.GET_ITEM) and (len(spec), spec[1]) == (3, 2)
-    assert inspect_dataset(spec) is spec
-
-
 def test_a_data_set_is_asked_by_the_way_that_the_most_derived_class_defines() -> None:
     plain = ByteWindows(TEXT, 4)
-    datasets = (plain, Windows(TEXT, 4), Batched(), OwnBatches(TEXT, 4), Wrapper(plain))
+    datasets = (plain, Windows(TEXT, 4), Batched(), Wrapper(plain))
     seeded, batch, item = FetchMethod.GET_SEEDED_BATCH, FetchMethod.GET_BATCH, FetchMethod.GET_ITEM
-    methods = (batch, item, batch, batch, item)
+    methods = (batch, item, batch, item)
     assert tuple(inspect_dataset(dataset).method for dataset in datasets) == methods
     assert inspect_dataset(Mixture({"plain": Source(train=plain)}).train).method == seeded
     assert inspect_dataset(datasets[0]).seq_len == 4 and inspect_dataset(datasets[0]).num_bytes == 8
@@ -97,11 +84,6 @@ def test_an_object_that_has_only_train_is_a_data_object_and_a_member_that_is_non
     assert inspect_source(Source(train=[1, 2], **dict.fromkeys(members))) == nothing
     named = inspect_source(Source(train=[1], valid=[2], fingerprint=7))
     assert named.valid == [2] and named.fingerprint == "7"
-
-
-def test_a_mixture_in_a_mixture_does_not_have_to_know_its_vocabulary() -> None:
-    inner = Mixture({"a": Source(train=ByteWindows(TEXT, 4))})
-    assert Mixture({"inner": inner, "b": Source(train=ByteWindows(TEXT, 4), vocab_size=256)}).vocab_size == 256
 
 
 @pytest.mark.parametrize(

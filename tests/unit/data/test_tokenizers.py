@@ -58,10 +58,11 @@ def test_the_end_token_is_the_one_that_can_only_be_meant(tmp_path: Path) -> None
     [
         (TokenizerChoice("nowhere.json"), "prepare.tokenizer=nowhere.json cannot be read: No such file"),
         (TokenizerChoice("model.model"), "prepare.tokenizer=model.model is not a known tokenizer"),
+        (TokenizerChoice("."), "hint: prepare.tokenizer=tokenizer.json"),
         (TokenizerChoice("broken.json"), "prepare.tokenizer=broken.json is not a Hugging Face tokenizer.json"),
         (TokenizerChoice("random.json"), "prepare.tokenizer=random.json encodes at random (model.dropout=0.5)"),
-        (TokenizerChoice("good.json", eos="</s>"), "prepare.eos=</s> is not a token of good.json"),
-        (TokenizerChoice("good.json", bos="99999"), "prepare.bos=99999 is far beyond the 320 ids of good.json"),
+        (TokenizerChoice("tokenizer.json", eos="</s>"), "prepare.eos=</s> is not a token of tokenizer.json"),
+        (TokenizerChoice("tokenizer.json", bos="99999"), "prepare.bos=99999 is far beyond the 320 ids"),
         (TokenizerChoice("bytes", eos="</s>"), "prepare.eos=</s> is not a token of bytes"),
     ],
     ids=lambda value: str(value)[:40],
@@ -70,21 +71,12 @@ def test_a_wrong_tokenizer_is_told_in_a_sentence(
     choice: TokenizerChoice, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    good = write_tokenizer(tmp_path / "good.json").read_text()
+    good = write_tokenizer(tmp_path / "tokenizer.json").read_text()
     (tmp_path / "random.json").write_text(good.replace('"dropout":null', '"dropout":0.5'))
     (tmp_path / "broken.json").write_text("{}")
     with pytest.raises(ConfigError) as refused:
         load_tokenizer(choice)
-    assert said in refused.value.message
-
-
-def test_the_folder_of_a_model_is_answered_with_the_file_of_its_tokenizer(tmp_path: Path) -> None:
-    folder = tmp_path / "Qwen2.5-0.5B"
-    folder.mkdir()
-    file = write_tokenizer(folder / "tokenizer.json")
-    with pytest.raises(ConfigError) as refused:
-        load_tokenizer(TokenizerChoice(str(folder)))
-    assert refused.value.hint == f"prepare.tokenizer={file}"
+    assert said in str(refused.value)
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.errors import ConfigError
-from slurmtrain.launch.code_source import roots_below
 from slurmtrain.slurm.command_environment import belongs_to_a_job
 
 HATCHLING = """
@@ -106,29 +104,3 @@ def test_an_editable_install_runs_from_the_snapshot_and_not_from_the_edited_work
     assert sorted(roots) == ["libs/alpha/src", "libs/gamma"]
     on_path = ":".join(f'"$run_dir"/{each}' for each in ("code", *(f"code/{root}" for root in roots)))
     assert f"PYTHONPATH={on_path}" in (run_dir / "job.sbatch").read_text()
-
-
-def test_only_folders_of_the_work_tree_count_each_once_in_the_order_of_the_search(tmp_path: Path) -> None:
-    tree, link = tmp_path / "tree", tmp_path / "link"
-    for folder in ("src", "libs/b", ".venv/lib/python3.11/site-packages"):
-        (tree / folder).mkdir(parents=True)
-    link.symlink_to(tree)
-    path = (
-        *("", "relative", "/usr/lib", str(tmp_path), str(tree / "gone")),
-        *(str(link / "libs" / "b"), str(tree / "src"), str(tree), str(tree / "libs" / "b")),
-        str(tree / ".venv/lib/python3.11/site-packages"),
-    )
-    hooks = (
-        (False, "_hook", "b.c", str(tree / "deep/b/c.py")),
-        (False, "_hook", "other", "/elsewhere/other"),
-        (False, "_hook", "own", str(tree / "own")),
-    )
-    assert roots_below(tree, path, hooks) == ("libs/b", "src", "deep")
-    # Under another name than its folder's, and by setuptools' editable_mode=strict.
-    said = r"other/sources is imported by the import hook _hook.*not its snapshot"
-    with pytest.raises(ConfigError, match=said) as error:
-        roots_below(tree, path, [(False, "_hook", "delta", str(tree / "other/sources"))])
-    assert "job.snapshot=none" in (error.value.hint or "")
-    (strict := tree / "build" / "__editable__.a-1-py3-none-any").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="editable_mode=strict"):
-        roots_below(tree, [str(strict)], [])

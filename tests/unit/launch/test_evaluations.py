@@ -123,18 +123,6 @@ def test_what_is_held_is_submitted_once_and_with_the_code_of_the_run(trained: Ru
     assert held(trained) == [10, 30]
 
 
-def test_one_that_was_not_submitted_is_tried_again_and_looked_for_first(trained: RunDir, slurm: FakeSlurm) -> None:
-    hold(trained, 10)
-    slurm.fail("sbatch", "invalid account", times=1)
-    assert main(["evaluate", str(trained.path), "--due"]) == 1
-    assert trained.events()[-1]["event"] == "evaluation not submitted"
-    assert held(trained) == [10]
-    # Or so it seemed: SLURM has it.
-    slurm.add("77", comment=f"slurmtrain:{trained.evaluation(10).id}:s0")
-    submit_due(trained)
-    assert trained.evaluation(10).info()["job_ids"] == ["77"] and slurm.submitted == [""]
-
-
 def test_a_run_that_was_cancelled_has_no_more_submitted(trained: RunDir, slurm: FakeSlurm) -> None:
     hold(trained, 10)
     trained.event(Event.CANCEL_ASKED)

@@ -16,11 +16,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.software import read_code_record
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import printed, refused, submitted_run
-
-
-def git(*arguments: str, cwd: Path) -> None:
-    settings = ["-c", "user.name=me", "-c", "user.email=me@here", "-c", "init.defaultBranch=main"]
-    subprocess.run(["git", *settings, *arguments], cwd=cwd, capture_output=True, check=True)
+from tests.unit.launch.test_snapshot import git
 
 
 @pytest.fixture

@@ -22,12 +22,8 @@ import pytest
 from slurmtrain.cli import main
 from slurmtrain.system.process import wait_until
 from tests.support import fake_nvml
-from tests.support.fake_slurm import NO_REPLY, FakeSlurm
+from tests.support.fake_slurm import NO_REPLY, ON_CPUS, FakeSlurm
 
-CLUSTER = (
-    *("+cluster=a100x4", "cluster.nodes=1", "cluster.tasks_per_node=1", "cluster.gpus_per_node=0"),
-    *("cluster.gpu_type=null", "cluster.gpu_memory_gb=null", "cluster.network_interface=lo"),
-)
 PROGRAM = ("job=command", "job.command='bash p.sh ${train.seed}'", "job.snapshot=none", "job.name=train")
 OFF = "requeue=off"
 ONCE = '[ "$SLURMTRAIN_ATTEMPT" = 2 ] || '
@@ -80,7 +76,7 @@ class Job:
         with pytest.MonkeyPatch.context() as here:
             here.chdir(folder / "project")
             here.setenv("PATH", f"{self.slurm.directory}:{os.environ['PATH']}")
-            assert main([*CLUSTER, *words]) == 0
+            assert main([*ON_CPUS, "cluster.nodes=1", *words]) == 0
         self.prepare(self)
         self.start()
 

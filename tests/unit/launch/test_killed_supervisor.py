@@ -21,12 +21,11 @@ import pytest
 
 import tests.support
 from slurmtrain.cli import main
-from tests.support.fake_slurm import ENDED, FakeSlurm
+from tests.support.fake_slurm import ENDED, ON_CPUS, FakeSlurm
 
 KILLER = Path(tests.support.__file__).parent / "kill_at_change"
 WORDS = (
-    *("+cluster=a100x4", "cluster.nodes=1", "cluster.tasks_per_node=1", "cluster.gpus_per_node=0"),
-    *("cluster.gpu_type=null", "cluster.gpu_memory_gb=null", "cluster.network_interface=lo"),
+    *(*ON_CPUS, "cluster.nodes=1"),
     *("job=command", "job.command='bash count.sh'", "job.snapshot=none", "requeue.in_place=false"),
     "requeue.max_attempts_without_progress=99",
 )

@@ -182,20 +182,6 @@ def test_the_object_its_container_and_the_mounts_of_volumes_take_what_else_a_clu
     assert container["securityContext"]["capabilities"]["add"] == ["SYS_PTRACE", "IPC_LOCK"]  # RDMA pins memory
 
 
-@pytest.mark.parametrize("name", ["a" * 64, "9lives", "Über_all+1"])
-def test_names_of_objects_and_their_pods_are_short_enough_for_kubernetes(name: str, project: Path) -> None:
-    words = here([*NEEDED, "cluster.nodes=1000", "train.global_batch_size=8000"], project)
-    try:
-        (found,) = documents("+cluster=kubernetes", *words, f"job.name={name}")
-    except AssertionError:
-        assert not name.isascii()  # refused as a name of any run
-        return
-    pod = f"{found['metadata']['name']}-node-0-999-abcde"
-    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", pod) and len(pod) <= 63, pod
-    for label in found["metadata"]["labels"].values():
-        assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", label), label
-
-
 # submit and what follows, with a kubectl that is none.
 
 

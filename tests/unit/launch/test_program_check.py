@@ -91,18 +91,6 @@ def test_files_that_the_snapshot_does_not_have_are_named_before_the_queue(
         assert "so `--also=data.bin` does not name it there" in warnings[1] and "warning: out is not in" in warnings[2]
 
 
-def test_a_file_outside_of_the_work_tree_is_told_apart_from_an_ignored_one(
-    ignoring: Path, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (ignoring.parent / "large.bin").touch()
-    (ignoring / "link.bin").symlink_to("../large.bin")
-    assert main(["+cluster=a100x4", "submit", "--", "python", "seen.py", "../large.bin", "link.bin"]) == 0
-    assert capsys.readouterr().err.count(f"because it lies outside of {ignoring}, so") == 2
-    assert "snapshot" not in refused(
-        "+cluster=a100x4", "job.snapshot=none", "submit", "--", "python", "mine.py", "link.bin", code=0
-    )
-
-
 def test_a_package_that_is_missing_in_the_job_is_no_reason_to_try_again(cli: Cli, project: Path) -> None:
     (project / "loop.py").write_text(
         "import slurmtrain\nslurmtrain.init()\nif True:\n    import not_installed_at_all\n"

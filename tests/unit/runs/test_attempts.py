@@ -17,7 +17,7 @@ from slurmtrain.cli import main
 from slurmtrain.config.schema import Config
 from slurmtrain.supervise.end_of_attempt import close_abandoned
 from slurmtrain.system import files
-from tests.support.fake_slurm import FakeSlurm
+from tests.support.fake_slurm import ON_CPUS, FakeSlurm
 from tests.support.runs import RUN_ID, Job, failure, no_waiting, shown
 
 
@@ -62,15 +62,14 @@ touch here-$SLURMTRAIN_ATTEMPT-$SLURM_PROCID
 until [ -e here-$SLURMTRAIN_ATTEMPT-0 ] && [ -e here-$SLURMTRAIN_ATTEMPT-1 ]; do sleep 0.05; done
 if [ $SLURMTRAIN_ATTEMPT = 2 ]; then exit 75; fi
 """
-TWO_NODES = "+cluster=a100x4 cluster.nodes=2 cluster.tasks_per_node=1 cluster.gpus_per_node=0 cluster.gpu_type=null "
-TWO_NODES += "cluster.gpu_memory_gb=null cluster.network_interface=lo requeue.restart_delay_s=0"
 
 
 def test_a_run_crashes_goes_on_in_its_job_is_requeued_and_finishes_and_its_job_has_nothing_left_to_do_then(
     project: Path, slurm: FakeSlurm
 ) -> None:
     (project / "p.sh").write_text(PROGRAM.replace("$PYTHON", sys.executable))
-    assert main([*TWO_NODES.split(), "job=command", "job.command=bash p.sh", "submit"]) == 0
+    words = ["cluster.nodes=2", "requeue.restart_delay_s=0", "job=command", "job.command=bash p.sh"]
+    assert main([*ON_CPUS, *words, "submit"]) == 0
     ran = slurm.run("101")
     assert (ran.returncode, slurm.job("101")["state"]) == (75, "PENDING"), ran.stdout
     now = shown("status", "last")
@@ -430,23 +429,6 @@ def test_a_node_whose_slurmd_is_just_restarting_has_not_failed(job: Job) -> None
     no_waiting(job.monkeypatch, lambda waited_s: states(job, "n[0-1]") if waited_s > 4 else None)
     found = job.ends(job.attempt({"srun.log": KILLED}), 137, in_place=True)
     assert (found["reason"], found["verdict"]) == ("crash", "in-place") and found["printed"] == "in-place n0 n1"
-
-
-AFTER_A_KILL = {"a rank was killed": "in-place", "killed ranks that do not go away": "requeue"}
-AFTER_A_KILL["nobody can start ranks again"] = "requeue"
-AFTER_A_KILL["rank 0 says that it was stopped, by the signal after the crash"] = "in-place"
-
-
-@pytest.mark.parametrize(("what", "verdict"), AFTER_A_KILL.items())
-def test_ranks_start_again_in_the_same_job_once_those_before_are_gone(job: Job, what: str, verdict: str) -> None:
-    no_waiting(job.monkeypatch, times=50)
-    fields: dict[str, Any] = {"step_id": "7.0"}
-    if "go away" in what:
-        job.slurm.answer("scontrol show step -o 7.0", "StepId=7.0 UserId=1000 State=RUNNING Partition=gpu\n")
-    if "stopped" in what:
-        fields |= {"said": "stopped", "cause": "SIGTERM"}
-    left = {"failed-1.json": failure("python ended with signal 9 (SIGKILL)", 137, 1)}
-    assert job.ends(job.attempt(left, **fields), 137, in_place="nobody" not in what)["verdict"] == verdict
 
 
 @pytest.mark.parametrize(

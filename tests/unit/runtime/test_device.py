@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError
 from slurmtrain.runtime import distributed_context
 from slurmtrain.runtime.distributed_context import _check_own_gpu, choose_device
-from slurmtrain.slurm.environment import Environment, check_gpu_files
+from slurmtrain.slurm.environment import Environment
 from tests.support.commands import Cli
 
 OF_A_JOB: dict[str, Any] = {"world_size": 4, "local_world_size": 2, "nodes": ("n0", "n1"), "tasks_per_node": (2, 2)}
@@ -105,21 +104,3 @@ def test_two_ranks_that_see_one_and_the_same_gpu_are_refused(gpus: pytest.Monkey
     store.set("gpu/2", "GPU-1")
     with pytest.raises(EnvironmentMismatchError, match="ranks 2, 3 on n1 see the same GPU"):
         _check_own_gpu(store, RANK_3, torch.device("cuda", 0))
-
-
-def test_for_a_program_only_what_is_certain_is_refused(tmp_path: Path) -> None:
-    def refused(gpus_per_node: int, visible: str | None = None) -> str | None:
-        variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        try:
-            check_gpu_files(RANK_3, gpus_per_node, variables, tmp_path)
-        except EnvironmentMismatchError as error:
-            return error.message
-        return None
-
-    assert "cluster.gpus_per_node=4, but rank 3 on n1 sees no GPU" in (refused(4) or "")
-    assert refused(0) is None
-    (tmp_path / "nvidiactl").touch()  # of the driver, not of a GPU
-    assert refused(4)
-    (tmp_path / "nvidia0").touch()
-    assert not refused(4) and not refused(4, "0,1") and not refused(4, "GPU-8f3")
-    assert refused(4, "") and refused(4, "-1")

@@ -13,7 +13,7 @@ import pytest
 import slurmtrain
 from slurmtrain.cli import main
 from slurmtrain.system.node_copies import with_copies
-from tests.support.fake_slurm import FakeSlurm
+from tests.support.fake_slurm import ON_CPUS, FakeSlurm
 
 # What each rank does: it writes down what it sees. The first attempt fails.
 PROGRAM = """
@@ -30,8 +30,7 @@ TOOL = """#!/bin/sh
 import sys, helper; print(helper.__file__, sys.prefix, sep="\\n")
 """
 WORDS = (
-    *("+cluster=a100x4", "cluster.tasks_per_node=1", "cluster.gpus_per_node=0", "cluster.gpu_type=null"),
-    *("cluster.gpu_memory_gb=null", "cluster.network_interface=lo"),
+    *ON_CPUS,
     *("job=command", "job.command='bash p.sh'", "job.snapshot=cwd", "cluster.stage.code=true"),
 )
 

@@ -18,12 +18,8 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.job_facts import JobFacts
 from slurmtrain.system.signals import StopFlag
-from tests.support.fake_slurm import FakeSlurm
+from tests.support.fake_slurm import ON_CPUS, FakeSlurm
 
-SIZES = (
-    *("+cluster=a100x4", "cluster.gpus_per_node=0", "cluster.gpu_type=null", "cluster.gpu_memory_gb=null"),
-    *("cluster.tasks_per_node=1", "cluster.network_interface=lo", "cluster.signal_lead_s=300"),
-)
 STOPS = "trap 'exit 75' TERM; touch ready; while sleep 0.05; do :; done"
 DEAF = "trap '' TERM; touch ready; while sleep 0.05; do :; done"
 
@@ -34,7 +30,7 @@ def submitted(folder: Path, program: str, slurm: FakeSlurm, *more: str) -> str:
     (folder / "program.sh").write_text(program)
     with contextlib.chdir(folder):
         words = ["job=command", "job.command='bash program.sh'", "job.snapshot=none", "requeue.restart_delay_s=0"]
-        assert main([*SIZES, *words, *more, "submit"]) == 0
+        assert main([*ON_CPUS, "cluster.signal_lead_s=300", *words, *more, "submit"]) == 0
     return str(slurm.jobs[-1]["id"])
 
 
