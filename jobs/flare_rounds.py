@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import safe_open
 
 from slurmtrain.training.hooks import TrainingHook
-from slurmtrain.training.state import TrainingState
+from slurmtrain.training.hooks.base import TrainingState
 
 HERE = Path(__file__).resolve()
 try:

@@ -225,7 +225,6 @@ RANGE = re.compile(r"(\d{1,15})(?:-(\d{1,15}))?")
 NODES_MAX = 65536  # every size of a range is tried
 UNPRIVILEGED = 1024  # ports below are root's
 HIGHEST = 65535
-PROFILED_MAX = 100  # steps in one profile: the trace of a step has megabytes
 
 
 # What a field alone can be: these stand in the types of the schema, as in `Annotated[int, Range(1)]`.
@@ -328,17 +327,3 @@ def ports_of(value: str | int) -> range:
             hint="cluster.port_range=29000-29100, or the ports that your site has opened between its nodes",
         )
     return range(first, last + 1)
-
-
-def profiled_steps(value: str) -> tuple[int, int]:
-    """Return the first and the last step of observe.profile_steps.
-
-    Raises:
-        ConfigError: it is no range of steps, or too long a one.
-    """
-    hint = "observe.profile_steps=100-102 profiles three steps"
-    what = f"a range of 1 to {PROFILED_MAX} steps"
-    first, last = _ends("observe.profile_steps", value, what, hint)
-    if first < 1 or last - first >= PROFILED_MAX:
-        raise ConfigError(f"observe.profile_steps={value!r} is not {what}", hint=hint)
-    return first, last

@@ -23,7 +23,7 @@ from slurmtrain.choices import (
     SnapshotMode,
 )
 from slurmtrain.config.evaluation import evaluation_config
-from slurmtrain.config.fields import CONTROL, profiled_steps, raise_all, words_of, written
+from slurmtrain.config.fields import CONTROL, raise_all, words_of, written
 from slurmtrain.config.frozen import SECRET_REFERENCE
 from slurmtrain.config.known_models import LINEAR_LAYERS, OUTPUTS, check_sizes, is_our_decoder
 from slurmtrain.config.parallel_dims import ParallelDims, at_most, parallel_dims_of, sequence_lengths
@@ -88,16 +88,6 @@ NEEDS: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         "observe.loggers checkpoint.restore_from",
         lambda c: c.job.kind != JobKind.COMMAND,
         "the built-in trainer: your own program has to call its loggers and load its checkpoint itself",
-    ),
-    (
-        "observe.profile_steps",
-        lambda c: c.job.kind == JobKind.TRAIN,
-        "the built-in trainer: to profile a program that calls slurmtrain.should_stop(), touch RUN/profile",
-    ),
-    (
-        "observe.profile_steps",
-        lambda c: not c.observe.profile_steps or profiled_steps(c.observe.profile_steps)[0] <= c.train.steps,
-        "as many train.steps",
     ),
     (
         "observe.profile_ranks",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args
 from msgspec import Struct, field
 
 from slurmtrain import choices
-from slurmtrain.config.fields import LINES, NodeRange, Pattern, Range, Share, ports_of, profiled_steps
+from slurmtrain.config.fields import LINES, NodeRange, Pattern, Range, Share, ports_of
 from slurmtrain.system.paths import runs_root
 
 VARIABLE = Pattern("[A-Za-z_][A-Za-z0-9_]*", "a valid name of an environment variable", "e.g. NCCL_DEBUG")
@@ -523,9 +523,6 @@ class ObserveConfig(Struct):
     phases: bool = True
     # Steps between comparisons of how long each phase takes on each rank, to find slow ranks; 0: never
     straggler_every: Natural = 20
-    # Steps to profile once, such as "100-102": traces of them in RUN/profiles. null: only those that somebody
-    # requests with `touch RUN/profile`
-    profile_steps: Annotated[str, profiled_steps] | None = None
     profile_ranks: list[int] = field(default_factory=lambda: [0])  # ranks that write a profile; []: all
 
 

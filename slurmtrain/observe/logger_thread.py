@@ -8,6 +8,7 @@ it has, or RUN/loggers/NAME.json does. Training waits for the thread at the end 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import threading
 import time
@@ -16,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from slurmtrain.config.schema import Config, ObserveConfig
+from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, why_not_built
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
 from slurmtrain.runs.run_dir import RunDir
@@ -38,6 +39,7 @@ BUILT_IN = {
     "wandb": "slurmtrain.observe.wandb_logger.WandbLogger",
     "mlflow": "slurmtrain.observe.mlflow_logger.MlflowLogger",
     "textfile": "slurmtrain.observe.textfile.TextFileLogger",
+    "tensorboard": "slurmtrain.observe.tensorboard.TensorBoardLogger",
 }
 
 
@@ -225,10 +227,11 @@ def follow(name: str, run_dir: RunDir, config: Config, attempt: int, say: Callab
     )
 
 
-def loggers_of(observe: ObserveConfig) -> Sequence[str]:
-    """Return the names of the loggers that a config asks for."""
+def loggers_of(config: Config) -> Sequence[str]:
+    """Return the names of the loggers that a config asks for; TensorBoard, which none has to ask for, if it is installed."""
+    observe, curves = config.observe, config.train.tensorboard and importlib.util.find_spec("tensorboard")
     used = {"wandb": observe.wandb.enabled, "mlflow": observe.mlflow.enabled, "textfile": observe.textfile_dir}
-    return (*(name for name, is_used in used.items() if is_used), *observe.loggers)
+    return tuple({name: None for name, is_used in {**used, "tensorboard": curves}.items() if is_used} | observe.loggers)
 
 
 def build_logger(name: str, config: Config) -> Logger:
@@ -240,10 +243,10 @@ def build_logger(name: str, config: Config) -> Logger:
     from hydra.errors import InstantiationException
     from hydra.utils import get_object, instantiate
 
-    if name in BUILT_IN:
+    if name not in config.observe.loggers:
         observe = config.observe
         settings = {"wandb": observe.wandb, "mlflow": observe.mlflow, "textfile": observe.textfile_dir}
-        built: Logger = get_object(BUILT_IN[name])(settings[name])
+        built: Logger = get_object(BUILT_IN[name])(settings.get(name))
     else:
         try:
             built = instantiate(config.observe.loggers[name], _convert_="all")

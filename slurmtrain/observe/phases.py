@@ -1,4 +1,4 @@
-"""How long each part of a step takes on this rank, without waiting for its device.
+"""How long steps take on this rank, and each of their parts, without waiting for its device.
 
 A step is a line of marks: each says which part begins there, so that the parts add up to the step without gaps. On a CPU a
 mark is a reading of the clock. On a GPU it is an event in the stream that computes, which is read when the GPU has passed it:
@@ -118,24 +118,10 @@ class PhaseTimes:
         return self.seconds[Phase.COMMUNICATION] / stepping if stepping > 0 else 0.0
 
 
-class Window(NamedTuple):
-    """Several steps, from one `PhaseClock.cut` to the next.
-
-    Attributes:
-        steps: number of steps that have ended in it.
-        total_s: its seconds by the clock of this process.
-    """
-
-    number: int
-    steps: int
-    total_s: float
-
-
 class _Mark(NamedTuple):
-    """A mark: from here on, `phase` counts, in window number `window`; `ends_step` if a step ends here."""
+    """A mark: from here on, `phase` counts; `ends_step` if a step ends here."""
 
     phase: int
-    window: int
     at: Any
     ends_step: bool = False
 
@@ -156,11 +142,10 @@ class PhaseClock:
         self._timer = timer
         self.communication_known = communication_known
         self._marks: deque[_Mark] = deque()
-        self._phase, self._window = PHASES.index(Phase.OTHER), 0
-        self._windows: dict[int, list[float]] = {}
-        self._step = [0.0] * len(PHASES)
+        self._phase = PHASES.index(Phase.OTHER)
+        self._seconds, self._step = [0.0] * len(PHASES), [0.0] * len(PHASES)  # since `read`, and of this step
         self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS_KEPT)
-        self._done, self._cut_at = 0, (0, 0.0)  # steps ended; and what they and the clock were at the last cut
+        self._done, self._began = 0, 0.0  # steps that have ended since `read`, and when that was
 
     @property
     def measures(self) -> bool:
@@ -173,11 +158,9 @@ class PhaseClock:
         if self._timer is None:
             return
         self._marks.clear()
-        self._windows.clear()
-        self._window += 1
-        self._step = [0.0] * len(PHASES)
+        self._seconds, self._step = [0.0] * len(PHASES), [0.0] * len(PHASES)
         self._steps.clear()
-        self._done, self._cut_at = 0, (0, time.perf_counter())
+        self._done, self._began = 0, time.perf_counter()
         self._add()
 
     def end_step(self) -> None:
@@ -213,26 +196,16 @@ class PhaseClock:
             return nullcontext()
         return self.within(Phase.COMMUNICATION)
 
-    def cut(self) -> Window:
-        """End a window here, begin the next one, and return the one that ends, for `read`."""
-        now = time.perf_counter()
-        (done, began), self._cut_at = self._cut_at, (self._done, now)
-        self._window += 1
-        if self._timer is not None:
-            self._add()
-        return Window(self._window - 1, self._done - done, now - began)
-
-    def read(self, window: Window) -> PhaseTimes | None:
-        """Return the times of a window, once: all of its marks have to have passed. None: there is nothing to tell."""
+    def read(self) -> PhaseTimes | None:
+        """Return the times since the last call, or `start`: all marks have to have passed. None: there is nothing to tell."""
         if self._timer is None:
             return None
+        self._add()
         self._read()
-        found = self._windows.pop(window.number, None)
-        for earlier in [each for each in self._windows if each < window.number]:
-            del self._windows[earlier]
-        if found is None or window.steps == 0:
-            return None
-        return PhaseTimes(window.steps, window.total_s, dict(zip(PHASES, found, strict=True)))
+        now = time.perf_counter()
+        steps, total_s, seconds = self._done, now - self._began, self._seconds
+        self._done, self._began, self._seconds = 0, now, [0.0] * len(PHASES)
+        return PhaseTimes(steps, total_s, dict(zip(PHASES, seconds, strict=True))) if steps else None
 
     def take_steps(self) -> list[dict[Phase, float]]:
         """Return the times of the steps that have ended since the last call, as far as the device has passed their marks."""
@@ -247,7 +220,7 @@ class PhaseClock:
 
     def _add(self, *, ends_step: bool = False) -> None:
         assert self._timer is not None
-        self._marks.append(_Mark(self._phase, self._window, self._timer.mark(), ends_step))
+        self._marks.append(_Mark(self._phase, self._timer.mark(), ends_step))
 
     def _read(self) -> None:
         """Add up what lies between marks that have passed."""
@@ -257,8 +230,84 @@ class PhaseClock:
         while len(marks) > 1 and self._timer.passed(marks[1].at):
             first = marks.popleft()
             seconds = self._timer.seconds(first.at, marks[0].at)
-            self._windows.setdefault(first.window, [0.0] * len(PHASES))[first.phase] += seconds
+            self._seconds[first.phase] += seconds
             self._step[first.phase] += seconds
             if marks[0].ends_step:
                 self._steps.append(tuple(self._step))
                 self._step = [0.0] * len(PHASES)
+
+
+class _Step(NamedTuple):
+    seconds: float
+    tokens: int
+    data_wait_s: float
+    samples: int
+    work: tuple[int, ...]
+
+
+class Throughput:
+    """A moving window over finished steps.
+
+    Args:
+        window: number of the last steps that count.
+        clock: returns seconds, monotonic.
+    """
+
+    def __init__(self, window: int = 20, clock: Callable[[], float] = time.perf_counter):
+        self._steps: deque[_Step] = deque(maxlen=window)
+        self._clock = clock
+        self._since = clock()
+
+    def start(self) -> None:
+        """Count the time from now on as that of the next step; called after an evaluation, a checkpoint or another pause."""
+        self._since = self._clock()
+
+    def step(self, tokens: int, data_wait_s: float = 0.0, *, samples: int = 0, work: tuple[int, ...] = ()) -> float:
+        """Record a step, and return its seconds.
+
+        Args:
+            tokens, samples: number of tokens and of samples of the step, over all ranks.
+            data_wait_s: seconds of it that this rank has waited for its data.
+            work: what the model has computed on, over all ranks, in any numbers that add up.
+        """
+        now = self._clock()
+        seconds, self._since = now - self._since, now
+        self._steps.append(_Step(seconds, tokens, data_wait_s, samples, work))
+        return seconds
+
+    @property
+    def full(self) -> bool:
+        """Whether the window is full, so that the first steps, with their one-time costs, no longer stand out."""
+        return len(self._steps) == self._steps.maxlen
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The tokens per second over the window; 0 before the first step."""
+        return self._per_second(sum(step.tokens for step in self._steps))
+
+    @property
+    def samples_per_s(self) -> float:
+        """The samples per second over the window; 0 before the first step."""
+        return self._per_second(sum(step.samples for step in self._steps))
+
+    @property
+    def work_per_s(self) -> list[float]:
+        """Each of the numbers of `work` per second over the window."""
+        return [self._per_second(sum(each)) for each in zip(*(step.work for step in self._steps), strict=True)]
+
+    @property
+    def step_time_s(self) -> float:
+        """The mean seconds per step over the window; 0 before the first step."""
+        return self._seconds / len(self._steps) if self._steps else 0.0
+
+    @property
+    def data_wait_s(self) -> float:
+        """The mean seconds per step of waiting for data; 0 before the first step."""
+        return sum(step.data_wait_s for step in self._steps) / len(self._steps) if self._steps else 0.0
+
+    @property
+    def _seconds(self) -> float:
+        return sum(step.seconds for step in self._steps)
+
+    def _per_second(self, count: float) -> float:
+        return count / self._seconds if self._seconds > 0 else 0.0

@@ -1,14 +1,13 @@
 """Profiles of a running job: all ranks begin one at the same step, the chosen ones write it.
 
-A person asks for one by a file: `touch RUN/profile`. Rank 0 alone sees it. The ranks' agreement after each step, which is
-there anyway, carries one bit of it; only when a profile begins do they exchange more.
+A person asks for one by a file: `touch RUN/profile`. Rank 0 alone sees it, and sets a flag. The ranks' agreement after each
+step, which is there anyway, carries one bit of it; only when a profile begins do they exchange more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -24,25 +23,8 @@ log = logging.getLogger(__name__)
 
 STEPS = 3  # of a profile that somebody asks for
 TABLE_ROWS = 50
-LOOK_EVERY_S = 2.0  # seconds between looks of a loop that has no other thread for it
 
 T = TypeVar("T")
-
-
-class ProfileSwitch:
-    """Looks for the file RUN/profile, which asks for one profile. On rank 0; another thread may call `look`.
-
-    Attributes:
-        asked: somebody has asked, and the profile has not begun.
-    """
-
-    def __init__(self, run_dir: RunDir):
-        self._run_dir, self.asked = run_dir, False
-
-    def look(self) -> None:
-        """Look for the file, and remove it."""
-        if not self.asked:
-            self.asked = self._run_dir.take_switch(self._run_dir.profile_switch, Event.PROFILE_FILE_FOUND)
 
 
 class Ranks(Protocol):
@@ -61,12 +43,14 @@ class Ranks(Protocol):
 class Profiling:
     """The profiles of an attempt. On all ranks.
 
+    Attributes:
+        left: steps until the profile that is under way is done, on this rank or another; 0: none is.
+
     Args:
         run_dir: the run.
         ranks: this rank and its peers.
         writers: the ranks that write a profile (observe.profile_ranks); none: all.
         on_gpu: the model is on a GPU.
-        switch: rank 0's; None on the others, and where nobody can ask.
         event: records an event; used on rank 0.
     """
 
@@ -77,123 +61,79 @@ class Profiling:
         writers: Collection[int] = (),
         *,
         on_gpu: bool,
-        switch: ProfileSwitch | None = None,
         event: Callable[[Event, dict[str, Any]], None] = lambda event, values: None,
     ):
         self._run_dir, self._ranks, self._writers, self._on_gpu = run_dir, ranks, sorted(writers), on_gpu
-        self._switch, self._record, self._look_at = switch, event, 0.0
+        self._record = event
         self._profiler: StepProfiler | None = None
-        self._left = 0  # steps until the profile is done, with the one that warms up
+        self.left = 0  # with the one that warms up
         self._steps, self._first, self._folder = 0, 0, Path()  # of the profile that is under way
 
-    @property
-    def active(self) -> bool:
-        """Whether a profile is under way, on this rank or another."""
-        return self._left > 0
-
-    @property
-    def wanted(self) -> bool:
-        """Whether this rank knows of a wish for a profile."""
-        return not self.active and self._switch is not None and self._switch.asked
-
-    def look(self) -> bool:
-        """Return `wanted`, after a look at the switch now and then: for a loop that has no other thread for it."""
-        if self._switch is not None and not self.active and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + LOOK_EVERY_S
-            self._switch.look()
-        return self.wanted
-
-    def begin(self, step: int, *, most: int | None = None, steps: int | None = None, warmup: int = 1) -> None:
+    def begin(self, step: int, *, most: int | None = None) -> None:
         """Begin a profile before step `step`. All ranks call it together.
 
         Args:
             most: steps that are left to do.
-            steps: number of steps to profile; None: somebody has asked for it.
-            warmup: steps before the first that is recorded.
         """
-        plan = self._ranks.on_rank_0(lambda: self._plan(step, most, steps, warmup))
+        plan = self._ranks.on_rank_0(lambda: self._plan(step, most))
         if plan is None:
             return
         self._steps, warmup, folder = plan
-        self._left, self._first, self._folder = warmup + self._steps, step + warmup, Path(folder)
+        self.left, self._first, self._folder = warmup + self._steps, step + warmup, Path(folder)
         rank = self._ranks.rank
         if not self._writers or rank in self._writers:
             self._profiler = StepProfiler(self._folder, rank, self._steps, warmup=warmup, on_gpu=self._on_gpu)
             self._profiler.start()
 
-    def _plan(self, step: int, most: int | None, steps: int | None, warmup: int) -> tuple[int, int, str] | None:
+    def _plan(self, step: int, most: int | None) -> tuple[int, int, str] | None:
         """Decide on rank 0 how many steps are profiled and how many warm up, and make the folder."""
-        if self._switch is not None and steps is None:
-            self._switch.asked = False
-        steps = steps or STEPS
         if self._writers and self._writers[0] >= self._ranks.size:
             log.warning("no profile: observe.profile_ranks=%s, and there are %d ranks", self._writers, self._ranks.size)
             return None
-        if most is not None:
-            warmup = warmup if most > warmup else 0
-            steps = min(steps, most - warmup)
+        warmup = 0 if most == 1 else 1
+        steps = STEPS if most is None else min(STEPS, most - warmup)
         try:
             return steps, warmup, str(_new_folder(self._run_dir, step + warmup))
         except OSError as error:
             log.warning("no profile: %s", printable(str(error)))
             return None
 
-    def step(self, *, last: bool = False) -> str | None:
+    def step(self) -> str | None:
         """Note that a step has ended, while a profile is under way.
-
-        Args:
-            last: no further step follows.
 
         Returns:
             On rank 0, when the profile is done, a sentence that says so; else None.
         """
-        self._left -= 1
+        self.left -= 1
         if self._profiler is not None:
             self._profiler.step()
-        if self._left > 0 and not last:
+        if self.left > 0:
             return None
-        missing = self._end(write=True)
+        self._end(write=True)
         if self._ranks.rank != 0:
             return None
-        first, last_one, folder = self._first, self._first + self._steps - 1 - missing, str(self._folder)
+        first, last_one, folder = self._first, self._first + self._steps - 1, str(self._folder)
         with contextlib.suppress(OSError):  # a full disk must not end a training for it
             facts = {"first": first, "last": last_one, "ranks": self._writers, "folder": folder}
             self._record(Event.PROFILED, facts)
         return f"profile of step{f's {first} to {last_one}' if last_one > first else f' {first}'}: {folder}"
 
-    def cut_short(self) -> str | None:
-        """End the profile that is under way, if one is, with the steps that it has: no further step follows.
-
-        Returns:
-            On rank 0, a sentence that says so; None: there is nothing of it yet.
-        """
-        if 0 < self._left <= self._steps:
-            return self.step(last=True)
-        self.abandon()
-        return None
-
-    def abandon(self, *, failed: bool = False) -> None:
-        """Drop the profile that is under way, if one is: the attempt ends before it is done.
-
-        Args:
-            failed: by an error, for which the profile may be the reason: its folder stays, so that the next attempt does not
-                profile the same steps of the config again.
-        """
-        if not self.active:
+    def abandon(self) -> None:
+        """Drop the profile that is under way, if one is: the attempt ends before it is done."""
+        if not self.left:
             return
         self._end(write=False)
-        if self._ranks.rank == 0 and not failed:
+        if self._ranks.rank == 0:
             for path in (self._folder, self._folder.parent):
                 with contextlib.suppress(OSError):  # other ranks have left files in it
                     path.rmdir()
 
-    def _end(self, *, write: bool) -> int:
-        """End this rank's part, and return how many steps are missing."""
-        missing, self._left = self._left, 0
+    def _end(self, *, write: bool) -> None:
+        """End this rank's part."""
+        self.left = 0
         if self._profiler is not None:
             self._profiler.stop(write=write)
             self._profiler = None
-        return missing
 
 
 def _new_folder(run_dir: RunDir, first: int) -> Path:

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from slurmtrain.observe.phases import Phase
 
@@ -26,27 +26,11 @@ WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What is slow, by one quantile of the times of the steps of a window.
-
-    Attributes:
-        quantile: which of the steps' times counts.
-        ratio: at least so many times as long as the median of its peers.
-        share: at least so much longer, as a share of what a rank needs for a step.
-        deviations: at least so many robust standard deviations of its peers longer, if there are enough to tell.
-    """
-
-    quantile: float
-    ratio: float
-    share: float
-    deviations: float
-
-
-# Slow in most steps; and much slower in one of ten at least.
-LIMITS = (Limits(0.5, 1.25, 0.03, 3.0), Limits(0.9, 1.6, 0.15, 6.0))
+# What is slow: at least so many times as long as the median of its peers; longer by at least such a share of what a rank needs
+# for a step; and by so many robust standard deviations of its peers, if there are enough to tell.
+RATIO, SHARE, DEVIATIONS = 1.25, 0.03, 3.0
 PEERS_FOR_DEVIATION = 4  # among more ranks than this, their deviation can be told
-NUMBERS = len(WATCHED) * len(LIMITS) + 1  # that a rank tells the others
+NUMBERS = len(WATCHED) + 1  # that a rank tells the others
 
 
 @dataclass(frozen=True)
@@ -58,7 +42,6 @@ class Straggler:
         ratio: its time in this part over the median of its peers'.
         excess_s: seconds that it takes longer.
         step_s: median seconds of a step.
-        sporadic: only in some of the steps.
     """
 
     rank: int
@@ -66,19 +49,17 @@ class Straggler:
     ratio: float
     excess_s: float
     step_s: float
-    sporadic: bool = False
 
 
 def summary(steps: Sequence[Mapping[Phase, float]]) -> list[float]:
-    """Return what a rank tells the others of some steps: the quantiles of each watched part, and the median of a whole step.
+    """Return what a rank tells the others of some steps: the medians of each watched part, and of a whole step.
 
     NaN if there are no steps.
     """
     if not steps:
         return [math.nan] * NUMBERS
-    columns = [sorted(step[phase] for step in steps) for phase in WATCHED]
-    found = [_quantile(column, limits.quantile) for limits in LIMITS for column in columns]
-    return [*found, statistics.median(sum(step.values()) for step in steps)]
+    medians = [statistics.median(step[phase] for step in steps) for phase in WATCHED]
+    return [*medians, statistics.median(sum(step.values()) for step in steps)]
 
 
 class StragglerDetector:
@@ -130,18 +111,16 @@ class StragglerDetector:
         found: dict[tuple[int, Phase], Straggler] = {}
         step_s = statistics.median(numbers[-1] for numbers in told)
         work_s = statistics.median(sum(numbers[: len(WATCHED)]) for numbers in told)
-        for column in range(NUMBERS - 1):
-            limits, phase = LIMITS[column // len(WATCHED)], WATCHED[column % len(WATCHED)]
+        for column, phase in enumerate(WATCHED):
             for peers in self._peers.values():
                 times = {rank: told[rank][column] for rank in peers if phase not in self._unwatched.get(rank, ())}
-                for rank, straggler in _slow(times, limits, phase, work_s).items():
-                    # The first limits are those of most steps.
-                    found.setdefault((rank, phase), replace(straggler, step_s=step_s))
+                for rank, (ratio, excess_s) in _slow(times, work_s).items():
+                    found[rank, phase] = Straggler(rank, phase, ratio, excess_s, step_s)
         return found
 
 
-def _slow(times: Mapping[int, float], limits: Limits, phase: Phase, work_s: float) -> dict[int, Straggler]:
-    """Return the ranks that are slow, by their times in one part.
+def _slow(times: Mapping[int, float], work_s: float) -> dict[int, tuple[float, float]]:
+    """Return the ranks that are slow, by their times in one part: how many times as long, and how many seconds longer.
 
     Args:
         work_s: what a rank usually needs for all of its own work in a step.
@@ -157,20 +136,9 @@ def _slow(times: Mapping[int, float], limits: Limits, phase: Phase, work_s: floa
         # Among few, the rank itself would move the median far.
         usual = median if many else statistics.median(other for peer, other in times.items() if peer != rank)
         excess = seconds - usual
-        least = max(limits.share * work_s, limits.deviations * deviation)
-        if excess < least or seconds < limits.ratio * usual:
-            continue
-        ratio = seconds / usual if usual > 0 else math.inf
-        found[rank] = Straggler(rank, phase, ratio, excess, work_s, sporadic=limits is not LIMITS[0])
+        if excess >= max(SHARE * work_s, DEVIATIONS * deviation) and seconds >= RATIO * usual:
+            found[rank] = seconds / usual if usual > 0 else math.inf, excess
     return found
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the quantile of sorted values, interpolated between neighbours."""
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def _order(straggler: Straggler) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -43,11 +44,11 @@ class DistributedModel:
     mesh: DeviceMesh | None = None
     tied_parameters: tuple[nn.Parameter, ...] = ()
 
-    @property
+    @cached_property
     def coordinates(self) -> dict[str, int]:
         return self.dims.coordinates(self.rank)
 
-    @property
+    @cached_property
     def counts_samples(self) -> bool:
         """Whether this rank counts its samples, as the first of the ranks that share the same samples."""
         return all(self.coordinates[axis] == 0 for axis in ("pp", "cp", "tp"))

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LOOK_EVERY_S = 2.0  # for RUN/profile: a loop of somebody's own has no other thread for it
+
 
 @dataclass(frozen=True)
 class Run:
@@ -87,6 +89,7 @@ class Session:
         first_step: the step of the checkpoint that was restored.
         local_copies: checkpoint.local of the job; None: it has none, or the script was not submitted.
         profiling: profiles between calls of `should_stop`; None: the script was not submitted.
+        look_at: when rank 0 looks next whether somebody has asked for a profile, by the monotonic clock.
         by_itself: the program is one process that looks for a stop without `init`.
     """
 
@@ -98,6 +101,7 @@ class Session:
     first_step: int = 0
     local_copies: str | None = None
     profiling: Profiling | None = None
+    look_at: float = 0.0
     by_itself: bool = False
 
     def initialised(self) -> tuple[DistributedContext, StopAgreement]:
@@ -197,9 +201,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
 def _profiling(context: AttemptContext, distributed: DistributedContext, ranks: Sequence[int]) -> Profiling:
     """Return what takes profiles between calls of `should_stop`, when somebody touches RUN/profile."""
     from slurmtrain.checkpoint.ranks import RankGroup
-    from slurmtrain.observe.profiling import ProfileSwitch, Profiling
-
-    switch = ProfileSwitch(context.run_dir) if distributed.environment.rank == 0 else None
+    from slurmtrain.observe.profiling import Profiling
 
     def event(event: Event, values: dict[str, Any]) -> None:
         with suppress(OSError):
@@ -207,7 +209,7 @@ def _profiling(context: AttemptContext, distributed: DistributedContext, ranks: 
 
     group = RankGroup(distributed.control_group)
     on_gpu = distributed.device.type == "cuda"
-    return Profiling(context.run_dir, group, ranks, on_gpu=on_gpu, switch=switch, event=event)
+    return Profiling(context.run_dir, group, ranks, on_gpu=on_gpu, event=event)
 
 
 def should_stop(asked: bool = False) -> bool:
@@ -218,16 +220,20 @@ def should_stop(asked: bool = False) -> bool:
     Args:
         asked: this rank was told to stop otherwise than by a signal, as by a file. One rank is enough.
     """
-    agreement, profiling = session.initialised()[1], session.profiling
+    (distributed, agreement), profiling = session.initialised(), session.profiling
     if asked:
         signals.install_signal_handlers().request(signals.StopCause.PROGRAM)
-    agreement.begin(profile=profiling is not None and profiling.look())
+    if session.context is not None and distributed.environment.rank == 0 and time.monotonic() >= session.look_at:
+        session.look_at = time.monotonic() + LOOK_EVERY_S
+        run_dir, flag = session.context.run_dir, signals.install_signal_handlers()
+        run_dir.take_switch(run_dir.profile_switch, Event.PROFILE_FILE_FOUND, flag.profile_asked.set)
+    agreement.begin(profile=profiling is not None and not profiling.left)
     decision = agreement.finish()
     if profiling is None:
         return decision.stop
     if decision.stop:
         profiling.abandon()
-    elif profiling.active:
+    elif profiling.left:
         said = profiling.step()
         if said is not None:
             log.info(said)
@@ -275,9 +281,8 @@ def _let_go() -> None:
     interpreter for it. If the interpreter is gone by then, the process ends with SIGABRT: a finished job would look
     like a crash.
     """
-    said = session.profiling.cut_short() if session.profiling is not None else None
-    if said is not None:
-        log.info(said)
+    if session.profiling is not None:
+        session.profiling.abandon()
     lost = [checkpointer.lost for checkpointer in list(session.checkpointers) if checkpointer.lost is not None]
     if session.watchdog is not None:
         session.watchdog.close()

@@ -22,7 +22,6 @@ from slurmtrain.config.frozen import load_frozen
 from slurmtrain.config.parallel_dims import on_given_nodes
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EXIT_REQUEUE, SlurmtrainError
-from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.runs.reasons import Event, LastWord
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime import attempt_context
@@ -163,7 +162,7 @@ class Rank:
             SlurmClient(run=functools.partial(run_command, timeout_s=ANSWER_S)) if in_slurm else None,
             signal_lead_s=config.cluster.signal_lead_s,
             run_dir=run_dir,
-            profile_switch=ProfileSwitch(context.run_dir) if config.job.kind == JobKind.TRAIN else None,
+            profiles=config.job.kind == JobKind.TRAIN,
         )
 
     def join(self, find_or_create: Callable[[], RunDir]) -> None:
@@ -207,9 +206,8 @@ class Rank:
         from slurmtrain.hangs.beats import Position
         from slurmtrain.training.agreement import StopAgreement
 
-        distributed, stop_watcher = self.distributed, self.stop_watcher
-        take_save = stop_watcher.take_save if stop_watcher is not None else lambda: False
-        agreement = StopAgreement(self.stop_flag, distributed.control_group, take_save)
+        distributed = self.distributed
+        agreement = StopAgreement(self.stop_flag, distributed.control_group)
         if self.watchdog is not None:
             self.watchdog.follow(lambda: Position(agreement.rounds, None, False))
         if self.config.job.kind == JobKind.PREFLIGHT:  # the checks are over, and nothing else is to be done
@@ -234,11 +232,8 @@ class Rank:
 
         config, distributed, context, stop_watcher = self.config, self.distributed, self.context, self.stop_watcher
         environment = distributed.environment
-        switch = stop_watcher.profile_switch if stop_watcher is not None else None
         with explain_out_of_memory(environment, lambda: 0):
-            trainer = build_trainer(
-                config, distributed, context, agreement, self.timeline, stop_watcher, profile_switch=switch
-            )
+            trainer = build_trainer(config, distributed, context, agreement, self.timeline, stop_watcher)
         if self.watchdog is not None:
             state = trainer.state
             self.watchdog.follow(lambda: Position(agreement.rounds, state.step, state.step > state.first_step))

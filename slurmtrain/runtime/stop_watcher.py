@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 
 from slurmtrain.checkpoint.save.schedule import latest_stop
-from slurmtrain.observe.profiling import ProfileSwitch
 from slurmtrain.runs import attempts, requests
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.reasons import Event
@@ -47,7 +46,7 @@ class StopWatcher:
         client: asks SLURM, and waits at most `ANSWER_S` for an answer; None: there is none to ask.
         signal_lead_s: seconds by which the early warning comes before the time limit; 0: there is none.
         run_dir: the run whose switches are watched; None: no switches.
-        profile_switch: looks for the file by which a person asks for a profile; None: nobody does.
+        profiles: the run can profile steps.
     """
 
     def __init__(
@@ -58,12 +57,11 @@ class StopWatcher:
         *,
         signal_lead_s: float,
         run_dir: RunDir | None = None,
-        profile_switch: ProfileSwitch | None = None,
+        profiles: bool = False,
     ):
         self._stop_flag, self._attempt_dir, self._client = stop_flag, attempt_dir, client
         self._signal_lead_s, self._run_dir = signal_lead_s, run_dir
-        self.profile_switch = profile_switch
-        self._save_asked = threading.Event()
+        self._profiles = profiles
         # When SLURM ends the job, and when to ask it next, by the monotonic clock.
         self._end = math.inf
         self._next_ask = math.inf if client is None else 0.0
@@ -94,13 +92,6 @@ class StopWatcher:
         """
         self._thread.join(timeout=RECORD_TIMEOUT_S)
         return None if self._end == math.inf else self._end - time.monotonic()
-
-    def take_save(self) -> bool:
-        """Return whether a checkpoint has been requested since the last call."""
-        if not self._save_asked.is_set():
-            return False
-        self._save_asked.clear()  # only what was seen: it may be asked for at any moment
-        return True
 
     def _watch(self) -> None:
         while True:
@@ -180,15 +171,15 @@ class StopWatcher:
         return warning if needs is None else min(warning, latest_stop(end, step_s=needs[0], save_s=needs[1]))
 
     def _look_at_switches(self) -> None:
-        if self.profile_switch is not None:
-            self._guarded(self.profile_switch.look)
-        run_dir = self._run_dir
+        run_dir, flag = self._run_dir, self._stop_flag
         if run_dir is None:
             return
 
         def stop() -> None:
             self._guarded(lambda: requests.write_request(run_dir, RunAction.STOP))  # a full disk; it stops all the same
-            self._stop_flag.request(StopCause.STOP_FILE)
+            flag.request(StopCause.STOP_FILE)
 
-        run_dir.take_switch(run_dir.save_switch, Event.SAVE_FILE_FOUND, self._save_asked.set)
+        if self._profiles:
+            run_dir.take_switch(run_dir.profile_switch, Event.PROFILE_FILE_FOUND, flag.profile_asked.set)
+        run_dir.take_switch(run_dir.save_switch, Event.SAVE_FILE_FOUND, flag.save_asked.set)
         run_dir.take_switch(run_dir.stop_switch, Event.STOP_FILE_FOUND, stop)

@@ -53,25 +53,25 @@ class StopDuringStartError(Exception):
 
 
 class StopFlag:
-    """The flag that a stop was requested. Get the process's only instance from `install_signal_handlers`."""
+    """The flags of what was requested of this rank. Get the process's only instance from `install_signal_handlers`.
+
+    Attributes:
+        requested: a stop was requested.
+        first: the first reason for it.
+        save_asked, profile_asked: somebody wants a checkpoint, or a profile of the next steps.
+    """
 
     def __init__(self) -> None:
-        self._first: StopRequest | None = None
+        self.requested = False
+        self.first: StopRequest | None = None
+        self.save_asked, self.profile_asked = threading.Event(), threading.Event()
         self._event = threading.Event()
         self._interrupts = 0
 
-    @property
-    def requested(self) -> bool:
-        return self._first is not None
-
-    @property
-    def first(self) -> StopRequest | None:
-        return self._first
-
     def request(self, cause: StopCause) -> None:
         """Request a stop for another reason than a signal. The first cause is kept."""
-        if self._first is None:
-            self._first = StopRequest(cause, time.time(), time.monotonic())
+        if self.first is None:
+            self.first, self.requested = StopRequest(cause, time.time(), time.monotonic()), True
             self._event.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -90,13 +90,11 @@ class StopAgreement:
         rounds: times that this rank has passed in its flags, by which others see that it gets on.
 
     Args:
-        take_save: returns whether this rank was asked for a checkpoint since the last step.
+        stop_flag: what was asked of this rank.
     """
 
-    def __init__(
-        self, stop_flag: StopFlag, group: dist.ProcessGroup | None, take_save: Callable[[], bool] = lambda: False
-    ):
-        self._stop_flag, self._group, self._take_save = stop_flag, group, take_save
+    def __init__(self, stop_flag: StopFlag, group: dist.ProcessGroup | None):
+        self._stop_flag, self._group = stop_flag, group
         self._flags = torch.zeros(4, dtype=torch.int32)
         self._work: dist.Work | None = None
         self.rounds = 0
@@ -108,13 +106,18 @@ class StopAgreement:
             save: this rank wants a checkpoint; None: no checkpoint can be written now, and a request for one is kept
                 for later.
             roll_back: this rank wants to go back to a checkpoint from before a trouble.
-            profile: this rank knows of a wish for a profile.
+            profile: a profile can begin after this step, if somebody has asked for one.
         """
         self.rounds += 1
-        wanted = save is not None and (self._take_save() or save)
-        flags = self._stop_flag.requested, wanted, roll_back, profile
-        for index, flag in enumerate(flags):
-            self._flags[index] = flag
+        flag = self._stop_flag
+        if save is not None and flag.save_asked.is_set():
+            flag.save_asked.clear()  # only what was seen: another thread may ask at any moment
+            save = True
+        profile = profile and flag.profile_asked.is_set()
+        if profile:
+            flag.profile_asked.clear()
+        for index, wanted in enumerate((flag.requested, bool(save), roll_back, profile)):
+            self._flags[index] = wanted
         if self._group is not None:
             self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 

@@ -7,6 +7,7 @@ are untouched.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -16,14 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slurmtrain.config.schema import CheckpointConfig
 from slurmtrain.data.loading.batches import IGNORED_TARGET, Batch, blank, fetch
 from slurmtrain.data.loading.loader import eval_batches
 from slurmtrain.data.sources.protocol import DatasetSpec, MapDataset, inspect_dataset
 from slurmtrain.errors import ConfigError, nearest
+from slurmtrain.observe.phases import Phase
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.parallel.vocabulary import vocabulary_argmax, whole_vocabulary
+from slurmtrain.runs.reasons import Event
 from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import ForwardBackward, loss_sum
+from slurmtrain.training.hooks.base import TrainingHook, TrainingState
 
 
 class Evaluator:
@@ -143,6 +148,83 @@ class Evaluator:
                 from slurmtrain.parallel.sharded import reshard  # with FSDP, which takes half a second to import
 
                 reshard(self._distributed_model.stages)
+
+
+class EvaluationJobs(Protocol):
+    """The jobs that evaluate checkpoints (eval.mode=job), so that training goes on."""
+
+    def ask(self, step: int) -> None:
+        """Have the checkpoint of this step evaluated once it is committed."""
+
+    def close(self, *, finished: bool) -> None:
+        """End with training: if all steps are done (`finished`), wait until every evaluation is submitted."""
+
+
+class Evaluation(TrainingHook):
+    """Evaluates every train.eval_every steps and after the last one. On all ranks.
+
+    It does so while training waits, or by another job, from the step's checkpoint.
+
+    Args:
+        by_jobs: by another job (eval.mode=job).
+        jobs: rank 0's, which ask for that; None on the others.
+        baseline: (name, nats per token) of a simple model on the same text, shown beside every validation loss.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        checkpoint: CheckpointConfig,
+        *,
+        by_jobs: bool = False,
+        jobs: EvaluationJobs | None = None,
+        baseline: tuple[str, float] | None = None,
+    ):
+        self._evaluator = evaluator
+        self._by_jobs, self._jobs, self._baseline = by_jobs, jobs, baseline
+        self._best_metric = checkpoint.best_metric if checkpoint.keep_best else None
+        if self._best_metric is not None:
+            evaluator.check_best_metric(self._best_metric)
+
+    def start(self, state: TrainingState) -> None:
+        if not self._by_jobs:
+            self._evaluator.prepare()
+
+    def close(self, state: TrainingState) -> None:
+        if self._jobs is not None:
+            self._jobs.close(finished=state.finished)
+
+    def evaluate(self, state: TrainingState) -> None:
+        """Evaluate at `state.step`, unless it was done, or training stops."""
+        step = state.step
+        if not (self._evaluator.sets and step > state.counters.evaluated_at) or state.stopping:
+            return
+        if self._by_jobs:
+            state.counters.evaluated_at, state.save_requested = step, True
+            if self._jobs is not None:
+                self._jobs.ask(step)
+        else:
+            with state.phases.within(Phase.EVALUATION):
+                self._evaluate(state)
+
+    def _evaluate(self, state: TrainingState) -> None:
+        """Measure every held-out sample; a stop that is requested before it is done ends training."""
+        began = time.monotonic()
+        measured = self._evaluator.evaluate()
+        if measured is None:
+            state.stopping = True
+            return
+        if self._best_metric is not None and self._best_metric not in measured:
+            raise not_measured(self._best_metric, measured)
+        step = state.step
+        state.metrics, state.counters.evaluated_at = measured, step
+        state.hooks.evaluated(step, measured)
+        state.hooks.event(Event.EVALUATED, {"step": step, "seconds": round(time.monotonic() - began, 3)})
+        for name in self._evaluator.sets:
+            what = "validation" if name == "valid" else name
+            beside = f" ({self._baseline[0]}: {self._baseline[1]:.4f})" if self._baseline and name == "valid" else ""
+            state.hooks.message(f"step {step}: {what} loss {measured[f'{name}_loss']:.4f} nats per token{beside}")
+        state.throughput.start()
 
 
 def not_measured(metric: str, names: Collection[str]) -> ConfigError:

@@ -20,9 +20,10 @@ from slurmtrain.data.loading.batches import (
     padded,
     tokens_per_row,
 )
+from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.phases import Phase, PhaseClock
-from slurmtrain.parallel.ddp import no_sync
+from slurmtrain.parallel.ddp import no_sync, warm_up_ddp_buckets, without_trace
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.parallel.vocabulary import vocabulary_loss_sum
 
@@ -79,13 +80,27 @@ def build_forward_backward(
     return _SequentialSchedule(distributed_model, micro_batch_size, phases or PhaseClock(None))
 
 
+def warm_up(forward_backward: ForwardBackward, distributed_model: DistributedModel, loader: BatchLoader) -> None:
+    """Run a backward pass and discard it, if the first one does what later ones do not.
+
+    DistributedDataParallel regroups its buckets; a pipeline finds out the shapes, for which stages draw random numbers.
+    """
+
+    def backward(micro_batches: int) -> None:
+        forward_backward.train([loader.example()] * micro_batches, global_tokens=lambda: 1)
+
+    if distributed_model.dims.pp > 1:
+        without_trace(distributed_model.model, lambda: backward(loader.accumulation_steps))
+    warm_up_ddp_buckets(distributed_model.model, lambda: backward(1))
+
+
 class _SequentialSchedule:
     """Passes in which every rank computes the whole depth of the model."""
 
     def __init__(self, distributed_model: DistributedModel, micro_batch_size: int, phases: PhaseClock):
         self._distributed_model, self._model = distributed_model, distributed_model.model
         self.eval_batch_size = micro_batch_size
-        self._phases = phases
+        self._phases, self._per_token, self._sharing = phases, *_shares(distributed_model)
         several = isinstance(self._model, nn.parallel.DistributedDataParallel) or distributed_model.mesh is not None
         self._notes_waits = phases.measures and several
 
@@ -113,14 +128,15 @@ class _SequentialSchedule:
         return sums if _is_own(self._distributed_model) else None
 
     def _backward(self, batch: Batch, global_tokens: Callable[[], int]) -> Tensor:
-        loss_sum = self._loss_sum(batch)
-        weight = _per_token_weight(self._distributed_model, global_tokens)
-        weighted = loss_sum * _nan_unless_finite(loss_sum, weight)
+        own = self._evenly(batch)
+        losses = loss_sum(self._distributed_model, self._logits(own), own["targets"])
+        # Here the sum of the losses is divided by the number of tokens of the whole step.
+        weighted = losses * _nan_unless_finite(losses, self._per_token / global_tokens())
         if self._notes_waits:
             weighted.register_hook(self._note_when_computed)
         weighted.backward()  # backward(gradient) would import sympy
         self._phases.enter(Phase.FORWARD_BACKWARD)
-        return loss_sum.detach()
+        return losses.detach()
 
     def _note_when_computed(self, gradient: Tensor) -> None:
         """Have the end of the computation noted. Called when the backward pass begins.
@@ -131,13 +147,9 @@ class _SequentialSchedule:
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: self._phases.enter(Phase.COMMUNICATION))
 
-    def _loss_sum(self, batch: Batch) -> Tensor:
-        own = self._evenly(batch)
-        return loss_sum(self._distributed_model, self._logits(own), own["targets"])
-
     def _evenly(self, batch: Batch) -> Batch:
         """Return this rank's part of a batch, whose rows are padded so that ranks can share them."""
-        return _own(padded(batch, _even(self._distributed_model, tokens_per_row(batch))), self._distributed_model)
+        return _own(padded(batch, _even(tokens_per_row(batch), self._sharing)), self._distributed_model)
 
     def _logits(self, own: Batch) -> Tensor:
         logits: Tensor = self._model(own["inputs"], **_further_arguments(own, self._model))
@@ -168,6 +180,7 @@ class _Pipelined:
         self._distributed_model = distributed_model
         self._micro_batch_size = micro_batch_size
         self.eval_batch_size = micro_batches * micro_batch_size
+        self._per_token, self._sharing = _shares(distributed_model)
         self._length: int | None = None  # tokens of a sequence: stages are set up for one shape
         self._last_stage_fn: Callable[[Tensor, Tensor], Tensor]  # where the last stage is, of a micro batch
         self._pipeline = Pipeline(
@@ -186,7 +199,7 @@ class _Pipelined:
         for batch in micro_batches:
             check_for_model(batch)
         whole = concatenate(micro_batches)
-        scale = _per_token_weight(self._distributed_model, global_tokens)
+        scale = self._per_token / global_tokens()
         if self._length not in (None, tokens_per_row(whole)):
             raise ConfigError(
                 f"the samples of a step have up to {tokens_per_row(whole)} tokens, but the stages of the pipeline are set up "
@@ -204,7 +217,7 @@ class _Pipelined:
 
     def prepare_evaluation(self, max_length: int) -> None:
         if self._length is None:
-            self._length = _even(self._distributed_model, max_length)
+            self._length = _even(max_length, self._sharing)
         elif max_length > self._length:
             raise ConfigError(
                 f"a set to evaluate has sequences of {max_length} tokens, but the stages of the pipeline are set up for the "
@@ -233,12 +246,14 @@ class _Pipelined:
         return sum(losses, torch.zeros((), device=self._distributed_model.device)) * _is_own(self._distributed_model)
 
 
-def _per_token_weight(distributed_model: DistributedModel, global_tokens: Callable[[], int]) -> float:
-    """Return the weight of a token in the loss: here the sum of the losses is divided by the number of tokens.
+def _shares(distributed_model: DistributedModel) -> tuple[int, int]:
+    """Return two numbers of ranks: those that see other tokens, and those that share the activations of a sequence.
 
-    Gradients are averaged over the ranks that see other tokens, but the mean is over all tokens.
+    The first, divided by the number of tokens of a step, is the weight of a token in the loss: gradients are averaged over
+    these ranks, but the mean is over all tokens.
     """
-    return distributed_model.dims.dp * distributed_model.dims.cp / global_tokens()
+    dims = distributed_model.dims
+    return dims.dp * dims.cp, dims.sequence_ranks(distributed_model.parallel)
 
 
 def _nan_unless_finite(loss: Tensor, weight: float) -> Tensor:
@@ -312,7 +327,6 @@ def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
     return torch.compile(_cross_entropy_sum)
 
 
-def _even(distributed_model: DistributedModel, length: int) -> int:
+def _even(length: int, sharing: int) -> int:
     """Return `length`, rounded up so that the ranks of a sequence can share it evenly."""
-    sharing = distributed_model.dims.sequence_ranks(distributed_model.parallel)
     return -(-length // sharing) * sharing

@@ -25,12 +25,6 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     return AdamW([group for group in groups if group["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
-def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the learning rate of all groups."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the settings of each group of parameters: everything but the parameters."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -1,9 +1,12 @@
-"""Loss and gradient norm of each step, the same on all ranks, read without waiting for the device.
+"""Loss and gradient norm of each step, the same on all ranks, and what is done when they are not finite.
 
-The numbers of a step are copied to host memory while the device works on, and this rank's part of the loss is added up
-over all ranks together with the counts of a later step, which costs no collective of its own. So they are known
-`LAG` steps later. That number is fixed, so that what is decided by them is decided after the same step in every run,
+They are read without waiting for the device: they are copied to host memory while it works on, and this rank's part of the
+loss is added up over all ranks together with the counts of a later step, which costs no collective of its own. So they are
+known `LAG` steps later. That number is fixed, so that what is decided by them is decided after the same step in every run,
 however often it was interrupted.
+
+An update that is not finite is left out on the device itself; `NonfiniteGuard` says when to go back to a checkpoint, or to
+end. Everything that it remembers (`Health`) is saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -12,12 +15,26 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from slurmtrain.choices import OnNonfinite
+from slurmtrain.config.schema import TrainConfig
+from slurmtrain.errors import DivergedError
+from slurmtrain.runs.reasons import Event
 from slurmtrain.training.agreement import TrainingRanks
+
+if TYPE_CHECKING:
+    from slurmtrain.training.hooks.base import TrainingState
+
+HINT = (
+    "the same steps would do the same again, so nothing is tried again: a smaller optim.lr, more optim.warmup_steps or "
+    "optim.grad_clip=1 may help, or other data; `resume RUN optim.lr=...` goes on from the newest checkpoint, if there is one"
+)
+ALL_TOLD = 10  # of more skipped steps in a row, each hundredth is told
+SAMPLES_NAMED = 8  # of a step's samples, at most
 
 LAG = 2  # the numbers of a step are known in the second step after it
 PARTS = 3  # integers that a rank adds to the counts of a step; see `NumbersReader.own_part`
@@ -164,3 +181,143 @@ class NumbersReader:
         if not math.isfinite(loss_sum):
             return [0, 1, self._ranks.rank + 1]
         return [max(-self._most, min(round(loss_sum * _FRACTION), self._most)), 0, 0]
+
+
+@dataclass
+class Health:
+    """What is remembered of the steps so far.
+
+    Attributes:
+        skipped: number of steps of the run whose update was skipped.
+        in_a_row: number of these that came directly one after another, up to the last step that was looked at.
+        first: first step of these.
+        sound_step: the newest step whose parameters gave finite numbers in the step after it; None: not known.
+        checked_step: the last step that was looked at.
+        rollbacks: number of times that training has gone back since it last got any further.
+        furthest: the step from which it went back last.
+        due: why it is to go back before the next step; None: it is not.
+    """
+
+    skipped: int = 0
+    in_a_row: int = 0
+    first: int = 0
+    sound_step: int | None = None
+    checked_step: int = 0
+    rollbacks: int = 0
+    furthest: int = 0
+    due: str | None = None
+
+    def look(self, numbers: StepNumbers, train: TrainConfig) -> OnNonfinite | None:
+        """Note the numbers of the next step, and return what is done about it; None: they are finite."""
+        self.checked_step = numbers.step
+        if numbers.finite:
+            self.in_a_row = 0
+            if numbers.step > self.furthest:
+                self.rollbacks = 0
+            self.sound_step = max(self.sound_step or 0, numbers.step - 1)  # not that of a step before a rollback
+            return None
+        self.skipped += 1
+        self.in_a_row += 1
+        self.first = numbers.step - self.in_a_row + 1
+        too_many = train.on_nonfinite == OnNonfinite.SKIP and 0 < train.max_skipped <= self.in_a_row
+        return OnNonfinite.ROLLBACK if too_many else train.on_nonfinite
+
+    def went_back(self, before: Health, *, from_step: int, to_step: int) -> None:
+        """Go on from what was remembered at step `to_step`, which this is, after a trouble.
+
+        Args:
+            before: what was remembered when it went back, from step `from_step`.
+        """
+        self.sound_step = to_step  # which the steps after it have shown, before they are done anew with other samples
+        self.checked_step = to_step
+        self.skipped, self.rollbacks = before.skipped, before.rollbacks + 1
+        self.furthest, self.due = max(from_step, before.furthest), None
+
+
+class NonfiniteGuard:
+    """Skips updates that are not finite, and asks to go back, or ends the run.
+
+    It judges by numbers that are the same on all ranks, after the same step on all of them.
+
+    Attributes:
+        error: with which training is to end after this step; None: it goes on.
+    """
+
+    def __init__(self, train: TrainConfig):
+        self._train = train
+        self.error: DivergedError | None = None
+
+    def look(self, state: TrainingState, numbers: StepNumbers) -> None:
+        """Look at the loss and the gradient norm of an earlier step; `health.due` then says why to go back, if it is to.
+
+        Called once for each step, in their order: in the second step after it, or after the last one. Of a step that was
+        still unread when a checkpoint was written, in the attempt that goes on from there.
+        """
+        health = state.counters.health
+        action = health.look(numbers, self._train)
+        if action is None:
+            return
+        if health.in_a_row <= ALL_TOLD or health.in_a_row % 100 == 0:
+            self._tell_skip(state, numbers)
+        if action == OnNonfinite.ROLLBACK:
+            health.due = _sentence(state, numbers, self._train)
+        elif action == OnNonfinite.STOP:
+            why = _sentence(state, numbers, self._train)
+            self.error = DivergedError(f"{why}; train.on_nonfinite=stop", hint=HINT)
+
+    def check_parameters(self, state: TrainingState) -> None:
+        """Raise DivergedError if training is done and the parameters are not finite."""
+        if not state.stopping and not state.is_finite():
+            raise DivergedError(f"the parameters are not finite after step {state.step}", hint=HINT)
+
+    def _tell_skip(self, state: TrainingState, numbers: StepNumbers) -> None:
+        health = state.counters.health
+        state.hooks.event(
+            Event.UPDATE_SKIPPED,
+            {
+                "step": numbers.step,
+                "samples": list(numbers.samples),
+                "rank": numbers.failed_rank,
+                "in_a_row": health.in_a_row,
+                "skipped": health.skipped,
+            },
+        )
+        if health.in_a_row == 1:
+            state.hooks.message(skip_sentence(numbers, self._train))
+
+
+def skip_sentence(numbers: StepNumbers, train: TrainConfig) -> str:
+    """Return what is said of the first step in a row whose update was left out, and what will be done about more of them."""
+    waits = train.on_nonfinite == OnNonfinite.SKIP and train.max_skipped > 1
+    more = f"; after {train.max_skipped} such steps in a row it goes back to a checkpoint" if waits else ""
+    return (
+        f"step {numbers.step}: loss or gradient norm are not finite{_where(numbers)}, so its update was left out{more}"
+    )
+
+
+def _sentence(state: TrainingState, numbers: StepNumbers, train: TrainConfig) -> str:
+    """Return what went wrong, where, and with which samples."""
+    health = state.counters.health
+    if health.in_a_row > 1:
+        many = f" (train.max_skipped={train.max_skipped})" if health.in_a_row == train.max_skipped else ""
+        what = (
+            f"loss or gradient norm are not finite for {health.in_a_row} steps in a row{many}: from step {health.first} on; "
+            f"step {numbers.step} has loss {numbers.loss:.4g} and gradient norm {numbers.grad_norm:.4g}{_where(numbers)}"
+        )
+    else:
+        what = f"step {numbers.step} has loss {numbers.loss:.4g} and gradient norm {numbers.grad_norm:.4g}{_where(numbers)}"
+    return f"{what}; its samples are {_samples(state, numbers)}"
+
+
+def _where(numbers: StepNumbers) -> str:
+    if numbers.failed_rank is not None:
+        return f", by the loss of rank {numbers.failed_rank}"
+    return f", by the losses of {numbers.failed_ranks} ranks" if numbers.failed_ranks else ""
+
+
+def _samples(state: TrainingState, numbers: StepNumbers) -> str:
+    """Name the samples of a step: their numbers in the order of the run, and a few of their indices in the data set."""
+    first, end = numbers.samples
+    indices = state.loader.indices(first, min(end, first + SAMPLES_NAMED))
+    more = ", ..." if end - first > SAMPLES_NAMED else ""
+    return f"{first} to {end - 1} of the run's order (in the data set: {', '.join(map(str, indices))}{more})"

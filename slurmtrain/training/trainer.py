@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,21 +24,19 @@ from slurmtrain.data.loading.batches import RowCounts
 from slurmtrain.data.loading.loader import BatchLoader, Step
 from slurmtrain.errors import DivergedError
 from slurmtrain.observe.phases import Phase, PhaseClock
-from slurmtrain.parallel.ddp import warm_up_ddp_buckets, without_trace
+from slurmtrain.observe.profiling import Profiling
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.planner.schedule import learning_rate
+from slurmtrain.runs.reasons import Event
 from slurmtrain.training.agreement import StopAgreement, TrainingRanks
-from slurmtrain.training.forward_backward import ForwardBackward
-from slurmtrain.training.health import HINT
-from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
+from slurmtrain.training.evaluation import Evaluation
+from slurmtrain.training.forward_backward import ForwardBackward, warm_up
+from slurmtrain.training.hooks.base import Counters, StepResult, TrainingHook, TrainingHooks, TrainingState
 from slurmtrain.training.hooks.checkpointing import Checkpointing
-from slurmtrain.training.hooks.evaluation import Evaluation
-from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
-from slurmtrain.training.hooks.profiling import StepProfiles
-from slurmtrain.training.optim import build_optimizer, set_learning_rate
-from slurmtrain.training.state import Counters, StepResult, TrainingState
-from slurmtrain.training.step_numbers import NumbersReader
+from slurmtrain.training.hooks.reporting import StepReports
+from slurmtrain.training.optim import build_optimizer
+from slurmtrain.training.step_numbers import HINT, NonfiniteGuard, NumbersReader
 
 log = logging.getLogger(__name__)
 
@@ -62,20 +60,7 @@ class Outcome:
     valid_loss: float | None
 
 
-class StepSums(NamedTuple):
-    """Sums over all ranks and micro batches of a step.
-
-    Attributes:
-        tokens: number of targets that are not ignored; at least 1.
-        rows: what the model computes on.
-        digest: digest of the samples.
-        numbers: sums of what `NumbersReader.own_part` returns, of an earlier step.
-    """
-
-    tokens: int
-    rows: RowCounts
-    digest: list[int]
-    numbers: list[int]
+Sums = tuple[int, RowCounts, list[int], list[int]]  # of a step over all ranks, see `Trainer._begin_sums`
 
 
 class Trainer:
@@ -89,8 +74,8 @@ class Trainer:
         forward_backward: runs micro batches through the model.
         ranks: this rank, and its process groups.
         stop_check: asked once a step whether to stop.
-        checkpointing, guard, profiles, evaluation: decide on saves, on skipped updates and going back, on profiles and on
-            evaluations; they are among the hooks, too.
+        checkpointing, reports, profiles, evaluation: asked directly after each step. Evaluation and checkpointing are among
+            the hooks, too.
         hooks: what happens besides the steps, in this order.
         data_hash: name of the data, with which the digest of the samples begins.
         phases: measures the parts of each step; None: nothing does.
@@ -108,8 +93,8 @@ class Trainer:
         ranks: TrainingRanks,
         stop_check: StopAgreement,
         checkpointing: Checkpointing,
-        guard: NonfiniteGuard,
-        profiles: StepProfiles,
+        reports: StepReports,
+        profiles: Profiling,
         evaluation: Evaluation,
         hooks: Sequence[TrainingHook],
         data_hash: str = "",
@@ -119,8 +104,8 @@ class Trainer:
         self._train, self._optim = train, optim
         self._distributed_model, self._loader, self._forward_backward = distributed_model, loader, forward_backward
         self._ranks, self._stop_check = ranks, stop_check
-        self._checkpointing, self._guard, self._profiles = checkpointing, guard, profiles
-        self._evaluation = evaluation
+        self._checkpointing, self._reports, self._profiles = checkpointing, reports, profiles
+        self._evaluation, self._guard = evaluation, NonfiniteGuard(train)
         self._optimizer = build_optimizer(distributed_model.model, optim)
         self._parameters = [parameter for parameter in distributed_model.model.parameters() if parameter.requires_grad]
         self.state = TrainingState(
@@ -152,7 +137,6 @@ class Trainer:
             # What fails in ending must not hide why training ends, which decides the exit code.
             with _logged_only(), ExitStack() as endings:  # the last one first, whatever one of them raises
                 endings.callback(self._close)
-                endings.callback(self._profiles.abandon, failed=True)
                 endings.callback(self._checkpointing.wait_for_save_in_flight)
             raise
         self._close()
@@ -160,9 +144,9 @@ class Trainer:
 
     def _fit(self) -> Outcome:
         state, hooks = self.state, self.state.hooks
-        self._warm_up()
+        warm_up(self._forward_backward, self._distributed_model, self._loader)
         self._checkpointing.load(state)
-        state.begin_at_checkpoint()
+        state.numbers.restore(state.counters.unread)
         state.first_step = state.step
         # The objects that exist by now stay. A full garbage collection would visit all of them, for a tenth of a second
         # and more; each rank would do so at another time, and all others wait.
@@ -172,8 +156,8 @@ class Trainer:
         state.stopping = self._is_told_to_stop()
         state.throughput.start()
         hooks.start(state)
-        # One that a stop has cut short is repeated first; hooks hear of it, so that all of them have started.
-        self._evaluation.evaluate_if_due(state)
+        if self._is_due(self._train.eval_every):  # one that a stop has cut short; hooks hear of it, so all have started
+            self._evaluation.evaluate(state)
         if state.counters.health.due and not state.stopping:  # an earlier attempt was stopped before it could
             self._roll_back(state.counters.health.due)
         state.throughput.start()
@@ -188,14 +172,16 @@ class Trainer:
 
     def _close(self) -> None:
         gc.unfreeze()
+        self._profiles.abandon()
         try:
             self.state.hooks.close(self.state)
         finally:
             self._loader.close()
 
     def _train_step(self) -> None:
-        """Run one optimiser step over the global batch, and what the hooks do after it."""
+        """Run one optimiser step over the global batch, and what is done after it."""
         state, hooks, phases = self.state, self.state.hooks, self.state.phases
+        profiles, steps_left = self._profiles, state.total_steps - state.step
         hooks.before_step(state)
         began = time.perf_counter()
         with phases.within(Phase.DATA):
@@ -205,9 +191,10 @@ class Trainer:
         sums = self._begin_sums(data)
         self._buffers.begin_step()
         rate = learning_rate(state.step, total_steps=self._train.steps, config=self._optim)
-        set_learning_rate(self._optimizer, rate)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
 
-        loss_sum = self._forward_backward.train(data.micro_batches, lambda: sums().tokens)
+        loss_sum = self._forward_backward.train(data.micro_batches, lambda: sums()[0])
         tokens, rows, digest, known = sums()
         phases.enter(Phase.OTHER)
         if (numbers := state.numbers.finish(known)) is not None:
@@ -219,7 +206,7 @@ class Trainer:
         self._stop_check.begin(
             save=self._checkpointing.wants_save(state),
             roll_back=why is not None,
-            profile=self._profiles.wants_profile(state),
+            profile=not profiles.left and steps_left > 1,
         )
         with phases.within(Phase.OPTIMIZER):
             norm = self._clip()
@@ -232,9 +219,7 @@ class Trainer:
         state.advance(digest)
         samples = state.loader.samples_consumed - self._train.global_batch_size, state.loader.samples_consumed
         state.numbers.note(state.step, samples, loss_sum, norm, tokens)
-        step_s = state.throughput.step(
-            tokens, data_wait_s, samples=self._train.global_batch_size, flops=self._flops_of(rows)
-        )
+        step_s = state.throughput.step(tokens, data_wait_s, samples=self._train.global_batch_size, work=rows)
         state.longest_step_s = max(state.longest_step_s, step_s)
         state.stopping = decision.stop and not state.is_last_step
         goes_back = decision.roll_back and not state.stopping
@@ -242,22 +227,52 @@ class Trainer:
         if state.is_last_step and not goes_back:
             goes_back, why = self._look_at_last_steps()
         phases.end_step()
-        hooks.after_step(state, StepResult(loss_sum, norm, tokens, rate, decision))
+        self._after_step(StepResult(loss_sum, norm, tokens, rate, decision))
         if goes_back:
             self._roll_back(why or "another rank wanted to go back to a checkpoint")
+        if decision.profile and not state.stopping and not state.is_last_step:
+            profiles.begin(state.step + 1, most=state.total_steps - state.step)
 
-    def _flops_of(self, rows: RowCounts) -> tuple[int, int]:
-        """Return the operations of a step over all ranks, with dense and with attended attention; 0: not known."""
-        flops = self.state.flops
-        if flops is None:
-            return 0, 0
-        return flops.of(rows.tokens, rows.dense_pairs), flops.of(rows.tokens, rows.attended_pairs)
+    def _after_step(self, result: StepResult) -> None:
+        """Report the step, evaluate and save, each if it is due."""
+        state, hooks = self.state, self.state.hooks
+        if self._profiles.left and not state.stopping:  # what is done below is in no profile; a stop saves first
+            self._end_step_of_profile()
+        if not state.has_stepped:
+            state.has_stepped = True
+            hooks.event(Event.FIRST_STEP, {"step": state.step})
+        if state.step == state.furthest:
+            hooks.event(Event.CAUGHT_UP, {"step": state.step})
+        if self._is_due(self._train.log_every):
+            self._reports.report(state, result)
+        if self._guard.error is not None:
+            raise self._guard.error
+        if self._is_due(self._train.eval_every):
+            self._evaluation.evaluate(state)
+        hooks.after_step(state, result)
+        self._checkpointing.save_if_due(state)
+
+    def _is_due(self, every: int) -> bool:
+        """Return whether something that is done every so many steps (0: never), and after the last one, is due now."""
+        return self.state.is_last_step or (every > 0 and self.state.step % every == 0)
+
+    def _end_step_of_profile(self) -> None:
+        state = self.state
+        said = self._profiles.step()
+        if said is not None:
+            state.hooks.message(f"step {state.step}: {said}")
+        if not self._profiles.left:  # what writing took is not a part of any step
+            state.throughput.start()
+            state.phases.take_steps()
 
     def _update(self, norm: Tensor) -> None:
-        """Let the optimiser change the parameters, unless the guard skips the update, which only the device knows so far."""
-        skips = self._guard.skips_update(norm)
-        if skips is not None and skips.device.type == "cpu" and not skips:  # to read it costs nothing there
-            skips = None
+        """Let the optimiser change the parameters, unless the numbers are not finite, which only the device knows so far.
+
+        Parameters and optimiser then stay as they are, and the batch counts as seen.
+        """
+        # The norm tells of the loss, too, see `training/forward_backward.py`. As isfinite(), with fewer kernels: the
+        # difference of other numbers is NaN. On a CPU it costs nothing to read it.
+        skips = None if not norm.is_cuda and math.isfinite(norm.item()) else norm - norm != 0
         # torch's fused optimisers take this from gradient scalers: where it is 1, they leave everything as it is.
         self._optimizer.found_inf = None if skips is None else skips.float()  # type: ignore[attr-defined]
         self._optimizer.step()
@@ -312,7 +327,8 @@ class Trainer:
                 "(train.repeat=false)",
                 hint=HINT,
             )
-        state.begin_at_checkpoint()
+        state.numbers.restore(state.counters.unread)
+        state.furthest = max(state.furthest, step)
         state.hooks.rolled_back(state, step)
         state.hooks.message(
             f"{why}; so training went back from step {step} to step {state.step}, and leaves out the samples since"
@@ -337,11 +353,12 @@ class Trainer:
             self.state.phases.waiting,
         )
 
-    def _begin_sums(self, data: Step) -> Callable[[], StepSums]:
+    def _begin_sums(self, data: Step) -> Callable[[], Sums]:
         """Add up tokens and digest of this step over all ranks, while the first forward pass runs.
 
         Returns:
-            A function that waits for the sums.
+            A function that waits for the sums: the number of targets that are not ignored, at least 1; what the model
+            computes on; the digest of the samples; and those of `NumbersReader.own_part`, of an earlier step.
         """
         counted = self._distributed_model.counts_samples  # otherwise another rank has the same samples
         own = self.state.numbers.own_part()
@@ -351,7 +368,7 @@ class Trainer:
         if self._ranks.control_group is not None:
             work = dist.all_reduce(sums, group=self._ranks.control_group, async_op=True)
 
-        def wait() -> StepSums:
+        def wait() -> Sums:
             nonlocal work
             if work is not None:
                 with self.state.phases.waiting():
@@ -359,24 +376,9 @@ class Trainer:
                 work = None
             tokens, *rest = sums.tolist()
             begin, end = len(data.rows), len(data.rows) + len(data.digest)
-            return StepSums(max(1, tokens), RowCounts(*rest[:begin]), digest=rest[begin:end], numbers=rest[end:])
+            return max(1, tokens), RowCounts(*rest[:begin]), rest[begin:end], rest[end:]
 
         return wait
-
-    def _warm_up(self) -> None:
-        """Run a backward pass and discard it, if the first one does what later ones do not.
-
-        DistributedDataParallel regroups its buckets; a pipeline finds out the shapes, for which stages draw random
-        numbers.
-        """
-        model = self._distributed_model.model
-
-        def backward(micro_batches: int) -> None:
-            self._forward_backward.train([self._loader.example()] * micro_batches, global_tokens=lambda: 1)
-
-        if self._distributed_model.dims.pp > 1:
-            without_trace(model, lambda: backward(self._loader.accumulation_steps))
-        warm_up_ddp_buckets(model, lambda: backward(1))
 
     def _is_told_to_stop(self) -> bool:
         """Return whether all ranks agree to stop before the first step. No checkpoint can be written at this moment."""

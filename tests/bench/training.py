@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from slurmtrain.data.sources.text import StdlibText
 from slurmtrain.models import Decoder
 from slurmtrain.training.hooks import TrainingHook
-from slurmtrain.training.state import TrainingState
+from slurmtrain.training.hooks.base import TrainingState
 from tests.bench.side_by_side import Row, in_turn, options, ratio, run, show
 
 RANKS, BATCH, SEQUENCE, TEXT_BYTES = 2, 16, 256, 4_000_000

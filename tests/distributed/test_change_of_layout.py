@@ -13,8 +13,7 @@ from slurmtrain.checkpoint.state import flatten
 from slurmtrain.errors import ConfigError
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.state import TrainingState
+from slurmtrain.training.hooks.base import TrainingHook, TrainingState
 from tests.distributed.test_training import RAGGED, TOLERANCE, StopAt, alone, fit, losses, trainer
 from tests.distributed.test_training import trainer as trainer_of
 from tests.support.gloo import GlooRanks

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from slurmtrain.checkpoint import ranks
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, SupersededError
@@ -64,8 +65,9 @@ def test_a_signal_after_the_ranks_have_handed_in_their_flags_stops_all_one_step_
 
 
 def test_a_checkpoint_that_was_asked_for_waits_for_a_moment_for_one() -> None:
-    asked = [True, False]
-    agreement = StopAgreement(signals.StopFlag(), None, lambda: asked.pop(0))
+    flag = signals.StopFlag()
+    flag.save_asked.set()
+    agreement = StopAgreement(flag, None)
     agreement.begin()  # in the midst of an evaluation, say
     assert not agreement.finish().save
     agreement.begin(save=False)
@@ -206,7 +208,8 @@ class Collectives(TorchDispatchMode):
             return NotImplemented  # it will be back with what it is made of
         name = func.name().partition("::")[2]
         if func.namespace in ("c10d", "_c10d_functional") and name not in SEND_NOTHING:
-            self.found[NAMES[name]] += 1
+            small = any(isinstance(each, torch.Tensor) and each.dtype == torch.bfloat16 for each in tree_leaves(args))
+            self.found[NAMES[name] + " in bfloat16" * small] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -231,6 +234,13 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], int, dict[str, int]]
     ),
     "HSDP": (4, {"dp_replicate": 2, "dp_shard": 2}, {}, 1, {**fsdp(), "sum": UNITS}),
     "HSDP, accumulation": (4, {"dp_replicate": 2, "dp_shard": 2}, {}, 3, {**fsdp(3), "sum": UNITS}),
+    "HSDP, gradients in bfloat16": (
+        4,
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"reduce_dtype": "bfloat16"},
+        2,
+        {"gather": 2 * (UNITS + L), "scatter in bfloat16": 2 * UNITS, "sum in bfloat16": UNITS},
+    ),
     "TP": (2, {"tp": 2}, {}, 1, TP),
     "TP without sequence parallel": (2, {"tp": 2}, {"sequence_parallel": False}, 1, {"sum": 2 * (2 * L + 1) + 2}),
     "FSDP x TP": (4, {"dp_shard": 2, "tp": 2}, {}, 1, {name: TP[name] + fsdp().get(name, 0) for name in TP}),

@@ -205,44 +205,48 @@ def test_each_sample_counts_once(by_one: dict[str, float]) -> None:
 TOLERANCE = 4 * 128**0.5 * 2**-24
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        pytest.param(3, [], id="3 replicas"),
-        pytest.param(2, ["parallel=fsdp"], id="FSDP"),
-        pytest.param(2, ["parallel.tp=2"], id="TP"),
-        pytest.param(2, ["parallel.tp=2", "parallel.sequence_parallel=false"], id="TP alone"),
-        pytest.param(2, ["parallel.pp=2"], id="PP"),
-        pytest.param(2, ["parallel.cp=2"], id="CP"),
-    ],
-)
-def test_the_numbers_are_those_of_one_process(
-    gloo_ranks: GlooRanks, by_one: dict[str, float], ranks: int, layout: list[str]
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "3 replicas": (3, []),
+    "FSDP": (2, ["parallel=fsdp"]),
+    "TP": (2, ["parallel.tp=2"]),
+    "TP alone": (2, ["parallel.tp=2", "parallel.sequence_parallel=false"]),
+    "PP": (2, ["parallel.pp=2"]),
+    "CP": (2, ["parallel.cp=2"]),
+}
+PIPELINE = ["parallel.pp=2", "cluster.tasks_per_node=2", "train.micro_batch_size=4", "train.steps=3"]
+TOO_LONG = f"+eval.sets.longer={{_target_: {__name__}.Ragged, samples: 1, length: 65}}"
+REFUSED = {
+    "sequences of 65 tokens": [TOO_LONG],
+    "the stages of the pipeline are set up for the": ["train.eval_every=0", f"data._target_={__name__}.UnevenText"],
+}
+
+
+def measure_all(distributed: DistributedContext, size: int) -> dict[str, dict[str, float]]:
+    """By layout of so many ranks."""
+    alike = {name: words for name, (ranks, words) in LAYOUTS.items() if ranks == size}
+    return {name: measure(distributed, [*words, f"cluster.tasks_per_node={size}"]) for name, words in alike.items()}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_numbers_are_those_of_one_process(gloo_ranks: GlooRanks, by_one: dict[str, float], size: int) -> None:
+    first, *others = gloo_ranks(size, measure_all, size)
+    assert all(each == first for each in others)
+    for layout, found in first.items():
+        assert found.keys() == by_one.keys()
+        for name, value in by_one.items():
+            if name.endswith(("_loss", "_perplexity", "_bits_per_byte")):
+                bound = TOLERANCE * (6 if "perplexity" in name else 1)
+                assert found[name] == pytest.approx(value, rel=bound), (layout, name)
+            else:
+                assert found[name] == value, (layout, name)
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_a_pipeline_refuses_sequences_of_another_length_than_it_is_set_up_for(
+    gloo_ranks: GlooRanks, tmp_path: Path, refused: str
 ) -> None:
-    found = gloo_ranks(ranks, measure, [*layout, f"cluster.tasks_per_node={ranks}"])
-    assert all(each == found[0] for each in found)
-    assert found[0].keys() == by_one.keys()
-    for name, value in by_one.items():
-        if name.endswith(("_loss", "_perplexity", "_bits_per_byte")):
-            assert found[0][name] == pytest.approx(value, rel=TOLERANCE * (6 if "perplexity" in name else 1)), name
-        else:
-            assert found[0][name] == value, name
-
-
-def test_a_pipeline_refuses_a_set_with_longer_sequences_than_it_trains_on(
-    gloo_ranks: GlooRanks, tmp_path: Path
-) -> None:
-    longer = f"+eval.sets.longer={{_target_: {__name__}.Ragged, samples: 1, length: 65}}"
-    words = ["parallel.pp=2", "cluster.tasks_per_node=2", "train.micro_batch_size=4", "train.steps=1", longer]
-    for ending in gloo_ranks.start_joined(2, fit, tmp_path / "run", words).endings():
-        assert "sequences of 65 tokens" in str(ending.error)
-
-
-def test_a_pipeline_refuses_steps_of_different_lengths(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
-    words = ["parallel.pp=2", "cluster.tasks_per_node=2", "train.micro_batch_size=4", "train.eval_every=0"]
-    words += ["train.steps=3", f"data._target_={__name__}.UnevenText"]
-    for ending in gloo_ranks.start_joined(2, fit, tmp_path / "run", words).endings():
-        assert "the stages of the pipeline are set up for the" in str(ending.error)
+    for ending in gloo_ranks.start_joined(2, fit, tmp_path / "run", [*PIPELINE, *REFUSED[refused]]).endings():
+        assert refused in str(ending.error)
 
 
 def test_an_empty_set_is_refused() -> None:

@@ -80,16 +80,14 @@ class Script:
             enable_model_summary=False,
         )
 
-    def fit(self, folder: Path, *, stop_at: int | None = None, workers: int = 0, **arguments: Any) -> Any:
+    def fit(self, folder: Path, *, stop_at: int | None = None, **arguments: Any) -> Any:
         """What the script leaves with: an exit code, or the tensors of the module and the steps done."""
         callback = self.ours.SlurmtrainCallback(folder=folder, save_every=4)
         trainer = self.trainer(stop_at=stop_at, callback=callback, **arguments)
         samples = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0)))
         size, rank = self.world.environment.world_size, self.world.environment.rank
         sampler: Any = torch.utils.data.DistributedSampler(samples, size, rank)
-        loader = slurmtrain.DataLoader(
-            samples, batch_size=8 // size, sampler=sampler, num_workers=workers, persistent_workers=workers > 0
-        )
+        loader = slurmtrain.DataLoader(samples, batch_size=8 // size, sampler=sampler)
         model = module(self.pytorch)
         validated = torch.utils.data.DataLoader(samples, batch_size=22)
         try:
@@ -158,27 +156,7 @@ def scripts(world: DistributedContext, folder: Path) -> dict[str, Any]:
         except (ConfigError, UsageError) as error:
             found[name] = str(error)
     found["orders"] = _orders_of_loaders_made_anew(script, folder / "orders")
-    found["handlers"] = _handlers_while_training(script, folder / "handlers")
     return found
-
-
-def _handlers_while_training(script: Script, folder: Path) -> bool:
-    """Whether the handlers of the stop signals are ours in a training step."""
-    import signal
-
-    before, seen = signal.getsignal(signal.SIGTERM), []
-    callback = script.ours.SlurmtrainCallback(folder=folder)
-
-    class Look(script.pytorch.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_start(self, *_: Any) -> None:
-            seen.append(signal.getsignal(signal.SIGTERM) == before)
-
-    trainer = script.trainer(callback=callback, fast_dev_run=True)
-    trainer.callbacks.append(Look())
-    samples = torch.utils.data.TensorDataset(torch.ones(8, 4))
-    sampler: Any = torch.utils.data.DistributedSampler(samples, 2, script.world.environment.rank)
-    trainer.fit(module(script.pytorch), slurmtrain.DataLoader(samples, batch_size=4, sampler=sampler))
-    return seen == [True]
 
 
 def _orders_of_loaders_made_anew(script: Script, folder: Path) -> list[list[float]]:
@@ -242,27 +220,6 @@ def test_loaders_that_are_made_anew_for_each_epoch_have_the_orders_of_their_epoc
     (first, second), _ = each = [each["orders"] for each in found]
     assert first != second
     assert [sorted([*one, *other]) for one, other in zip(*each, strict=True)] == [[4.0 * row for row in range(16)]] * 2
-
-
-def test_lightnings_own_handling_of_signals_stands_back(found: list[dict[str, Any]]) -> None:
-    assert all(each["handlers"] for each in found)
-
-
-def alone(world: DistributedContext, folder: Path) -> tuple[int, list[str]]:
-    script = Script(world)
-    undisturbed = script.fit(folder / "undisturbed", workers=2)
-    code = script.fit(folder / "stopped", stop_at=9, workers=2)
-    return code, different(undisturbed, script.fit(folder / "stopped", workers=2))
-
-
-@pytest.mark.slow
-def test_a_script_with_workers_and_one_rank_goes_on_in_the_same_order_of_samples(
-    gloo_ranks: GlooRanks, tmp_path: Path
-) -> None:
-    pytest.importorskip("lightning", reason="the extra `lightning` is not installed")
-    code, changed = gloo_ranks(1, alone, tmp_path)[0]
-    assert code == 75
-    assert changed == []
 
 
 def test_the_package_itself_imports_no_other_trainer() -> None:

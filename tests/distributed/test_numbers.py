@@ -18,15 +18,14 @@ from torch import Tensor
 
 from slurmtrain.models import Decoder
 from slurmtrain.observe.metrics import read_metrics
-from slurmtrain.observe.phases import HostTimer, Window
-from slurmtrain.observe.profiling import ProfileSwitch
+from slurmtrain.observe.phases import HostTimer, PhaseTimes
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.signals import StopCause, StopFlag
 from slurmtrain.training.hooks import TrainingHook
-from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.training.hooks.base import StepResult, TrainingState
 from slurmtrain.training.trainer import Outcome
-from tests.distributed.test_training import SLOW_RATE, alone, fit, losses, trainer
+from tests.distributed.test_training import alone, fit, losses, trainer
 from tests.support.gloo import GlooRanks
 from tests.support.local_runs import clean_environment
 from tests.support.runs import submitted_run
@@ -126,15 +125,15 @@ def timed(distributed: DistributedContext, run_path: Path, overrides: list[str])
     """Train, and return for each logged step moments by another clock just before and after its end was noted."""
     made, moments = trainer(distributed, run_path, overrides), dict[int, tuple[float, float]]()
     phases = made.state.phases
-    cut = phases.cut
+    read = phases.read
 
-    def noted() -> Window:
+    def noted() -> PhaseTimes | None:
         before = time.monotonic()
-        window = cut()
+        times = read()
         moments[made.step] = before, time.monotonic()
-        return window
+        return times
 
-    phases.cut = noted  # type: ignore[method-assign]
+    phases.read = noted  # type: ignore[method-assign]
     made.fit()
     return moments
 
@@ -202,40 +201,6 @@ def test_without_a_known_peak_there_is_no_mfu_and_the_run_says_why(tmp_path: Pat
     assert told["peak_tflops"] is None and "cluster.peak_tflops states one" in told["why"]
 
 
-LAYOUTS = {
-    "FSDP": "cluster.tasks_per_node=2 parallel.dp_replicate=1 parallel.dp_shard=2",
-    "TP": "cluster.tasks_per_node=2 parallel.dp_replicate=1 parallel.tp=2",
-    "PP": "cluster.tasks_per_node=2 parallel.dp_replicate=1 parallel.pp=2",
-}
-
-
-OFTEN = [*SLOW_RATE, "train.steps=4", "train.log_every=2", "train.eval_every=0"]
-
-
-@pytest.fixture(scope="module")
-def norms_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    path = tmp_path_factory.mktemp("norms") / "one"
-    fit(alone(), path, OFTEN)
-    return logged(path)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_norms_are_those_of_one_process_on_every_layout(
-    gloo_ranks: GlooRanks, tmp_path: Path, norms_of_one_process: list[dict[str, Any]], layout: str
-) -> None:
-    # Tied embeddings are on both ends of a pipeline.
-    gloo_ranks(2, fit, tmp_path / "two", [*OFTEN, *LAYOUTS[layout].split()])
-    one, two = norms_of_one_process, logged(tmp_path / "two")
-    assert [record["step"] for record in two] == [2, 4]
-    for mine, theirs in zip(one, two, strict=True):
-        for name in ("grad_norm", "param_norm"):
-            assert theirs[name] == pytest.approx(mine[name], rel=1e-4), name
-    known = layout == "FSDP"
-    assert ("time_communication_s" in two[-1]) == ("communication_share" in two[-1]) == known
-    parts = sum(value for key, value in two[-1].items() if key.startswith("time_") and key != "time_total_s")
-    assert parts == pytest.approx(two[-1]["time_total_s"], rel=0.02)
-
-
 WATCHED = "train.log_every=50 train.eval_every=0 observe.straggler_every=5 checkpoint.every_steps=0".split()
 
 
@@ -252,7 +217,7 @@ def test_a_rank_that_is_slowed_by_half_is_named_with_its_part(
     slow = ["+data.seconds=0.02", f"+data.slow={data}", "+model.seconds=0.04", f"+model.slow={passes}"]
     gloo_ranks(2, fit_by_own_clock, tmp_path / "run", [DATA, MODEL, *slow, *WATCHED, *layout, "train.steps=40"])
     (told,) = events(tmp_path / "run", "straggler")
-    assert (told["ranks"], told["phase"], told["sporadic"]) == ([1], phase, False)
+    assert (told["ranks"], told["phase"]) == ([1], phase)
     assert (told["step"], told["ratio"]) == (26, 1.5)  # five windows of five steps, looked at one step later
 
 
@@ -260,16 +225,15 @@ PROFILED = ["train.steps=8", "train.eval_every=3", "checkpoint.every_steps=3"]
 
 
 class Asks(TrainingHook):
-    """Touches RUN/profile after a step, as a person would, and looks for it as rank 0's watch does."""
+    """Asks for a profile after a step, as rank 0's watch does when a person has touched RUN/profile."""
 
-    def __init__(self, switch: ProfileSwitch, run: RunDir, wishes: set[int], stop: StopFlag, stop_at: int | None):
-        self._switch, self._run, self._wishes = switch, run, wishes
+    def __init__(self, run: RunDir, wishes: set[int], stop: StopFlag, stop_at: int | None):
+        self._run, self._wishes = run, wishes
         self._stop, self._stop_at = stop, stop_at
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
         if state.step in self._wishes:
-            self._run.profile_switch.touch()
-        self._switch.look()
+            self._stop.profile_asked.set()
         if state.step == self._stop_at:
             self._stop.request(StopCause.SIGTERM)
 
@@ -285,11 +249,9 @@ def profiled(
     path.mkdir(exist_ok=True)
     run, stop, words = RunDir(path), StopFlag(), [*PROFILED, *(overrides or [])]
     hooks: list[TrainingHook] = []
-    switch = None
     if distributed.environment.rank == 0:
-        switch = ProfileSwitch(run)
-        hooks.insert(0, Asks(switch, run, wishes, stop, stop_at))
-    return trainer(distributed, path, words, stop, attempt, hooks, profile_switch=switch).fit()
+        hooks.insert(0, Asks(run, wishes, stop, stop_at))
+    return trainer(distributed, path, words, stop, attempt, hooks).fit()
 
 
 def profile_names(path: Path) -> list[str]:
@@ -327,25 +289,11 @@ def test_a_preemption_during_a_profile_saves_first_and_drops_it(tmp_path: Path) 
     assert not (tmp_path / "run" / "profile").exists() and not (tmp_path / "run" / "profiles").exists()
 
 
-@pytest.mark.parametrize(("steps", "first", "recorded"), [("1", 1, 1), ("7-20", 7, 2)])
-def test_the_steps_of_the_config_are_profiled_once_over_all_attempts(
-    tmp_path: Path, steps: str, first: int, recorded: int
-) -> None:
-    planned = [f"observe.profile_steps={steps}"]
-    profiled(alone(), tmp_path / "run", set(), planned)
-    trace = tmp_path / "run" / "profiles" / f"step_{first:07d}" / "rank-0.trace.json.gz"
-    assert recorded_steps(trace) == recorded
-    for checkpoint in (tmp_path / "run" / "checkpoints").iterdir():
-        checkpoint.rename(tmp_path / checkpoint.name)  # it has to begin anew
-    profiled(alone(), tmp_path / "run", set(), planned, attempt=2)
-    assert len(events(tmp_path / "run", "profiled")) == 1
-
-
 LOOP = """
 import slurmtrain, torch
 run = slurmtrain.init(device="cpu")
-from slurmtrain.observe import profiling
-profiling.LOOK_EVERY_S = 0
+from slurmtrain.runtime import api
+api.LOOK_EVERY_S = 0
 x = torch.ones(8, 8)
 for step in range(20):
     if step in (3, 17):
@@ -368,9 +316,8 @@ def test_an_own_loop_is_profiled_between_its_calls_of_should_stop(tmp_path: Path
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    folder, cut_short = sorted(run.profiles.iterdir())
+    (folder,) = run.profiles.iterdir()
     assert recorded_steps(folder / "rank-0.trace.json.gz") == 3 and not run.profile_switch.exists()
     assert "aten::mm" in (folder / "rank-0.txt").read_text()
-    assert (cut_short / "rank-0.trace.json.gz").exists()
     steps = [(each["first"], each["last"]) for each in run.events() if each["event"] == "profiled"]
-    assert [last - first for first, last in steps] == [2, 1]  # the end of the program cut the second one short
+    assert [last - first for first, last in steps] == [2]  # the second one was not done when the program ended

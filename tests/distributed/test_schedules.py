@@ -155,10 +155,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 # In the evaluation after step 15, and in an attempt's first save, when it is not known yet how long one takes.
 PLACES = [Interruption(when, (1,), signal.SIGTERM, at) for when, at in (("step", 15), ("save", 1))]
-# The first three begin with each kind of moment.
+# PLACES have the other two kinds.
 SCHEDULES = [
     pytest.param(PLACES, id="places"),
-    *(pytest.param(draw_schedule(seed), marks=[pytest.mark.slow] * (seed > 2), id=str(seed)) for seed in range(10)),
+    *(pytest.param(draw_schedule(seed), marks=[pytest.mark.slow] * (seed != 2), id=str(seed)) for seed in range(10)),
 ]
 
 

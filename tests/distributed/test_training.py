@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -31,7 +32,7 @@ from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
 from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.hooks import TrainingHook
-from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.training.hooks.base import StepResult, TrainingState
 from slurmtrain.training.trainer import Outcome, Trainer
 from tests.support.gloo import GlooRanks, wait_until
 from tests.support.interrupted_run import check_time_adds_up
@@ -111,7 +112,7 @@ class Listener(TrainingHook):
 
 
 for event in vars(TrainingHook):
-    if not event.startswith("_") and event != "message":
+    if not event.startswith("_") and event not in ("message", "event"):
         setattr(
             Listener,
             event,
@@ -192,7 +193,7 @@ def test_an_error_at_any_moment_closes_everything_and_stays_the_error_that_is_ra
     training = trainer(alone(), tmp_path / "run", ["train.steps=1", "train.eval_every=0"], hooks=hooks)
     monkeypatch.setattr(training._loader, "close", lambda: listener.heard.append(("loader", training.step)))
     if moment == "warm-up":
-        monkeypatch.setattr(training, "_warm_up", lambda: failing._fail(moment))
+        monkeypatch.setattr("slurmtrain.training.trainer.warm_up", lambda *_: failing._fail(moment))
     with pytest.raises(OSError if moment == "close" else ConfigError, match=f"failed at {moment}"):
         training.fit()
     assert [event for event, _ in listener.heard if event in ("close", "loader")] == ["close", "loader"]
@@ -205,6 +206,7 @@ class StopAt:
 
     def __init__(self, number: int):
         self._left, self.first = number, None
+        self.save_asked = self.profile_asked = threading.Event()
 
     @property
     def requested(self) -> bool:

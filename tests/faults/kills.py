@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import checkpoint_name
 from tests.faults.layer import FileLayer
 from tests.faults.processes import Child, Lane, UnexplainedError, tell
 from tests.faults.rows import Outcome, Trial, row
@@ -31,14 +29,12 @@ class Plan:
     Attributes:
         delays_s: what each rank waits before it opens its file.
         all_ranks: whether it takes the others with it.
-        mutant: "delete the older first" or "another state": a checkpointer that must be found out.
     """
 
     delays_s: tuple[float, ...]
     dying: int = -1
     call: int = 0
     all_ranks: bool = False
-    mutant: str = ""
 
 
 def save_two(rank: int, group: dist.ProcessGroup, directory: Path, plan: Plan) -> dict[str, Any]:
@@ -60,10 +56,6 @@ def save_two(rank: int, group: dist.ProcessGroup, directory: Path, plan: Plan) -
             for pid in [*(others if plan.all_ranks else []), os.getpid()]:
                 os.kill(pid, signal.SIGKILL)
 
-    if plan.mutant == "delete the older first" and rank == 0:
-        shutil.rmtree(directory / checkpoint_name(OLDER))
-    if plan.mutant == "another state":
-        training.steps(1)
     layer = FileLayer(directory, before).install()
     tell("saving")
     started = time.monotonic()
@@ -115,15 +107,14 @@ def kill(lane: Lane, *, all_ranks: bool) -> Trial:
     usual = measured(lane)
     delays = tuple(lane.random.uniform(0, lane.memory["skew_s"]) for _ in range(RANKS))
     dying = lane.random.randrange(RANKS)
-    plan = Plan(delays, all_ranks=all_ranks, mutant=lane.memory.get("mutant", ""))
+    plan = Plan(delays, all_ranks=all_ranks)
     moment = lane.random.uniform(0, 1.3 * (max(delays) + usual["seconds"]) + 0.2)
-    # Whatever the machine is busy with, some die after the commit. A mutant shows itself at one moment, before it or after it.
-    after_commit = plan.mutant == "another state" or (not plan.mutant and lane.random.random() < 0.1)
+    # Whatever the machine is busy with, some die after the commit.
+    after_commit = lane.random.random() < 0.1
     if after_commit:
         detail = f"rank {dying} after the commit"
-    elif plan.mutant or lane.random.random() < 0.5:
-        call = 1 if plan.mutant else lane.random.randint(1, usual["calls"][dying])
-        plan = replace(plan, dying=dying, call=call)
+    elif lane.random.random() < 0.5:
+        plan = replace(plan, dying=dying, call=lane.random.randint(1, usual["calls"][dying]))
         detail = f"rank {dying} at call {plan.call} of {usual['calls'][dying]}"
     else:
         detail = f"rank {dying} after {moment:.3f} s"

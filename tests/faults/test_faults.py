@@ -34,16 +34,8 @@ def test_nothing_is_silently_wrong_and_nothing_is_lost(matrix: Matrix, name: str
         assert tally[Outcome.NEWEST] and tally[Outcome.OLDER]
 
 
-# The detectors detect.
+# The detector detects.
 
 
 def test_a_restore_that_does_not_verify_is_found_out_as_silently_wrong(matrix: Matrix) -> None:
     assert matrix.run(ROWS["a flipped bit"], 60, mutant="any digest")[Outcome.WRONG] > 2
-
-
-def test_a_checkpointer_that_deletes_the_older_first_is_found_out_as_losing_both(matrix: Matrix) -> None:
-    assert matrix.run(ROWS["kill -9 of all ranks"], 4, mutant="delete the older first")[Outcome.LOST] == 4
-
-
-def test_a_checkpointer_that_saves_another_state_is_found_out_as_silently_wrong(matrix: Matrix) -> None:
-    assert matrix.run(ROWS["kill -9 of all ranks"], 4, mutant="another state")[Outcome.WRONG] == 4

@@ -14,7 +14,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.training.hooks import TrainingHook
-from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.training.hooks.base import StepResult, TrainingState
 from tests.distributed.test_numbers import profiled, recorded_steps
 from tests.distributed.test_training import losses, trainer
 from tests.support.local_runs import Project, assert_same_bits, assert_steps_join

@@ -20,7 +20,9 @@ def main(words: list[str]) -> int:
         ranks = GlooRanks(root)
         for model in {row.model for row in rows}:
             train_alone(root, model)
-        print(f"{'layout':<44}{'ranks':>6}{'loss':>10}{'grad norm':>11}{'valid loss':>12}{'bound':>9}{'seconds':>9}")
+        print(
+            f"{'layout':<44}{'ranks':>6}{'loss':>10}{'grad norm':>11}{'param norm':>12}{'valid':>12}{'bound':>9}{'seconds':>9}"
+        )
         for size, group in itertools.groupby(sorted(rows, key=lambda row: row.ranks), key=lambda row: row.ranks):
             for row in group:
                 began = time.monotonic()
@@ -33,7 +35,7 @@ def main(words: list[str]) -> int:
                 found = compare(root, row)
                 failed += max(found.values()) > row.bound
                 figures = "".join(
-                    f"{value:>{width}.1e}" for value, width in zip(found.values(), (10, 11, 12), strict=True)
+                    f"{value:>{width}.1e}" for value, width in zip(found.values(), (10, 11, 12, 12), strict=True)
                 )
                 print(
                     f"{row.name:<44}{row.ranks:>6}{figures}{row.bound:>9.0e}{time.monotonic() - began:>9.1f}",

@@ -27,6 +27,7 @@ from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
 from slurmtrain.training.agreement import StopAgreement
 
+FIELDS = ("loss", "grad_norm", "param_norm", "valid_loss")
 STEPS = 3  # the second is of updated weights, the third of moments that have a history
 # Relative. Loss and gradient are sums over the n = 8 x 64 tokens of a step, whose terms another layout adds in another order:
 # eps * sqrt(n) = 2**-24 * 22.6 = 1.3e-6 if rounding errors are independent (Higham 2002, section 2.8); measured, a fifth of it.
@@ -198,10 +199,10 @@ def reference_name(model: Sequence[str]) -> str:
 
 
 def compare(folder: Path, row: Row) -> dict[str, float]:
-    """Largest relative difference to one process, over all steps, of loss, gradient norm and validation loss."""
+    """Largest relative difference to one process, over all steps, of losses and norms."""
     ours, theirs = (_values(folder / name) for name in (row.name, reference_name(row.model)))
-    assert ours.keys() == theirs.keys() and len(ours) == 2 * STEPS + 1
-    found = dict.fromkeys(("loss", "grad_norm", "valid_loss"), 0.0)
+    assert ours.keys() == theirs.keys() and len(ours) == 3 * STEPS + 1
+    found = dict.fromkeys(FIELDS, 0.0)
     for (field, step), value in theirs.items():
         found[field] = max(found[field], abs(ours[field, step] - value) / abs(value))
     return found
@@ -211,6 +212,6 @@ def _values(folder: Path) -> dict[tuple[str, int], float]:
     return {
         (field, record["step"]): record[field]
         for record in read_metrics(RunDir(folder).metrics_file)
-        for field in ("loss", "grad_norm", "valid_loss")
+        for field in FIELDS
         if field in record
     }

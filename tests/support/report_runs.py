@@ -163,7 +163,7 @@ def interrupted_run(runs: Path, run_id: str = "20260921-141320-512a0") -> RunDir
             at(1570, 0.0, Event.CAUGHT_UP, **own)
             at(1722, 0.0, Event.UPDATE_SKIPPED, **own, skipped=1, loss=math.nan)
         if number == 4:
-            slow: dict[str, Any] = {"node": "gpu07", "ranks": [3], "phase": "data", "ratio": 1.62, "sporadic": False}
+            slow: dict[str, Any] = {"node": "gpu07", "ranks": [3], "phase": "data", "ratio": 1.62}
             at(2400, 0.0, Event.STRAGGLER, **own, **slow, excess_s=0.05, step_s=0.92)
             at(2640, 0.0, Event.STRAGGLER_OVER, **own, **slow, excess_s=0.05, step_s=0.92)
         why = {name: ending[name] for name in ("reason", "verdict", "sentence")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import logging
 import time
@@ -15,7 +17,6 @@ from slurmtrain.config.schema import Config
 from slurmtrain.data.sources.protocol import inspect_source
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.metrics import read_metrics
-from slurmtrain.observe.reporter import TensorBoardLog
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext, Timeline, update_attempt
 from slurmtrain.runtime.distributed_context import DistributedContext
@@ -106,10 +107,12 @@ def _publish(run_dir: RunDir, config: Config) -> None:
     if not any(this.items() <= record.items() for record in read_metrics(run.evaluations_file)):
         line = json.dumps({"step": step, **measured, **this}) + "\n"
         append_line(run.evaluations_file, line)
-        if config.train.tensorboard:
-            curves = TensorBoardLog(run.tensorboard / "evaluations", None)
-            curves.write(step, **measured)
-            curves.close()
+        if config.train.tensorboard and importlib.util.find_spec("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter  # takes a second
+
+            with contextlib.suppress(OSError), SummaryWriter(str(run.tensorboard / "evaluations")) as curves:
+                for metric, value in measured.items():
+                    curves.add_scalar(metric, value, step)
     retention.release(run.checkpoints, step, name)
     for metric, value in measured.items():
         if metric.endswith("_loss"):

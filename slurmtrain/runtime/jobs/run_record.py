@@ -14,8 +14,7 @@ from slurmtrain.runs.reasons import Event
 from slurmtrain.runtime.attempt_context import AttemptContext, Timeline, update_attempt
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.system.patience import BestEffort
-from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.training.hooks.base import TrainingHook, TrainingState
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +40,6 @@ class RunRecord(TrainingHook):
         utilisation: Mapping[str, Any] | None = None,
     ):
         self._context, self._timeline, self._jobs = context, timeline, jobs
-        self._done_before = 0  # steps done at some time before, by this attempt or an earlier one
-        self._has_stepped = False
-        self._stepped = time.monotonic()  # when the last step was done
         self._utilisation = utilisation
         self._storage = BestEffort(f"events of the run {context.run_dir.id}")
 
@@ -68,22 +64,7 @@ class RunRecord(TrainingHook):
             self._event(Event.FLOPS_COUNTED, **self._utilisation)
         earlier = attempts.all_attempts(self._context.run_dir)
         steps = [each.last_step or 0 for each in earlier if each.number < self._context.number]
-        self._done_before = max(steps, default=0)
-        if self._done_before <= state.first_step:
-            self._done_before = 0
-        self._stepped = time.monotonic()
-
-    def after_step(self, state: TrainingState, result: StepResult) -> None:
-        self._stepped = time.monotonic()
-        if not self._has_stepped:
-            self._has_stepped = True
-            self._event(Event.FIRST_STEP, step=state.step)
-        if 0 < self._done_before <= state.step:
-            self._done_before = 0
-            self._event(Event.CAUGHT_UP, step=state.step)
-
-    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        self._event(Event.EVALUATED, step=step, seconds=round(time.monotonic() - self._stepped, 3))
+        state.furthest = max(steps, default=0)
 
     def event(self, event: Event, values: Mapping[str, Any]) -> None:
         self._event(event, **values)
@@ -91,7 +72,6 @@ class RunRecord(TrainingHook):
     def rolled_back(self, state: TrainingState, from_step: int) -> None:
         health = state.counters.health
         self._event(Event.ROLLED_BACK, step=state.step, from_step=from_step, in_a_row=health.rollbacks)
-        self._done_before = max(self._done_before, from_step)
 
     def on_ending(self, ending: SaveResult | CheckpointError) -> None:
         """Record the end of a save. Called by the thread that writes checkpoints."""

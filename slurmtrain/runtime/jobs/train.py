@@ -10,12 +10,12 @@ import msgspec
 import torch
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.restore.restorer import FINGERPRINT
 from slurmtrain.checkpoint.save.schedule import mean_time_between_failures
 from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.choices import EvalMode
-from slurmtrain.config.fields import profiled_steps
 from slurmtrain.config.parallel_dims import ParallelDims, parallel_dims_of
 from slurmtrain.config.schema import Config, TrainConfig
 from slurmtrain.data.loading.loader import BatchLoader
@@ -27,9 +27,8 @@ from slurmtrain.data.sources.protocol import (
     inspect_source,
 )
 from slurmtrain.errors import ConfigError
-from slurmtrain.observe.logger_thread import loggers_of
 from slurmtrain.observe.phases import CudaTimer, HostTimer, PhaseClock
-from slurmtrain.observe.profiling import ProfileSwitch
+from slurmtrain.observe.profiling import Profiling
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.planner.hardware import FP32, TF32, Peak, peak_of
@@ -42,13 +41,10 @@ from slurmtrain.runtime.jobs.build_model import build, distribute_model, pretrai
 from slurmtrain.runtime.jobs.run_record import RunRecord
 from slurmtrain.system.redaction import redacted
 from slurmtrain.training.agreement import StopAgreement, StopPlanner, TrainingRanks
-from slurmtrain.training.evaluation import Evaluator, MetricSums
+from slurmtrain.training.evaluation import Evaluation, Evaluator, MetricSums
 from slurmtrain.training.forward_backward import ForwardBackward, build_forward_backward
 from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.hooks.checkpointing import Checkpointing
-from slurmtrain.training.hooks.evaluation import Evaluation
-from slurmtrain.training.hooks.nonfinite_guard import NonfiniteGuard
-from slurmtrain.training.hooks.profiling import StepProfiles
 from slurmtrain.training.hooks.reporting import ExternalLoggers, RunReporter, StepReports
 from slurmtrain.training.hooks.stragglers import StragglerWatch
 from slurmtrain.training.seeds import seed_everything
@@ -63,14 +59,12 @@ def build_trainer(
     timeline: Timeline,
     stop_watcher: StopPlanner | None = None,
     hooks: Sequence[TrainingHook] = (),
-    profile_switch: ProfileSwitch | None = None,
 ) -> Trainer:
     """Build everything that `fit` needs.
 
     Args:
         stop_watcher: rank 0's; None on the others.
         hooks: further ones, called like those of train.hooks and after them.
-        profile_switch: rank 0's look at RUN/profile; None on the others, and where nobody can ask.
 
     Raises:
         ConfigError: model or data cannot be built from the config.
@@ -97,23 +91,22 @@ def build_trainer(
     timeline.mark("model and data")
     timeline.begin("looking for a checkpoint")
 
-    steps = profiled_steps(observe.profile_steps) if observe.profile_steps is not None else None
-    profiles = StepProfiles(run_dir, profile_switch, steps, observe.profile_ranks)
-    used: list[TrainingHook] = [profiles]
+    profiles = Profiling(
+        run_dir,
+        RankGroup(distributed.control_group),
+        observe.profile_ranks,
+        on_gpu=distributed.device.type == "cuda",
+        event=record.event if record is not None else lambda event, values: None,
+    )
+    used: list[TrainingHook] = []
     if record is not None:
         described = source.description or config.data["_target_"]
         heading = f"model: {parameters:,} parameters; {dims}; data: {described}"
-        curves = run_dir.tensorboard if config.train.tensorboard else None
-        used += [record, RunReporter(run_dir.metrics_file, curves, heading)]
-        if loggers_of(observe):
-            used.append(ExternalLoggers(run_dir, config, context.number))
-    used.append(StepReports(config.train, peak))
+        used += [record, RunReporter(run_dir.metrics_file, heading), ExternalLoggers(run_dir, config, context.number)]
     if observe.straggler_every and phases.measures and distributed.control_group is not None:
         used.append(StragglerWatch(observe.straggler_every, environment.node))
-    guard = NonfiniteGuard(config.train)
-    used.append(guard)
     baseline = None if source.unigram_entropy is None else ("byte-unigram entropy", source.unigram_entropy)
-    evaluation = Evaluation(evaluator, config.train, config.checkpoint, by_jobs=by_jobs, jobs=jobs, baseline=baseline)
+    evaluation = Evaluation(evaluator, config.checkpoint, by_jobs=by_jobs, jobs=jobs, baseline=baseline)
     used += [evaluation, *_configured_hooks(config), *hooks]
     # The last, so that it saves in the same step what any hook before it asks for, and what they have changed.
     mtbf_s = _mtbf_s(config, context)
@@ -130,7 +123,7 @@ def build_trainer(
         ranks=TrainingRanks(rank, distributed.device_group, distributed.control_group),
         stop_check=stop_agreement,
         checkpointing=checkpointing,
-        guard=guard,
+        reports=StepReports(config.train, peak),
         profiles=profiles,
         evaluation=evaluation,
         hooks=used,

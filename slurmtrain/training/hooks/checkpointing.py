@@ -20,9 +20,8 @@ from slurmtrain.config.schema import CheckpointConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.phases import Phase
 from slurmtrain.training.agreement import StopPlanner
-from slurmtrain.training.hooks.base import TrainingHook
+from slurmtrain.training.hooks.base import TrainingHook, TrainingState
 from slurmtrain.training.optim import apply_settings, settings_of
-from slurmtrain.training.state import StepResult, TrainingState
 
 
 class Checkpointing(TrainingHook):
@@ -73,7 +72,8 @@ class Checkpointing(TrainingHook):
         """Return whether this rank wants a checkpoint after this step, which is not yet counted in `state.step`."""
         return self._schedule.due(state.step + 1, time.monotonic())
 
-    def after_step(self, state: TrainingState, result: StepResult) -> None:
+    def save_if_due(self, state: TrainingState) -> None:
+        """Begin to save after step `state.step` if it is to be saved, and note how long the save before has taken."""
         self._say_what_is_sound(state)
         if not state.stopping and not state.is_last_step:
             with state.phases.within(Phase.CHECKPOINT):

@@ -11,8 +11,7 @@ from slurmtrain.checkpoint.format.directory import newest_committed_step
 from slurmtrain.runs.run_dir import RUN_DIR_VARIABLE, RunDir
 from slurmtrain.system.files import write_json
 from slurmtrain.system.signals import install_signal_handlers
-from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.state import TrainingState
+from slurmtrain.training.hooks.base import TrainingHook, TrainingState
 
 COMMIT_WAIT_S = 60.0
 POLL_S = 0.05

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,18 +13,19 @@ from torch import nn
 from slurmtrain.config.schema import Config, TrainConfig
 from slurmtrain.observe.logger import Ending
 from slurmtrain.observe.logger_thread import CLOSE_S, LoggerThread, follow, loggers_of
-from slurmtrain.observe.phases import Phase, PhaseTimes, Window
-from slurmtrain.observe.reporter import Reporter
+from slurmtrain.observe.metrics import MetricsLog
+from slurmtrain.observe.phases import Phase, PhaseTimes
+from slurmtrain.observe.progress import ProgressLine
 from slurmtrain.planner.hardware import Peak
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.training.hooks.base import StepResult, TrainingHook, TrainingState
 
+SHOWN = ("loss", "lr", "tokens_per_s")  # on the progress line
 DIGITS = 7  # of a number that was measured
 WAITING_TOO_LONG = 0.1  # share of a step's time spent waiting for data
 
 
-class StepReports(TrainingHook):
+class StepReports:
     """Reports every train.log_every-th step and the last one. On all ranks.
 
     All numbers are explained in docs/numbers.md.
@@ -37,10 +39,8 @@ class StepReports(TrainingHook):
         self._peak = peak or Peak(None, "nobody has said what the device can do")
         self._said_waiting = False
 
-    def after_step(self, state: TrainingState, result: StepResult) -> None:
-        if state.step % self._train.log_every != 0 and state.step != state.total_steps:
-            return
-        window = state.phases.cut()
+    def report(self, state: TrainingState, result: StepResult) -> None:
+        """Report the step that is done."""
         with state.phases.waiting():
             total = state.ranks.sum(result.loss_sum)  # after which the device has done all of the step
         throughput = state.throughput
@@ -49,7 +49,7 @@ class StepReports(TrainingHook):
             "grad_norm": float(result.grad_norm),
             "param_norm": _parameter_norm(state),
             "lr": result.learning_rate,
-            **{name: _short(value) for name, value in self._measured(state, window).items()},
+            **{name: _short(value) for name, value in self._measured(state).items()},
             "data_hash": state.counters.data_hash,
         }
         state.hooks.log(state.step, values)
@@ -61,7 +61,7 @@ class StepReports(TrainingHook):
                 f"more than train.data_workers={self._train.data_workers} may help"
             )
 
-    def _measured(self, state: TrainingState, window: Window) -> dict[str, float]:
+    def _measured(self, state: TrainingState) -> dict[str, float]:
         """Return the numbers that depend on the clock, or on the machine."""
         throughput = state.throughput
         return {
@@ -72,14 +72,17 @@ class StepReports(TrainingHook):
             "data_wait_s": throughput.data_wait_s,
             **self._utilisation(state),
             **_memory(state),
-            **_times(state, state.phases.read(window)),
+            **_times(state, state.phases.read()),
         }
 
     def _utilisation(self, state: TrainingState) -> dict[str, float]:
         """Return the operations per second of each rank, and their share of the most that its device can do."""
         if state.flops is None:
             return {}
-        dense, attended = (flops / 1e12 / state.ranks.size for flops in state.throughput.flops_per_s)
+        tokens, *pairs = state.throughput.work_per_s
+        dense, attended = (
+            (state.flops.per_token * tokens + state.flops.per_pair * each) / 1e12 / state.ranks.size for each in pairs
+        )
         values = {"tflops_per_gpu": dense}
         if self._peak.tflops is not None:
             values |= {"mfu": dense / self._peak.tflops, "mfu_attended": attended / self._peak.tflops}
@@ -130,48 +133,55 @@ def _times(state: TrainingState, times: PhaseTimes | None) -> dict[str, float]:
 
 
 class RunReporter(TrainingHook):
-    """Writes the metrics file, the curves and the progress line of a run, on rank 0.
+    """Writes the metrics file and the progress line of a run, on rank 0.
 
     Args:
         metrics_file: the file to append the numbers of steps and evaluations to.
-        tensorboard: folder for the curves; None: there are none.
         heading: what is shown first.
     """
 
-    def __init__(self, metrics_file: Path, tensorboard: Path | None, heading: str = ""):
-        self._metrics_file, self._tensorboard, self._heading = metrics_file, tensorboard, heading
-        self._reporter: Reporter | None = None
+    def __init__(self, metrics_file: Path, heading: str = ""):
+        self._metrics_file, self._heading = metrics_file, heading
+        self._metrics: MetricsLog | None = None
+        self._progress: ProgressLine
 
     def start(self, state: TrainingState) -> None:
-        self._reporter = Reporter(
-            metrics_file=self._metrics_file,
-            tensorboard=self._tensorboard,
-            total_steps=state.total_steps,
-            resume_step=state.first_step,
-            evaluated_at=state.counters.evaluated_at,
-        )
+        self._metrics = MetricsLog(self._metrics_file, state.first_step, _made_once(state))
+        self._progress = ProgressLine(state.total_steps, state.first_step)
         if self._heading:
             self.message(self._heading)
 
     def rolled_back(self, state: TrainingState, from_step: int) -> None:
-        if self._reporter is not None:
-            self._reporter.rewind(state.step, evaluated_at=state.counters.evaluated_at)
+        if self._metrics is not None:
+            self._metrics.rewind(state.step, _made_once(state))
+            self._progress = ProgressLine(state.total_steps, state.step)
 
     def log(self, step: int, values: Mapping[str, float | str | None]) -> None:
-        if self._reporter is not None:
-            self._reporter.log(step, **values)
+        if self._metrics is not None:
+            self._metrics.write(step, **values)
+            shown = {name: value for name in SHOWN if isinstance(value := values.get(name), float)}
+            self._progress.update(step, **shown)
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        if self._reporter is not None:
-            self._reporter.record(step, **values)
+        if self._metrics is not None:
+            self._metrics.write(step, **values)
 
     def message(self, text: str) -> None:
-        if self._reporter is not None:
-            self._reporter.message(text)
+        if self._metrics is not None:
+            self._progress.message(text)
 
     def close(self, state: TrainingState) -> None:
-        if self._reporter is not None:
-            self._reporter.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def _made_once(state: TrainingState) -> Callable[[dict[str, Any]], bool]:
+    """Return what tells the records that stay: one without a training loss is of an evaluation.
+
+    Those after the last checkpoint are made again.
+    """
+    evaluated_at = state.counters.evaluated_at
+    return lambda record: "loss" in record or record["step"] <= evaluated_at
 
 
 class ExternalLoggers(TrainingHook):
@@ -183,7 +193,7 @@ class ExternalLoggers(TrainingHook):
 
     def start(self, state: TrainingState) -> None:
         # The workers of the loader are there: a fork while a thread imports W&B leaves the locks of its imports held.
-        names, say = loggers_of(self._config.observe), state.hooks.message
+        names, say = loggers_of(self._config), state.hooks.message
         self._threads = [follow(name, self._run_dir, self._config, self._attempt, say) for name in names]
 
     def rolled_back(self, state: TrainingState, from_step: int) -> None:

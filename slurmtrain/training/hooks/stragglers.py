@@ -16,8 +16,7 @@ from torch import Tensor
 from slurmtrain.observe.phases import Phase
 from slurmtrain.observe.stragglers import NUMBERS, WORDS, Straggler, StragglerDetector, summary
 from slurmtrain.runs.reasons import Event
-from slurmtrain.training.hooks.base import TrainingHook
-from slurmtrain.training.state import StepResult, TrainingState
+from slurmtrain.training.hooks.base import StepResult, TrainingHook, TrainingState
 
 
 class StragglerWatch(TrainingHook):
@@ -90,7 +89,6 @@ class StragglerWatch(TrainingHook):
             "ratio": None if worst.ratio > 1e6 else round(worst.ratio, 3),
             "excess_s": round(worst.excess_s, 6),
             "step_s": round(worst.step_s, 6),
-            "sporadic": worst.sporadic,
         }
 
     def _sentence(self, step: int, found: Sequence[Straggler]) -> str:
@@ -100,6 +98,6 @@ class StragglerWatch(TrainingHook):
         times = f"{worst.ratio:.2g} times as long as the others" if worst.ratio < 100 else "much longer than the others"
         return (
             f"step {step}: {who} on {self._nodes[worst.rank]} {'takes' if len(ranks) == 1 else 'take'} {times} for "
-            f"{WORDS[worst.phase]}{' in some steps' if worst.sporadic else ''}: {worst.excess_s:.3g} s more in a step of "
+            f"{WORDS[worst.phase]}: {worst.excess_s:.3g} s more in a step of "
             f"{worst.step_s:.3g} s"
         )

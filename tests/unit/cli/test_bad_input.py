@@ -132,9 +132,7 @@ observe.wandb.project=me/lm  ->  observe.wandb.project  ->  observe.wandb.entity
 observe.textfile_dir=prom  ->  not an absolute path  ->  /dev/shm
 observe.mlflow.experiment=''  ->  observe.mlflow.experiment='' is not filled in  ->  null leaves
 job=command  job.command=true  +observe.loggers.mine={_target_: my.Logger}  ->  needs the built-in trainer  ->  leave
-train.steps=20  observe.profile_steps=21-22  ->  needs as many train.steps  ->  leave
 observe.profile_ranks=[4]  ->  needs ranks that the job has  ->  leave
-job=command  job.command=true  observe.profile_steps=3  ->  needs the built-in trainer  ->  leave
 job.stop_signal=SIGUSR1  ->  job.stop_signal=SIGUSR1 needs job=command  ->  leave
 # Plans, sweeps and searches.
 job=command  job.command=true  plan  ->  plan works with the built-in trainer

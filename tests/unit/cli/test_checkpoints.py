@@ -199,24 +199,6 @@ def test_a_running_job_is_not_fenced_off_by_it(run: RunDir) -> None:
     assert steps(run)[-2:] == [50, 60]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [(["--keep-last", "1"], "'1' is not a whole number of at least 2"), (["--all"], "there is no option '--all'")],
-)
-def test_what_cannot_be_meant_is_one_sentence(words: list[str], said: str, run: RunDir) -> None:
-    assert said in refused("prune", *words)
-    assert steps(run) == list(LOSSES)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "checkpoint: 5", "checkpoint: {keep_last: many}", "checkpoint: {keep_last: 1}", "{"]
-)
-def test_a_config_that_says_nothing_removes_nothing(text: str, run: RunDir) -> None:
-    run.config_file.write_text(text)
-    assert "slurmtrain: error: " in refused("prune")
-    assert steps(run) == list(LOSSES)
-
-
 # export
 
 

@@ -219,7 +219,6 @@ def test_what_can_be_is_accepted() -> None:
         ["lora.r=4", "lora.target_modules=[query,blocks.1.feed_forward.down,attention.out]"],
         ["checkpoint.local=/dev/shm"],
         ["cluster=a100x4", "cluster.spare_nodes=1", "requeue=off", "requeue.in_place=true"],
-        ["experiment=smoke", "cluster.tasks_per_node=2", "train.steps=20", "observe.profile_steps=19-25"],
     ):
         validate(compose(words))
 

@@ -83,13 +83,6 @@ def test_results_come_back_and_what_raised_raises_with_the_traceback_of_the_job(
     assert first is not None and first.exit_code == 78 and "no luck with 2" in first.sentence
 
 
-def test_a_killed_notebook_finds_its_calls_again(calls: MapRun) -> None:
-    assert slurmtrain.open_map(calls.path)[0].result() == 2
-    assert slurmtrain.open_map("last").id == calls.id
-    with pytest.raises(UsageError, match="no sweep is called 'another'"):
-        slurmtrain.open_map("another")
-
-
 def test_lambdas_closures_and_several_iterables_are_sent(
     project: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

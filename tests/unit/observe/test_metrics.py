@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from slurmtrain.observe.logger import Ending, Held, LoggedRun
 from slurmtrain.observe.metrics import MetricsLog, read_metrics
-from slurmtrain.observe.reporter import TensorBoardLog
-from slurmtrain.observe.throughput import Throughput
+from slurmtrain.observe.phases import Throughput
+from slurmtrain.observe.tensorboard import TensorBoardLogger
 
 
 def write_steps(path: Path, first: int, last: int, resume_step: int) -> None:
@@ -42,12 +43,13 @@ def test_a_kill_while_dropping_records_loses_none(tmp_path: Path, monkeypatch: p
 
 def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for resume_step, last, loss in ((0, 7, 9.0), (5, 8, 1.0)):
-        log = TensorBoardLog(tmp_path, resume_step)
-        for step in range(resume_step + 1, last + 1):
-            log.write(step, loss=loss, note="text is left out")
-        log.close()
-    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    for held, last, loss in ((-1, 7, 9.0), (5, 8, 1.0)):  # of the first attempt, steps 6 and 7 were not noted
+        log = TensorBoardLogger(None)
+        log.open(LoggedRun("id", "name", "user", tmp_path, 1, held=Held(held)))
+        for step in range(max(held, 0) + 1, last + 1):
+            log.log(step, {"loss": loss})
+        log.close(Ending.FINISHED)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     points = [(event.step, event.value) for event in events.Scalars("loss")]
     assert points == [(step, 9.0) for step in range(1, 6)] + [(step, 1.0) for step in range(6, 9)]
 
@@ -98,26 +100,3 @@ def test_what_a_full_disk_refuses_is_written_later_and_in_order(
     log.close()
     assert (tmp_path / "m.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert caplog.text.count("No space left on device") == 1 and "can be written again" in caplog.text
-
-
-def test_curves_that_cannot_be_written_are_left_out_and_go_on_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-
-    class Full:
-        def add_scalar(self, *point: object) -> None:
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    log = TensorBoardLog(tmp_path, 0)
-    log.write(1, loss=1.0)
-    log._writer.close()
-    log._writer = Full()
-    log.write(2, loss=2.0)
-    log.write(3, loss=3.0)
-    log._again = 0.0
-    log.write(4, loss=4.0)
-    log.close()
-    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
-    assert [event.step for event in events.Scalars("loss")] == [1, 4]
-    assert caplog.text.count("Disk quota exceeded") == 1

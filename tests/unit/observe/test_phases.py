@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from slurmtrain.observe.phases import HostTimer, Phase, PhaseClock, PhaseTimes
+from slurmtrain.observe.phases import HostTimer, Phase, PhaseClock
 
 
 class Clock:
@@ -42,12 +42,6 @@ def step(phases: PhaseClock, clock: Clock, *, data: float = 1.0, waiting: float 
     clock.now += 0.125
 
 
-def read(phases: PhaseClock) -> PhaseTimes:
-    found = phases.read(phases.cut())
-    assert found is not None
-    return found
-
-
 def test_communication_within_a_save_or_an_evaluation_counts_to_these(clock: Clock) -> None:
     phases = PhaseClock(HostTimer(clock))
     phases.start()
@@ -55,7 +49,8 @@ def test_communication_within_a_save_or_an_evaluation_counts_to_these(clock: Clo
         with phases.within(pause), phases.waiting():
             clock.now += 3.0
     step(phases, clock)
-    times = read(phases)
+    times = phases.read()
+    assert times is not None
     assert times.seconds[Phase.CHECKPOINT] == times.seconds[Phase.EVALUATION] == 3.0
     assert times.communication_share == 0.5 / 7.25
 
@@ -86,8 +81,7 @@ def test_marks_of_a_device_are_read_only_when_it_has_passed_them(clock: Clock) -
         timer.passed_until = clock.now - 20.0  # the host is almost three steps ahead
         step(phases, clock)
         assert len(phases.take_steps()) == (1 if number > 3 else 0)
-    window = phases.cut()
     timer.passed_until = clock.now  # somebody has read the loss, and so waited for the device
-    times = phases.read(window)
+    times = phases.read()
     assert times is not None and times.steps == 6
     assert sum(times.seconds.values()) == clock.now - 100.0

@@ -28,12 +28,7 @@ def heavy(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.
     )
 
 
-def drifting(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """All steps of a window are slower together on one rank or another, by 10 %."""
-    return normal(generator, shape) * (1 + 0.1 * generator.standard_normal((shape[0], 1)).clip(-1.5, 1.5))
-
-
-NOISES = {"normal": normal, "heavy": heavy, "drifting": drifting}
+NOISES = {"normal": normal, "heavy": heavy}
 
 
 def window(
@@ -86,17 +81,6 @@ def test_a_rank_that_is_slowed_by_half_in_one_part_is_named_with_it_within_20_wi
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_none_is_named_in_500_windows_of_noise(noise: str, ranks: int) -> None:
     assert named_after(StragglerDetector([0] * ranks), 500, 7, ranks, NOISES[noise], {}) == {}
-
-
-def test_a_rank_that_is_slow_now_and_then_is_named_too() -> None:
-    generator, detector = np.random.default_rng(1), StragglerDetector([0] * 4)
-    found = []
-    for _ in range(10):
-        times = USUAL[Phase.FORWARD_BACKWARD] * normal(generator, (4, STEPS))
-        times[2, ::5] *= 3  # one step in five: another program on its node
-        told = [summary([{**USUAL, Phase.FORWARD_BACKWARD: seconds} for seconds in rank]) for rank in times]
-        found += detector.look(told)[0]
-    assert [(each.rank, each.phase, each.sporadic) for each in found] == [(2, Phase.FORWARD_BACKWARD, True)]
 
 
 def test_a_rank_that_has_recovered_is_told_once_and_can_be_named_again() -> None:

@@ -34,7 +34,7 @@ def lines(job: Job, *events: dict[str, Any]) -> dict[str, str]:
 
 def straggler(**changes: Any) -> dict[str, Any]:
     usual = {"event": "straggler", "attempt": 1, "step": 120, "node": "n2", "ranks": [3], "phase": "forward_backward"}
-    return {**usual, "ratio": 1.62, "excess_s": 0.2, "step_s": 0.5, "sporadic": False, **changes}
+    return {**usual, "ratio": 1.62, "excess_s": 0.2, "step_s": 0.5, **changes}
 
 
 def test_skips_and_rollbacks_are_one_phrase_and_foreign_events_do_no_harm(job: Job) -> None:

@@ -431,6 +431,23 @@ def test_a_node_whose_slurmd_is_just_restarting_has_not_failed(job: Job) -> None
     assert (found["reason"], found["verdict"]) == ("crash", "in-place") and found["printed"] == "in-place n0 n1"
 
 
+AFTER_A_KILL = {"a rank was killed": "in-place", "killed ranks that do not go away": "requeue"}
+AFTER_A_KILL["nobody can start ranks again"] = "requeue"
+AFTER_A_KILL["rank 0 says that it was stopped, by the signal after the crash"] = "in-place"
+
+
+@pytest.mark.parametrize(("what", "verdict"), AFTER_A_KILL.items())
+def test_ranks_start_again_in_the_same_job_once_those_before_are_gone(job: Job, what: str, verdict: str) -> None:
+    no_waiting(job.monkeypatch, times=50)
+    fields: dict[str, Any] = {"step_id": "7.0"}
+    if "go away" in what:
+        job.slurm.answer("scontrol show step -o 7.0", "StepId=7.0 UserId=1000 State=RUNNING Partition=gpu\n")
+    if "stopped" in what:
+        fields |= {"said": "stopped", "cause": "SIGTERM"}
+    left = {"failed-1.json": failure("python ended with signal 9 (SIGKILL)", 137, 1)}
+    assert job.ends(job.attempt(left, **fields), 137, in_place="nobody" not in what)["verdict"] == verdict
+
+
 @pytest.mark.parametrize(
     ("during", "printed", "words"),
     [

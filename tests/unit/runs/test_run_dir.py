@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.launch.job import note
 from slurmtrain.runs import create
 from slurmtrain.runs.create import create_run_dir, new_run_id
 from slurmtrain.runs.reasons import Event
@@ -97,23 +96,6 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     in_threads(write, read)
     assert seen and None not in seen and list(tmp_path.iterdir()) == [path]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_no_job_is_lost_while_the_running_job_says_how_far_it_is_to_get(tmp_path: Path) -> None:
-    run = RunFiles(tmp_path / "train" / "a", job_ids=["1"]).run
-    jobs = iter(range(2, 100))
-
-    def submitter() -> None:
-        for _ in range(12):
-            note(run, str(next(jobs)))
-
-    def program() -> None:
-        for step in range(12):
-            run.update_info(steps=step)
-
-    in_threads(submitter, submitter, program, program)
-    assert sorted(map(int, run.info()["job_ids"])) == list(range(1, 26)) and run.info()["steps"] == 11
-    assert run.info()["user"] == "somebody"
 
 
 # Finding. What is unknown or ambiguous is in tests/unit/cli/test_bad_input.py.

@@ -28,6 +28,7 @@ from slurmtrain.runtime.attempt_context import rendezvous_directory
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import files, records
 from slurmtrain.system.files import write_json
+from slurmtrain.system.modes import inherit_group
 from slurmtrain.system.trust import own_user, user_in_words
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.run_info import run_info
@@ -410,6 +411,31 @@ def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_
     files_of_it = (run.code / "train.py", run.script, run.config_file, run.info_file)
     for path in (run.code, *files_of_it, run.attempt(2).path, saving):
         assert not path.stat().st_mode & 0o022, path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another group of one's own is needed")
+def test_what_is_copied_into_a_teams_folder_is_the_teams_and_what_is_private_stays_so(
+    team: Path, stranger: Stranger
+) -> None:
+    """A copied folder loses the setgid bit, and what is made in it afterwards would have the group of the user alone."""
+    code, original = create_run_dir(team, "llama").path / "code", team.parent / "original"
+    code.mkdir(mode=0o750)
+    (original / "a").mkdir(parents=True)
+    for name, mode in (("a", 0o750), ("a/c.py", 0o640), ("a/netrc", 0o600)):
+        (original / name).touch()
+        (original / name).chmod(mode)
+        os.chown(original / name, -1, os.getgid())
+    shutil.copytree(original, code / "package")
+    inherit_group(code)
+    (code / "package" / "a" / "later").touch()
+
+    def look() -> None:
+        assert (code / "package" / "a" / "c.py").read_bytes() == b""
+        with pytest.raises(PermissionError):
+            (code / "package" / "a" / "netrc").read_bytes()
+        assert os.stat(code / "package" / "a" / "later").st_gid == stranger.gid
+
+    stranger.does(look, groups=[stranger.gid])
 
 
 def test_a_run_of_ones_own_is_private_whatever_the_umask(project: Path) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 
 from slurmtrain.cli import main
 from slurmtrain.runs.attempt_dir import AttemptDir
+from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.stop_watcher import StopWatcher
 from slurmtrain.slurm.job_facts import JobFacts
-from slurmtrain.system.signals import StopFlag
+from slurmtrain.system.signals import StopCause, StopFlag
 from tests.support.fake_slurm import ON_CPUS, FakeSlurm
 
 STOPS = "trap 'exit 75' TERM; touch ready; while sleep 0.05; do :; done"
@@ -113,6 +114,17 @@ def test_slow_saves_bring_the_stop_forward_and_follow_a_time_limit_that_was_exte
     assert stop_flag.wait(60) and stop_flag.first is not None and stop_flag.first.cause == "deadline"
     left = watcher.seconds_left()  # of which a save may take its part
     assert left is not None and 3500 < left <= 3600
+
+
+def test_what_is_asked_for_by_files_is_taken_once(tmp_path: Path) -> None:
+    run, flag = RunDir(tmp_path), StopFlag()
+    (tmp_path / "attempts" / "0001").mkdir(parents=True)
+    run.profile_switch.touch()
+    run.save_switch.touch()
+    StopWatcher(flag, AttemptDir(tmp_path), None, signal_lead_s=0, run_dir=run, profiles=True)
+    assert flag.profile_asked.wait(60) and flag.save_asked.wait(60)
+    assert not run.profile_switch.exists() and not run.save_switch.exists() and not flag.requested
+    flag.request(StopCause.PROGRAM)
 
 
 def test_a_node_whose_clock_is_an_hour_ahead_runs_its_job_to_the_end(project: Path, slurm: FakeSlurm) -> None:
