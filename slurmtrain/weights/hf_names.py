@@ -16,7 +16,7 @@ from slurmtrain.errors import ConfigError
 # The file with all weights, or the one that says which of several has which.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Names of modules, outside of the blocks and in them.
-_OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _INSIDE = {
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
@@ -30,31 +30,16 @@ _INSIDE = {
     "attention_norm": "input_layernorm",
     "feed_forward_norm": "post_attention_layernorm",
 }
-_OUTSIDE_BACK = {theirs: ours for ours, theirs in _OUTSIDE.items()}
-_INSIDE_BACK = {theirs: ours for ours, theirs in _INSIDE.items()}
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def hugging_face_name(name: str) -> str | None:
     """Return the name in a folder of Hugging Face of a parameter of the decoder; None: the decoder has none of that name."""
-    return _renamed(name, _BLOCK, _INSIDE, _OUTSIDE, "model.layers")
-
-
-def decoder_name(name: str) -> str | None:
-    """Return the decoder's name of a tensor in a folder of Hugging Face; None: the decoder has no such parameter."""
-    return _renamed(name, _LAYER, _INSIDE_BACK, _OUTSIDE_BACK, "blocks")
-
-
-def _renamed(
-    name: str, block: re.Pattern[str], inside: Mapping[str, str], outside: Mapping[str, str], blocks: str
-) -> str | None:
-    found = block.fullmatch(name)
+    found = _BLOCK.fullmatch(name)
     if found is not None:
-        other = inside.get(found[2])
-        return f"{blocks}.{found[1]}.{other}.{found[3]}" if other else None
-    module, _, last = name.rpartition(".")
-    return f"{outside[module]}.{last}" if module in outside and last == "weight" else None
+        inside = _INSIDE.get(found[2])
+        return f"model.layers.{found[1]}.{inside}.{found[3]}" if inside else None
+    return f"{OUTSIDE[module]}.weight" if (module := name.removesuffix(".weight")) in OUTSIDE else None
 
 
 def config_json(

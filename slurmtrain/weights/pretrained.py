@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from slurmtrain.models.lora import has_adapters, name_without_adapters, without_
 from slurmtrain.weights import hf_names
 
 SHOWN = 3
+COMPUTED = "rotary_emb.inv_freq"  # where it is used, so that nobody needs it
 
 
 def weights_path(model: Mapping[str, Any]) -> Path | None:
@@ -62,8 +64,10 @@ def load_pretrained(model: nn.Module, folder: Path) -> None:
         wanted = _wanted(held, stored, HuggingFace.stored_name, folder)
     elif isinstance(inner, Decoder):
         wanted = _wanted(held, stored, hf_names.hugging_face_name, folder)
-        # A tied output is in some folders all the same; it equals the embedding.
-        unknown = [name for name in stored if _has_no_place(name, held)]
+        known = {_of_any_layer(hf_names.hugging_face_name(name) or "") for name in held}
+        # Other ranks may hold these. A tied output is in some folders all the same; it equals the embedding.
+        known |= {f"{module}.weight" for module in hf_names.OUTSIDE.values()}
+        unknown = [name for name in stored if _of_any_layer(name) not in known and not name.endswith(COMPUTED)]
         if unknown:
             raise ConfigError(
                 f"model.path={folder} has tensors that the built-in decoder does not have: {_shown(unknown)}",
@@ -167,13 +171,8 @@ def _wanted(
     return wanted
 
 
-def _has_no_place(name: str, held: Mapping[str, Tensor]) -> bool:
-    """Return whether a tensor of a folder has no place in the decoder, some blocks of which this rank holds."""
-    ours = hf_names.decoder_name(name)
-    if ours is None:
-        return not name.endswith("rotary_emb.inv_freq")  # computed where it is used, so that nobody needs it
-    block = ".".join(ours.split(".")[:2]) + "."
-    return ours.startswith("blocks.") and ours not in held and any(other.startswith(block) for other in held)
+def _of_any_layer(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".N.", name)
 
 
 def _shown(names: list[str]) -> str:

@@ -259,39 +259,16 @@ def test_adapters_beside_read_weights_are_exported_and_merged_as_the_page_shows(
     assert {path.name: path.read_bytes() for path in base.iterdir()} == before
 
 
-VOCABULARY = 256 + len(SPECIAL)
-ANSWER = "It is 42."
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Qwen2.5 with a tokenizer and a chat template."""
-    pytest.importorskip("transformers")
-    folder = write_model_folder(tmp_path_factory.mktemp("model"), QWEN)
-    theirs.save("qwen2_5", folder, vocab_size=VOCABULARY, max_position_embeddings=128)
-    return folder
-
-
-def sft_words(base: Path, data: Path, *more: str) -> list[str]:
-    return [
-        "experiment=sft",
-        f"model.path={base}",
-        f"data.path={data}",
-        "parallel=ddp",
-        "data.seq_len=96",
-        "train.global_batch_size=4",
-        "train.eval_every=0",
-        "optim.warmup_steps=2",
-        *more,
-    ]
-
-
-def test_the_recipe_ends_with_a_folder_that_transformers_answers_from(base: Path, tmp_path: Path) -> None:
-    import transformers
-
-    said = [{"messages": messages([f"Question {n}?", ANSWER])} for n in range(16)]
+def test_the_recipe_ends_with_a_folder_that_transformers_answers_from(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "model").mkdir()
+    base, answer = write_model_folder(tmp_path / "model", QWEN), "It is 42."
+    theirs.save("qwen2_5", base, vocab_size=256 + len(SPECIAL), max_position_embeddings=128)
+    said = [{"messages": messages([f"Question {n}?", answer])} for n in range(16)]
     data = prepare(tmp_path, said, tokenizer=f"{base / 'tokenizer.json'}")
-    fit(alone(), tmp_path / "run", sft_words(base, data, "train.steps=45", "optim.lr=5e-3"))
+    words = ["experiment=sft", f"model.path={base}", f"data.path={data}", "parallel=ddp", "data.seq_len=96"]
+    words += ["train.global_batch_size=4", "train.eval_every=0", "optim.warmup_steps=2"]
+    fit(alone(), tmp_path / "run", [*words, "train.steps=45", "optim.lr=5e-3"])
     found = losses(tmp_path / "run")
     assert found[45] < 0.1 < found[1]
     export_hf(committed(RunDir(tmp_path / "run").checkpoints)[-1], tmp_path / "answers")
@@ -302,6 +279,6 @@ def test_the_recipe_ends_with_a_folder_that_transformers_answers_from(base: Path
         messages(["Question 3?"]), add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     written = model.generate(**asked, max_new_tokens=96, do_sample=False)  # which knows where an answer ends
-    answer = tokenizer.decode(written[0, asked["input_ids"].shape[1] :], skip_special_tokens=False)
-    assert answer == f"<think>\n\n</think>\n\n{ANSWER}<|im_end|>"
+    text = tokenizer.decode(written[0, asked["input_ids"].shape[1] :], skip_special_tokens=False)
+    assert text == f"<think>\n\n</think>\n\n{answer}<|im_end|>"
     assert json.loads((tmp_path / "answers" / "config.json").read_text())["model_type"] == "qwen2"

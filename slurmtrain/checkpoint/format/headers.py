@@ -23,14 +23,15 @@ import numpy.typing as npt
 
 from slurmtrain.checkpoint.errors import DamagedError
 from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.directory import OWN_STATE, own_name
-from slurmtrain.checkpoint.format.manifest import Box, Manifest, TensorFacts
+from slurmtrain.checkpoint.format.directory import OWN_STATE, file_name, own_name
+from slurmtrain.checkpoint.format.manifest import DTYPE_BYTES, Box, Manifest, TensorFacts
 
-# A row for each box, since 1,024 ranks with 3,000 tensors each have three million of them: the numbers of its file and of its
-# tensor in the manifest, its first byte in the file and how many they are, and along each dimension first index and end, which
-# are 0 and 1 where it has no such dimension. The JSON of what rank R has for itself is a tensor of bytes, the R-th behind them.
+# A row for each box, since 1,024 ranks with 3,000 tensors each have three million of them: the rank whose file it is in, the
+# number of its tensor in the manifest, its first byte in the file and how many they are, and along each dimension first index
+# and end, which are 0 and 1 where it has no such dimension. The JSON of what rank R has for itself is a tensor of bytes, the
+# R-th behind those of the manifest.
 Table = npt.NDArray[np.int64]
-_FILE, _TENSOR, _BEGIN, _BYTES, _EDGES = range(5)
+_TENSOR, _BYTES, _EDGES = 1, 3, 4
 
 HEADER_BYTES = 100_000_000  # the format's own limit
 _WRONG = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
@@ -56,7 +57,7 @@ def read_headers(path: Path, manifest: Manifest, names: Sequence[str]) -> Table:
     for row, facts in enumerate(manifest.tensors.values()):
         shapes[row, : len(facts.shape)] = facts.shape
     whole = [[edge for extent in shape for edge in (0, extent)] for shape in shapes.tolist()]
-    itemsizes = np.array([facts.itemsize for facts in manifest.tensors.values()], dtype=np.int64)
+    itemsizes = np.array([DTYPE_BYTES[facts.dtype] for facts in manifest.tensors.values()], dtype=np.int64)
 
     def boxes(name: str) -> Table:
         header, size = blocks.patiently(partial(_read_header, path / name), path / name)
@@ -125,11 +126,9 @@ class Contents:
 
     Attributes:
         facts: of its tensors, and of the JSON of each rank (`own_name(rank, "")`), in the order of their numbers.
-        files: their names, in the order of their numbers.
     """
 
     facts: Mapping[str, TensorFacts]
-    files: Sequence[str]
     table: Table
 
     @classmethod
@@ -150,7 +149,7 @@ class Contents:
                 raise DamagedError(f"{path} is damaged: {what}")
         own = counts[len(manifest.tensors) :]
         own_facts = {own_name(rank, ""): TensorFacts((size,), "uint8") for rank, size in enumerate(own)}
-        return cls({**manifest.tensors, **own_facts}, sorted(manifest.files), table)
+        return cls({**manifest.tensors, **own_facts}, table)
 
     def find(self, wanted: Mapping[str, Box]) -> Iterator[tuple[str, str, int, Box]]:
         """Yield each box that overlaps with what is wanted of its tensor: tensor, file, the first byte there, and the box."""
@@ -173,7 +172,7 @@ class Contents:
             used = 2 * len(self.facts[name].shape)
             starts = ends[:used:2]
             box = Box(tuple(starts), tuple(map(sub, ends[1:used:2], starts)))
-            yield name, self.files[file], begin, box
+            yield name, file_name(file), begin, box
 
 
 def parse_own_state(path: Path, text: bytes) -> dict[str, Any]:

@@ -405,15 +405,21 @@ UNRESTORABLE: dict[str, Attack] = {
     "a box with fewer elements": lambda forged: forged.rename(WEIGHT, f"{WEIGHT}[0:7, 0:8]"),
     "a tensor too many": lambda forged: forged.manifest["tensors"].update(more={"shape": [3], "dtype": "float32"}),
     "a rank without a file": lambda forged: setattr(forged, "changes", lambda manifest: manifest.update(world_size=2)),
+    "a list as the rank's own state": lambda forged: forged.change_own_state(b"[]"),
     "a manifest of other tensors": lambda forged: forged.manifest["tensors"].pop("model.bias"),
 }
 
 
 @pytest.mark.parametrize("name", UNRESTORABLE)
-def test_what_cannot_be_restored_is_set_aside_by_a_restore(name: str, sound: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_restored_is_set_aside_before_a_tensor_is_touched(
+    name: str, sound: Path, tmp_path: Path
+) -> None:
     """Though every digest fits."""
     forged = Forged(copy(sound, tmp_path))
     UNRESTORABLE[name](forged)
     forged.write()
+    what = objects()
+    before = what["model"].weight.clone()
     with pytest.raises(SlurmtrainError, match=r"every checkpoint in .* is damaged"):
-        restore(forged.path.parent)
+        Checkpointer(forged.path.parent).restore(**what)
+    assert torch.equal(what["model"].weight, before) and not what["optimizer"].state

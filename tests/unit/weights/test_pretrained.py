@@ -225,7 +225,10 @@ def test_the_tokenizer_of_the_data_goes_with_the_weights(tmp_path: Path) -> None
     (tmp_path / "words" / "tokenizer.json").write_bytes(content)
     data = {"sources": {"web": {"_target_": PREPARED, "path": str(tmp_path / "words")}}}
     files, special, _ = companions({"data": data}, None)
-    tokenizer = written(transformers, tmp_path / "b", files)
+    (tmp_path / "b").mkdir()
+    for name, value in files.items():
+        (tmp_path / "b" / name).write_bytes(value)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
     assert (tokenizer.eos_token, tokenizer("b a </s>")["input_ids"]) == ("</s>", [1, 0, 3])
     assert special == {"bos_token_id": None, "eos_token_id": 3}
 
@@ -237,13 +240,6 @@ def test_the_tokenizer_of_the_data_goes_with_the_weights(tmp_path: Path) -> None
         *files, "chat_template.jinja", "generation_config.json",
     }  # fmt: skip
     assert "no tokenizer is written" in companions({"data": {}}, None)[2][0]
-
-
-def written(transformers: Any, folder: Path, files: dict[str, bytes]) -> Any:
-    folder.mkdir()
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 # model=huggingface
