@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
-from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.checkpoint.errors import CheckpointError, SupersededError
 from slurmtrain.checkpoint.format.directory import committed, set_aside, step_of
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
@@ -65,6 +65,14 @@ def test_what_older_incarnations_left_behind_is_removed_by_the_next(directory: P
     save(directory, 3)
     claim(directory, SECOND)
     assert sorted(found.name for found in directory.glob("checkpoint_*")) == ["checkpoint_0000003"]
+
+
+def test_nothing_is_committed_once_a_newer_incarnation_has_claimed_the_directory(directory: Path) -> None:
+    temporary = commit.begin(directory, 1, FIRST)
+    (directory / commit.CLAIMS / "00000002").touch()
+    with pytest.raises(SupersededError, match="incarnation 2 of the same run has started"):
+        finish(temporary, 1, FIRST)
+    assert steps(directory) == []
 
 
 def test_after_a_save_a_power_cut_loses_no_byte_and_no_name_of_the_checkpoint_and_the_claim(

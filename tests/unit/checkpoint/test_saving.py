@@ -462,6 +462,14 @@ def test_a_checkpoint_that_is_held_for_somebody_stays(training: Make) -> None:
     assert [step_of(path) for path in committed(made.directory)] == [1, 3, 4]
 
 
+def test_a_save_after_a_step_back_stays_beside_those_of_later_steps(training: Make) -> None:
+    made = training(keep=Keep(last=2))
+    for step in (10, 20, 5):
+        made.save(step).wait()
+    made.checkpointer.close()
+    assert made.steps == [5, 10, 20]
+
+
 def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(training: Make) -> None:
     run = training()
     path = run.save(1).result(PATIENCE_S).path
