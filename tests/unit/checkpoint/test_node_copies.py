@@ -94,3 +94,17 @@ def test_copies_and_the_buffer_for_writing_have_to_fit(
     refused = pytest.raises(NodeFolderError, match=words) if words else nullcontext()
     with refused:
         folder.check_room(gigabytes * 10**9, ranks, staging * 10**9)
+
+
+def test_a_copy_that_a_stop_interrupts_counts_for_nothing_and_one_after_a_clean_up_is_made(tmp_path: Path) -> None:
+    folder, data = folder_of(tmp_path), memoryview(bytes(3 * node_folder.PIECE_BYTES))
+    folder.open()
+    asked = iter([False, False, True])
+    folder.write("1", "rank00000.safetensors", data, 1, leaving=lambda: next(asked))
+    assert folder.view(tmp_path, "1", ["rank00000.safetensors"]) is None
+    folder.remove()  # as an epilog does, or systemd's RemoveIPC
+    folder.write("2", "rank00000.safetensors", data, 1)
+    assert folder.view(tmp_path, "2", ["rank00000.safetensors", "rank00001.safetensors"]) == folder.path / "2"
+    (folder.path / "2" / "rank00001.safetensors").unlink()
+    (folder.path / "2" / "rank00001.safetensors").mkdir()  # where no link can be made
+    assert folder.view(tmp_path, "2", ["rank00000.safetensors", "rank00001.safetensors"]) is None
