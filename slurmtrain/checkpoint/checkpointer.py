@@ -469,8 +469,10 @@ class Checkpointer:
         """Copy this rank's file to its node. The first of several errors in a row is reported: training goes on without."""
         assert isinstance(job.image, Image)
         try:
-            name = file_name(self._ranks.rank)
-            folder.write(saved.digest, name, job.image.data, self._on_host.size, self._hurried.is_set)
+            name, sharers = file_name(self._ranks.rank), self._on_host.size
+            # A last save does not wait for it; after an error, which closes, it is what the ranks start again from.
+            leaving = lambda: self._hurried.is_set() and not self._closed  # noqa: E731
+            folder.write(saved.digest, name, job.image.data, sharers, leaving)
             self._copy_failed = False
         except (OSError, CheckpointError) as error:
             if not self._copy_failed:
