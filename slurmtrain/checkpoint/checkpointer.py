@@ -474,7 +474,7 @@ class Checkpointer:
             leaving = lambda: self._hurried.is_set() and not self._closed  # noqa: E731
             folder.write(saved.digest, name, job.image.data, sharers, leaving)
             self._copy_failed = False
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # of any kind: what follows is done by all ranks together
             if not self._copy_failed:
                 log.warning("step %d was not copied to the node: %s", saved.step, self._ranks.explain(error).message)
             self._copy_failed = True
