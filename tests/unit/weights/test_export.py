@@ -179,6 +179,15 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path, monkeypa
     assert list((tmp_path / "to").iterdir()) == []
 
 
+def test_a_file_of_smaller_types_needs_the_memory_of_what_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path / "c", model=torch.nn.Linear(1000, 1000, bias=False))
+    monkeypatch.setattr(weights_export, "available_memory", lambda: 3_000_000)
+    with pytest.raises(CheckpointError, match=r"has to be in memory: 0\.00 GB"):
+        export(path, tmp_path / "out.safetensors", dtype="bfloat16")
+
+
 def test_it_counts_as_a_reader_while_it_reads(tmp_path: Path) -> None:
     path = save(tmp_path / "c", model=torch.nn.Linear(2, 2))
     seen: list[list[str]] = []
