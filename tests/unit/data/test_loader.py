@@ -216,7 +216,7 @@ class Ragged(Numbers):
 
     seq_len = 9
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         return {name: torch.full((index + 1,), index) for name in ("inputs", "targets")} | {"number": index}
 
 
