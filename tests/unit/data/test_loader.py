@@ -216,8 +216,8 @@ class Ragged(Numbers):
 
     seq_len = 9
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: torch.full((index + 1,), index) for name in ("inputs", "targets")}
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: torch.full((index + 1,), index) for name in ("inputs", "targets")} | {"number": index}
 
 
 @pytest.mark.parametrize(("fixed_rows", "widths"), [(False, [2, 4, 6, 8]), (True, [9] * 4)])
@@ -229,6 +229,7 @@ def test_rows_are_padded_as_the_model_needs_them(fixed_rows: bool, widths: list[
     assert step.micro_batches[0]["targets"].tolist() == [
         [length - 1] * length + [-100] * (widths[0] - length) for length in (1, 2)
     ]
+    assert step.micro_batches[0]["number"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(("n", "batch_size", "world_size"), [(10, 3, 1), (10, 3, 4), (3, 2, 5), (64, 8, 8), (0, 4, 2)])
@@ -258,15 +259,22 @@ class PickyError(SlurmtrainError):
         super().__init__(f"{file}, line {line}")
 
 
+class Unopened:
+    """Cannot be made again where its file is not."""
+
+    def __reduce__(self) -> Any:
+        return open, ("/nowhere",)
+
+
 def test_what_cannot_be_sent_is_an_error_in_its_turn() -> None:
     def work(number: int) -> Any:
         if number == 7:
             return lambda: number
         if number == 15:
             raise PickyError("f", number)
-        return torch.tensor(number)
+        return Unopened() if number == 23 else torch.tensor(number)
 
-    for first, last, sentence in ((0, 7, "[Pp]ickle"), (8, 15, "PickyError: f, line 15")):
+    for first, last, sentence in ((0, 7, "[Pp]ickle"), (8, 15, "PickyError: f, line 15"), (16, 23, "No such file")):
         results = workers_on(work, range(first, 40))
         assert [int(next(results)) for _ in range(first, last)] == list(range(first, last))
         with pytest.raises(Exception, match=sentence):
