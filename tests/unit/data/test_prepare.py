@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -50,14 +49,6 @@ from tests.support.raw_text import (
     write_all_formats,
     write_tokenizer,
 )
-
-
-class Event(threading.Event):
-    """A stop that a test gives."""
-
-    @property
-    def requested(self) -> bool:
-        return self.is_set()
 
 
 def prepare(
@@ -462,7 +453,7 @@ def test_ranks_that_srun_or_torchrun_starts_share_the_work(
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch, project: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Run the verb in this process, whose signal handlers stay as they are: its exit code and what it said."""
-    monkeypatch.setattr(signals, "install_signal_handlers", Event)
+    monkeypatch.setattr(signals, "install_signal_handlers", signals.StopFlag)
 
     def run(*words: str) -> tuple[int, str]:
         code = main(["prepare", *words])
