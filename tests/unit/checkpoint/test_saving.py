@@ -33,7 +33,7 @@ from slurmtrain.checkpoint.save.job import PendingSave, SaveResult
 from slurmtrain.checkpoint.save.plan import make_plan
 from slurmtrain.checkpoint.save.staging import Staging, fingerprint
 from slurmtrain.checkpoint.store.commit import Incarnation
-from slurmtrain.checkpoint.store.retention import Keep
+from slurmtrain.checkpoint.store.retention import Keep, hold
 from slurmtrain.checkpoint.tensors import bytes_are_finite
 from slurmtrain.errors import EXIT_CONFIG
 from tests.support.local_runs import assert_same_tensors
@@ -424,6 +424,16 @@ def test_who_is_told_has_recorded_the_save_before_anybody_may_leave_because_of_i
     saved = pending.result(PATIENCE_S)
     assert recorded == [saved]
     assert run.save(2).result(PATIENCE_S).step == 2, "an error of who is told ends nothing"
+
+
+def test_a_checkpoint_that_is_held_for_somebody_stays(training: Make) -> None:
+    made = training(keep=Keep(last=2))
+    made.save(1).wait()
+    hold(made.directory, 1, "evaluation")
+    for step in (2, 3, 4):
+        made.save(step).wait()
+    made.checkpointer.close()  # which finishes cleaning up, too
+    assert made.steps == [1, 3, 4]
 
 
 def test_a_save_after_a_step_back_stays_beside_those_of_later_steps(training: Make) -> None:

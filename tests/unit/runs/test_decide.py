@@ -61,6 +61,7 @@ ENDINGS: dict[tuple[str, str], list[tuple[str, dict[str, Any], str]]] = {
     ("crash", "requeue"): [
         ("srun says 0, and no rank has said anything", {"exit_code": 0}, "ended without a word"),
         ("one rank killed", {**KILLED, "facts": RUNNING}, "crashed: n1: task 3: Killed; it is requeued"),
+        ("one rank killed after a signal", {**KILLED, "cause": "SIGTERM"}, "task 3: Killed"),
         ("user code raised", {"exit_code": 1, "failure": (1, "rank 2: ValueError: no"), "facts": RUNNING},
          "crashed: rank 2: ValueError: no"),
         ("user code raised while stopping",
@@ -80,11 +81,13 @@ ENDINGS: dict[tuple[str, str], list[tuple[str, dict[str, Any], str]]] = {
         ("Ctrl-C", {**STOPPED, "cause": "SIGINT"}, "Ctrl-C"),
         ("a program saved and exited with 0, cancelled", {**SAVED_AND_SAID_0, "cause": "SIGTERM", "facts": CANCELLED},
          "scancel"),
+        ("scancel in its second life", {**SLURM_TERM, "facts": REQUEUED, "restart_count": 1}, "scancel"),
         ("scancel, over by the time that SLURM is asked", {**KILLED, "facts": OVER}, "scancel"),
         ("a rank hangs, and a person cancels it", {"exit_code": 1, "hang": HUNG, "request": "cancel"}, ""),
     ],
     ("pruned", "end"): [
         ("pruned by its search", {**STOPPED, "request": "prune", "cause": "SIGUSR2"}, "by its search"),
+        ("pruned while it was preempted", {**SLURM_TERM, "request": "prune", "facts": PREEMPTED}, "pruned"),
         ("pruned, and crashed as it left", {"exit_code": 1, "request": "prune"}, "pruned by its search"),
     ],
     ("preempted", "requeue"): [
@@ -137,6 +140,7 @@ ENDINGS: dict[tuple[str, str], list[tuple[str, dict[str, Any], str]]] = {
     ("requeued", "restarting"): [("scontrol requeue", {**SLURM_TERM, "facts": REQUEUED}, "scontrol requeue")],
     ("node failure", "restarting"): [
         ("a node died", {"exit_code": 143, "facts": REQUEUED}, "a node failed"),
+        ("a node died, srun saw it", {**KILLED, "facts": REQUEUED}, "a node failed"),
     ],
     ("config", "end"): [
         ("config error", {"exit_code": 78, "failure": (78, "rank 0: no GPU")}, "no GPU"),

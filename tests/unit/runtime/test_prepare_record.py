@@ -10,30 +10,26 @@ from slurmtrain.choices import JobKind
 from slurmtrain.config.schema import Config, JobConfig, PrepareConfig
 from slurmtrain.runs import attempts
 from slurmtrain.runs.create import create_run_dir
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.end_of_attempt import finish_attempt
 from tests.support.runs import add_attempt
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return create_run_dir(tmp_path, "prepare")
-
-
 @pytest.mark.parametrize(
-    ("units", "part", "began", "expected"),
+    ("units", "folder", "part", "began", "expected"),
     [
-        pytest.param([0, 1, 2, 3, 4], (0, 1), True, 5, id="other tasks end some after rank 0's last count"),
-        pytest.param([0, 1, 2, 3, 5, 9], (1, 4), True, 3, id="a part of an array counts its own"),
-        pytest.param([0, 1, 2], (0, 1), False, None, id="others have done them, and it was refused"),
+        pytest.param([0, 1, 2, 3, 4], "tokens", (0, 1), True, 5, id="other tasks end some after rank 0's last count"),
+        pytest.param([0, 1, 2, 3, 5, 9], "tokens", (1, 4), True, 3, id="a part of an array counts its own"),
+        pytest.param([0, 1, 2, 3], "in the container", (0, 1), True, 2, id="the output cannot be seen"),
+        pytest.param([0, 1, 2], "tokens", (0, 1), False, None, id="others have done them, and it was refused"),
     ],
 )
 def test_the_record_has_the_units_that_are_done_at_the_end(
-    run: RunDir, tmp_path: Path, units: list[int], part: tuple[int, int], began: bool, expected: int | None
+    tmp_path: Path, units: list[int], folder: str, part: tuple[int, int], began: bool, expected: int | None
 ) -> None:
+    run = create_run_dir(tmp_path, "prepare")
     for name in (*(f"{number:05d}" for number in units), ".00006", "packed"):
         (tmp_path / "tokens" / name).mkdir(parents=True)
-    prepare = PrepareConfig(output=str(tmp_path / "tokens"), part=part[0], parts=part[1])
+    prepare = PrepareConfig(output=str(tmp_path / folder), part=part[0], parts=part[1])
     config = Config(job=JobConfig(kind=JobKind.PREPARE), prepare=prepare)
     attempt = add_attempt(run, **({"said": "stopped", "stepping": 1.0, "last_step": 2} if began else {}))
     finish_attempt(run, attempt.number, 75 if began else 78, config, None)

@@ -122,12 +122,11 @@ def test_no_rank_hangs_as_long_as_another_one_may_be_at_work(case: str) -> None:
     assert answer is expected
 
 
-@pytest.mark.parametrize(("silent_s", "hangs"), [({0: 2.0}, False), ({0: 12.0}, True), ({}, True)])
-def test_a_rank_that_is_overdue_leaves_the_decision_to_rank_0_as_long_as_that_beats(
-    silent_s: dict[int, float], hangs: bool
-) -> None:
-    heard = {rank: beat(rank, idle_s=50.0) for rank in silent_s}
-    assert judge.hangs(beat(2), heard, silent_s, limit_s=60.0, every_s=1.0) is hangs
+def test_a_rank_that_is_overdue_leaves_the_decision_to_rank_0_as_long_as_that_beats() -> None:
+    silences: list[tuple[dict[int, float], bool]] = [({0: 2.0}, False), ({0: 12.0}, True), ({}, True)]
+    for silent_s, hangs in silences:
+        heard = {rank: beat(rank, idle_s=50.0) for rank in silent_s}
+        assert judge.hangs(beat(2), heard, silent_s, limit_s=60.0, every_s=1.0) is hangs
 
 
 def test_a_rank_that_is_alone_has_its_own_time_out_and_some_seconds() -> None:
