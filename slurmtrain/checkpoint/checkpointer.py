@@ -267,15 +267,11 @@ class Checkpointer:
         """Agree with the other ranks on who writes what, and make room for it."""
         plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: module_state.buffers(objects))
         if plan is not self._plan or not training:
-
-            def prepare() -> None:
-                sharers = self._on_host.size
-                if self._node_folder is not None and not training:
-                    missing = self._staging.missing_bytes(plan.data_end)
-                    self._node_folder.check_room(plan.data_end, sharers, sharers * missing)
-                self._staging.prepare(plan.data_end, sharers=sharers)
-
-            self._ranks.all_do(prepare)
+            folder, size, sharers = self._node_folder, plan.data_end, self._on_host.size
+            if folder is not None and not training:  # before any rank allocates, while what is left can be seen
+                missing = sharers * self._staging.missing_bytes(size)
+                self._ranks.all_do(lambda: folder.check_room(size, sharers, missing))
+            self._ranks.all_do(lambda: self._staging.prepare(size, sharers=sharers))
             self._plan = plan
         return plan
 
@@ -473,9 +469,12 @@ class Checkpointer:
         """Copy this rank's file to its node. The first of several errors in a row is reported: training goes on without."""
         assert isinstance(job.image, Image)
         try:
-            folder.write(saved.digest, file_name(self._ranks.rank), job.image.data, self._on_host.size)
+            name, sharers = file_name(self._ranks.rank), self._on_host.size
+            # A last save does not wait for it; after an error, which closes, it is what the ranks start again from.
+            leaving = lambda: self._hurried.is_set() and not self._closed  # noqa: E731
+            folder.write(saved.digest, name, job.image.data, sharers, leaving)
             self._copy_failed = False
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # of any kind: what follows is done by all ranks together
             if not self._copy_failed:
                 log.warning("step %d was not copied to the node: %s", saved.step, self._ranks.explain(error).message)
             self._copy_failed = True

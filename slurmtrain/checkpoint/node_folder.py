@@ -19,7 +19,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from slurmtrain.system.records import read_json
 
 OWNER = "owner.json"
 MEMORY = Path("/dev/shm")
-SPARE_BYTES = 16 << 20
+SPARE_BYTES = PIECE_BYTES = 16 << 20
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 # A run that was killed may be started again in place; after this many seconds without a process of it, it is dead.
 DEAD_S = 900.0
@@ -83,7 +83,10 @@ class NodeFolder:
         Raises:
             NodeFolderError: there is not that much room.
         """
-        there = sum(file.lstat().st_size for file in self.path.glob("*/*"))
+        there = 0
+        for file in self.path.glob("*/*"):
+            with suppress(OSError):  # another rank of this node has just removed or renamed it
+                there += file.lstat().st_size
         wanted = sharers * size - there + SPARE_BYTES
         status = os.statvfs(self.path)
         free = status.f_bavail * status.f_frsize
@@ -99,12 +102,19 @@ class NodeFolder:
                 hint=f"request more memory (cluster.mem_per_node_gb); {hint}",
             )
 
-    def write(self, digest: str, name: str, data: memoryview, sharers: int) -> None:
+    def write(
+        self, digest: str, name: str, data: memoryview, sharers: int, leaving: Callable[[], bool] = lambda: False
+    ) -> None:
         """Copy a rank's file of the checkpoint whose manifest has this digest. Copies of others make room for it first.
+
+        Args:
+            leaving: looked at between pieces: a stop does not wait for the rest.
 
         Raises:
             NodeFolderError: there is no room for it. OSError: it cannot be written.
         """
+        if not self.path.is_dir():  # removed by an epilog, or by systemd's RemoveIPC
+            self.open()
         for old in self.path.iterdir():
             if old.is_dir() and old.name != digest:
                 shutil.rmtree(old, ignore_errors=True)
@@ -112,7 +122,11 @@ class NodeFolder:
         folder = self.path / digest
         folder.mkdir(mode=0o700, exist_ok=True)
         temporary = folder / f"{name}.tmp"
-        temporary.write_bytes(data)
+        with temporary.open("wb") as file:
+            for begin in range(0, len(data), PIECE_BYTES):
+                if leaving():
+                    return
+                file.write(data[begin : begin + PIECE_BYTES])
         temporary.rename(folder / name)
 
     def view(self, checkpoint: Path, digest: str, names: Collection[str]) -> Path | None:
@@ -126,9 +140,12 @@ class NodeFolder:
         lacking = [name for name in names if (folder / name).is_symlink() or not (folder / name).is_file()]
         if len(lacking) == len(names):
             return None
-        for name in lacking:
-            (folder / name).unlink(missing_ok=True)
-            (folder / name).symlink_to(checkpoint.absolute() / name)
+        try:
+            for name in lacking:
+                (folder / name).unlink(missing_ok=True)
+                (folder / name).symlink_to(checkpoint.absolute() / name)
+        except OSError:  # no reason to end: other nodes would wait for this one
+            return None
         return folder
 
     def remove(self) -> None:

@@ -152,7 +152,9 @@ def _verify(folder: Path) -> int:
         print(problem, flush=True)
         problems += 1
     if problems:
-        print(f"{problems} damaged or missing: remove their folders and repeat the prepare command to recreate them")
+        print(
+            f"{problems} damaged or missing: remove the folders with numbers that hold them, and repeat the prepare command"
+        )
         return 1
     counts = ", ".join(f"{name}: {split.tokens} tokens" for name, split in manifest.splits.items())
     print(f"{folder} is unchanged ({counts}); fingerprint {manifest.fingerprint}")

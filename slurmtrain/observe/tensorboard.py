@@ -17,7 +17,10 @@ class TensorBoardLogger(Logger):
     def open(self, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second
 
-        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.held.step + 1)
+        held = max(
+            run.held.step, run.held.evaluated
+        )  # an evaluation may be of a later step than the last that was logged
+        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=held + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

@@ -17,6 +17,7 @@ from slurmtrain.report.gpu_hours import History, of_history, read_history
 from slurmtrain.report.status.state import RunStatus, states
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.process import be_killed_with
 from slurmtrain.system.trust import name_of
 
 Part = tuple[RunDir, Goodput]  # what adds up to a row
@@ -140,10 +141,14 @@ def _map(read: Callable[[RunDir], Found], run_dirs: Sequence[RunDir]) -> Iterato
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    quiet = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is this process's to answer
     fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(processes, fork, initializer=signal.signal, initargs=quiet) as pool:
+    with ProcessPoolExecutor(processes, fork, _begin, (os.getpid(),)) as pool:
         yield from pool.map(read, run_dirs, chunksize=25)
+
+
+def _begin(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    be_killed_with(parent)  # else they would wait for ever for what it never sends
 
 
 def _owner(run_dir: RunDir) -> str:

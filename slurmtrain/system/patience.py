@@ -2,7 +2,7 @@
 
 Which of the two is right depends on what is lost by giving up: `RESTORE` where the work of hours would be, `STEP` where a
 step of training waits, and a run goes on from its last checkpoint. Polls, which look again anyway, need neither: they
-take an error that `may_pass` for "not there yet". What the work does not depend on (numbers, curves and events of a run) is
+take an error that `may_pass` for "not there yet". What the work does not depend on (numbers and events of a run) is
 written by `BestEffort`.
 """
 

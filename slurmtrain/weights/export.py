@@ -108,7 +108,13 @@ class OpenCheckpoint:
     progress: Callable[[int], None]
 
     def write_folder(
-        self, out: Path, entries: Sequence[Entry], files: Mapping[str, bytes], *, stem: str = "model"
+        self,
+        out: Path,
+        entries: Sequence[Entry],
+        files: Mapping[str, bytes],
+        *,
+        stem: str = "model",
+        one_file: bool = False,
     ) -> Exported:
         """Write a folder of weights as save_pretrained does, completely or not at all.
 
@@ -118,6 +124,7 @@ class OpenCheckpoint:
             entries: the tensors, in the order in which they fill the files.
             files: further files by name: config.json, those of the tokenizer, generation_config.json.
             stem: begins the names of the files of tensors.
+            one_file: all tensors in one, since peft reads no more.
 
         Raises:
             UsageError: `out` exists, or the folder that it is to be in does not exist.
@@ -126,7 +133,7 @@ class OpenCheckpoint:
         shards: list[list[Entry]] = [[]]
         size = 0
         for entry in entries:
-            if shards[-1] and size + entry.nbytes > SHARD_BYTES:
+            if shards[-1] and size + entry.nbytes > SHARD_BYTES and not one_file:
                 shards.append([])
                 size = 0
             shards[-1].append(entry)
@@ -162,7 +169,9 @@ class OpenCheckpoint:
                     f"{entry.name} is {dtype_name(entry.dtype)}, which the safetensors format does not support",
                     hint="read it with slurmtrain.Checkpointer.restore",
                 )
-        size, left = sum(entry.nbytes for entry in entries), available_memory()
+        # What is read is in memory at once, and goes as it is converted.
+        size = sum(max(entry.nbytes, self.manifest.tensors[entry.source].nbytes) for entry in entries)
+        left = available_memory()
         if left is not None and size > left:
             raise CheckpointError(
                 f"the whole file has to be in memory: {size / 1e9:.2f} GB, and {left / 1e9:.2f} GB are left",

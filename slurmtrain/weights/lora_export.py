@@ -59,7 +59,8 @@ def export_peft(path: Path, out: Path) -> Exported:
         files.pop(GENERATION, None)
         # The names that peft gives.
         files["adapter_config.json"] = json_bytes(adapter_config)
-        return replace(checkpoint.write_folder(out, entries, files, stem="adapter_model"), notes=notes)
+        written = checkpoint.write_folder(out, entries, files, stem="adapter_model", one_file=True)
+        return replace(written, notes=notes)
 
 
 def _name_in_folder(layer: str, model: Mapping[str, Any]) -> str:

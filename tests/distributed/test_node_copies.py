@@ -93,14 +93,17 @@ CASES: dict[str, tuple[Callable[[World], None], int, str]] = {
 }
 
 
-def go_through(distributed: DistributedContext, path: Path) -> dict[str, tuple[int | None, bool, list[str]]]:
+def go_through(distributed: DistributedContext, path: Path) -> dict[str, Any]:
     """Save, then change the folders in every way, restore each time, and put everything back."""
-    first, found = distributed.environment.rank == 0, {}
+    first, found = distributed.environment.rank == 0, dict[str, Any]()
     world = World(path)
     weights = save_two(world, distributed)
     dist.barrier(group=distributed.control_group)
     if first:
         shutil.copytree(path, path.with_name("before"), symlinks=True)
+        found["held"] = {node: sorted(world.copies(node)) for node in NODES}
+        folders = [folder for folder in world.disks.glob("*/slurmtrain-*/**") if folder.is_dir()]
+        found["modes"] = {oct(folder.stat().st_mode & 0o777) for folder in folders}
     for number, (name, (change, _, _)) in enumerate(CASES.items()):
         if first:
             shutil.rmtree(path)
@@ -113,6 +116,9 @@ def go_through(distributed: DistributedContext, path: Path) -> dict[str, tuple[i
         found[name] = (step, rank.weights() == weights.get(step or 0), rank.said)
         rank.checkpointer.close()
         dist.barrier(group=distributed.control_group)
+    rank.checkpointer.remove_local()
+    dist.barrier(group=distributed.control_group)
+    found["left"] = sorted(path.name for path in world.disks.glob("*/*"))
     return found
 
 
@@ -138,22 +144,10 @@ def test_a_restart_reads_the_copies_that_are_sound_and_else_the_checkpoint(
         assert "copies" not in said
 
 
-def hold(distributed: DistributedContext, path: Path) -> dict[str, Any]:
-    world = World(path)
-    save_two(world, distributed)
-    dist.barrier(group=distributed.control_group)
-    held = {node: sorted(world.copies(node)) for node in NODES}
-    modes = {oct(folder.stat().st_mode & 0o777) for folder in world.disks.glob("*/slurmtrain-*/**") if folder.is_dir()}
-    rank = world.rank(distributed, 2)
-    rank.checkpointer.remove_local()
-    left = sorted(path.name for path in world.disks.glob("*/*"))
-    return {"held": held, "modes": modes, "left": left}
-
-
 def test_each_node_holds_its_part_of_the_newest_checkpoint_only_in_a_folder_for_nobody_else(
-    gloo_ranks: GlooRanks, tmp_path: Path
+    went_through: list[dict[str, Any]],
 ) -> None:
-    answer = gloo_ranks(3, hold, tmp_path / "world")[0]
+    answer = went_through[0]
     assert answer["held"] == {node: [f"rank{number:05d}.safetensors"] for number, node in enumerate(NODES)}
     assert answer["modes"] == {"0o700"}
     assert answer["left"] == []  # nothing stays in the memory of nodes that others get next

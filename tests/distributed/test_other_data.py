@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +85,11 @@ class Given(Table):
         return {**row, "text": "a"} if self._kind == "text" else tuple(row.values())
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter([Table(1)[0]])
-
-
 class Odd:
     """As a `data._target_`."""
 
     def __init__(self, kind: str, **ignored: Any):
-        self.train = Stream() if kind == "stream" else Given(kind)
+        self.train = Given(kind)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +97,6 @@ class Odd:
     [
         ("text", "'text' of the data's samples is a list; a model is called with tensors by name"),
         ("tuple", "without 'inputs' and 'targets'"),
-        ("stream", r"the training data \(.*Stream\) is a stream: it needs len\(\) and \[i\]"),
     ],
 )
 def test_samples_that_no_model_takes_are_told_in_a_sentence(kind: str, said: str, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from slurmtrain.models.lora import add_adapters, draw_adapters, without_adapters
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.build_model import distribute_model
+from slurmtrain.weights import export as weights_export
 from slurmtrain.weights.hf_export import export_hf
 from slurmtrain.weights.hf_names import hugging_face_name
 from slurmtrain.weights.lora_export import export_peft
@@ -246,7 +247,9 @@ def test_adapters_beside_read_weights_are_exported_and_merged_as_the_page_shows(
     with torch.no_grad():
         ours = model(tokens)
         plain = theirs.read(base)(tokens).logits
-        export_peft(path, tmp_path / "adapters")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(weights_export, "SHARD_BYTES", 1)
+            export_peft(path, tmp_path / "adapters")
         beside = peft.PeftModel.from_pretrained(theirs.read(base), tmp_path / "adapters").eval()
         adapted = beside(tokens).logits
         beside.merge_and_unload().save_pretrained(tmp_path / "merged")

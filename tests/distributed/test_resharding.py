@@ -350,6 +350,10 @@ WORLDS: list[tuple[int, dict[str, Case]]] = [
         4,
         {
             "layouts by 4": (save_all, EVERY),
+            "layouts into 4": (
+                restore_all,
+                [("plain", "fsdp_tp"), ("fsdp", "hsdp"), ("hsdp", "tp_replicas"), ("tp", "fsdp_tp"), ("fsdp_tp", "tp")],
+            ),
             "sizes": (save_sizes,),
             "zoo by 4": (save_zoo,),
         },
@@ -372,15 +376,6 @@ WORLDS: list[tuple[int, dict[str, Case]]] = [
                 [("plain", "tp"), ("fsdp", "tp"), ("hsdp", "tp"), ("fsdp_tp", "plain"), ("tp_replicas", "tp")],
             ),
             "evaluated": (evaluate_then_save,),
-        },
-    ),
-    (
-        4,
-        {
-            "layouts into 4": (
-                restore_all,
-                [("plain", "fsdp_tp"), ("fsdp", "hsdp"), ("hsdp", "tp_replicas"), ("tp", "fsdp_tp"), ("fsdp_tp", "tp")],
-            ),
         },
     ),
 ]

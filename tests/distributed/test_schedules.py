@@ -1,19 +1,15 @@
-"""Any plan of interruptions ends with the bits of the run that nobody interrupted: random moments, signals and ranks."""
+"""Wherever a run is interrupted, it ends with the bits of the undisturbed run. At random moments: tests/slurm/test_soak.py."""
 
 from __future__ import annotations
 
 import os
-import random
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import committed, step_of
@@ -40,38 +36,27 @@ WRITE_S = 0.03  # how long a save takes at least that is in flight when the sign
 
 @dataclass(frozen=True)
 class Interruption:
-    """One signal to this process, at one moment of an attempt.
+    """One signal to one rank, at one place of an attempt.
 
     Attributes:
         when: "step": before the `at`th step or round of evaluation; "save": when it begins to write its `at`th checkpoint,
-            while training goes on; "moment": `seconds` after training began, whatever it does then.
-        ranks: who gets it.
+            while training goes on.
         grace: time that is left then, in saves, which decides about one in flight; None: not known.
     """
 
     when: str
-    ranks: tuple[int, ...]
-    number: signal.Signals
-    at: int = 0
-    seconds: float = 0.0
+    at: int
+    rank: int
+    number: signal.Signals = signal.SIGTERM
     grace: float | None = None
 
 
-def draw_schedule(seed: int) -> list[Interruption]:
-    dice = random.Random(seed)
-    # The first kind goes round, so that ten schedules hold each several times.
-    kinds = [("step", "save", "moment")[seed % 3], *dice.choices(("step", "save", "moment"), k=dice.randint(0, 3))]
-    return [
-        Interruption(
-            when,
-            ranks=dice.choice([(0,), (1,), (0, 1)]),
-            number=dice.choice([signal.SIGTERM, signal.SIGUSR2]),
-            at=dice.randint(1, 3) if when == "save" else dice.randint(0, 7),
-            seconds=dice.uniform(0, 0.25),
-            grace=dice.choice([None, 0.0, 1.0]),
-        )
-        for when in kinds
-    ]
+PLANS = [
+    Interruption("step", 15, 1),  # in the evaluation after step 15
+    Interruption("save", 1, 1),  # when it is not known yet how long a save takes
+    Interruption("save", 2, 0, signal.SIGUSR2, grace=1.0),
+    Interruption("step", 3, 0, signal.SIGUSR2, grace=0.0),
+]
 
 
 class Grace(StopWatcher):
@@ -88,7 +73,7 @@ class Grace(StopWatcher):
 
 
 class Observed(StopAgreement):
-    """Calls `hook` with the number of each step and round of evaluation before it, and takes its time for it."""
+    """Calls `hook` with the number of each step and round of evaluation before it; each takes its time."""
 
     def __init__(self, distributed: DistributedContext, hook: Callable[[int], None]):
         super().__init__(signals.install_signal_handlers(), distributed.control_group)
@@ -108,26 +93,12 @@ def attempt(distributed: DistributedContext, run_path: Path, number: int, plan: 
     """One life of the run on this rank, interrupted according to the plan."""
     stop, watch = StopAgreement(signals.install_signal_handlers(), distributed.control_group), Grace(None)
     if plan is not None:
-        send = (
-            partial(os.kill, os.getpid(), plan.number) if distributed.environment.rank in plan.ranks else lambda: None
-        )
-        stop, watch = Observed(distributed, before_step(plan, send)), Grace(plan.grace)
+        told = distributed.environment.rank == plan.rank
+        send = partial(os.kill, os.getpid(), plan.number) if told else lambda: None
+        at = plan.at if plan.when == "step" else -1
+        stop, watch = Observed(distributed, lambda asked: send() if asked == at else None), Grace(plan.grace)
         blocks.write = slow_write(plan, send)  # the process is this attempt's own
     return trainer(distributed, run_path, OVERRIDES, stop, number, stop_watcher=watch).fit()
-
-
-def before_step(plan: Interruption, send: Callable[[], None]) -> Callable[[int], None]:
-    """A hook that sends the signal before a step, or sets the clock for it when training begins."""
-    timer = threading.Timer(plan.seconds, send)
-    timer.daemon = True
-
-    def hook(asked: int) -> None:
-        if plan.when == "step" and asked == plan.at:
-            send()
-        if plan.when == "moment" and asked == 0:
-            timer.start()
-
-    return hook
 
 
 def slow_write(plan: Interruption, send: Callable[[], None]) -> Callable[..., Any]:
@@ -145,40 +116,17 @@ def slow_write(plan: Interruption, send: Callable[[], None]) -> Callable[..., An
     return write_slowly
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with GlooRanks(tmp_path_factory.mktemp("undisturbed")) as ranks:
-        path = ranks.tmp_path / "run"
-        assert [outcome.finished for outcome in ranks(2, attempt, path, 1, None)] == [True, True]
-        yield path
-
-
-# In the evaluation after step 15, and in an attempt's first save, when it is not known yet how long one takes.
-PLACES = [Interruption(when, (1,), signal.SIGTERM, at) for when, at in (("step", 15), ("save", 1))]
-# PLACES have the other two kinds.
-SCHEDULES = [
-    pytest.param(PLACES, id="places"),
-    *(pytest.param(draw_schedule(seed), marks=[pytest.mark.slow] * (seed != 2), id=str(seed)) for seed in range(10)),
-]
-
-
-@pytest.mark.parametrize("plans", SCHEDULES)
-def test_a_schedule_of_interruptions_ends_with_the_bits_of_the_undisturbed_run(
-    gloo_ranks: GlooRanks, tmp_path: Path, undisturbed: Path, plans: list[Interruption]
+def test_interrupted_in_every_place_a_run_ends_with_the_bits_of_the_undisturbed_one(
+    gloo_ranks: GlooRanks, tmp_path: Path
 ) -> None:
-    run_path = tmp_path / "run"
-    outcomes: list[Outcome] = []
-    for number, plan in enumerate([*plans, None], start=1):
+    whole, run_path = tmp_path / "whole", tmp_path / "run"
+    assert [outcome.finished for outcome in gloo_ranks(2, attempt, whole, 1, None)] == [True, True]
+    for number, plan in enumerate([*PLANS, None], start=1):
         both = gloo_ranks(2, attempt, run_path, number, plan)
-        outcomes.append(both[0])
-        assert (both[0].finished, both[0].step) == (both[1].finished, both[1].step)
-        if both[0].finished:
-            break
+        assert both[0].finished == both[1].finished == (plan is None) and both[0].step == both[1].step
         if plan is not None and plan.grace is None:  # with time for it, what was reached is saved
             assert step_of(committed(run_path / "checkpoints")[-1]) == both[0].step
-        if plans is PLACES and number == 1:
+        if number == 1:
             assert both[0].step == 15 and losses(run_path, "valid_loss") == {}
-    assert not outcomes[0].finished  # it was interrupted
-    assert outcomes[-1].finished
-    assert list(losses(undisturbed)) == list(range(1, STEPS + 1))
-    assert_same_run(run_path, undisturbed)
+    assert list(losses(whole)) == list(range(1, STEPS + 1))
+    assert_same_run(run_path, whole)

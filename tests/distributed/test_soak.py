@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -152,40 +151,17 @@ def steady_growth(values: list[int]) -> float:
     return min(slope(values[:middle]), slope(values[middle:]), rise / (len(values) - third))
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("soak") / "checkpoints"
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, directory: Path) -> list[Soaked]:
-    """220 saves in the background of a training on two ranks."""
-    with GlooRanks(tmp_path_factory.mktemp("ranks")) as gloo_ranks:
-        return gloo_ranks(2, soak, directory, timeout_s=400)
-
-
-def test_every_save_is_committed_while_training_goes_on(ranks: list[Soaked]) -> None:
-    for rank in ranks:
-        assert rank.failed == []
-        assert rank.committed == [1] * SAVES
+def test_220_saves_in_the_background_of_a_training_leave_nothing_behind(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    for rank in gloo_ranks(2, soak, directory, timeout_s=400):
+        assert rank.failed == [] and rank.committed == [1] * SAVES
         assert rank.overlapped > SAVES // 2
-
-
-def test_memory_stays_flat(ranks: list[Soaked]) -> None:
-    for rank in ranks:
         # One object that every save leaves behind would be one block or more.
         assert steady_growth(rank.blocks[WARM_UP // LOOK_EVERY :]) / LOOK_EVERY < 0.5
-
-
-def test_no_thread_process_or_open_file_is_left_over(ranks: list[Soaked]) -> None:
-    for rank in ranks:
         assert rank.meanwhile != rank.before  # it would be seen
-        assert "checkpoint-writer" in rank.meanwhile.python_threads
-        assert rank.meanwhile.children == ()
+        assert "checkpoint-writer" in rank.meanwhile.python_threads and rank.meanwhile.children == ()
         assert rank.after == rank.before
 
-
-def test_no_file_is_left_over_but_the_checkpoints_that_are_kept(ranks: list[Soaked], directory: Path) -> None:
     kept = committed(directory)
     assert [int(path.name.rpartition("_")[2]) for path in kept] == [200, SAVES - 2, SAVES - 1, SAVES]
     names = {path.name for path in directory.iterdir()}

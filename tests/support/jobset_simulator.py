@@ -26,7 +26,6 @@ class JobSetSimulator:
     Attributes:
         restarts, counted: how often its pods were started again, and how many of these count.
         messages: why the Job has failed, each time.
-        variables: further ones of all pods.
     """
 
     def __init__(self, manifest: dict[str, Any], folder: Path):
@@ -34,7 +33,6 @@ class JobSetSimulator:
         self._job = replicated["template"]["spec"]
         self._policy = manifest["spec"]["failurePolicy"]
         self._folder = folder
-        self.variables: dict[str, str] = {}
         self.pods: list[subprocess.Popen[bytes]] = []
         self._evicted: set[int] = set()
         self.restarts = self.counted = 0
@@ -51,7 +49,7 @@ class JobSetSimulator:
         with (self._folder / f"pod-{index}.log").open("ab") as output:
             return subprocess.Popen(
                 container["command"],
-                env={**clean_environment(), **given, **self.variables, "JOB_COMPLETION_INDEX": str(index)},
+                env={**clean_environment(), **given, "JOB_COMPLETION_INDEX": str(index)},
                 cwd=self._folder,
                 stdout=output,
                 stderr=output,

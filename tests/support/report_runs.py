@@ -211,19 +211,19 @@ def sweep_of_eight(runs: Path) -> Path:
             varied = {"optim.lr": f"{lr:g}", "model": size}
             point = {"number": number, "varied": varied, "identity": f"{number:012x}", "shape": "s", "run_id": run_id}
             lines.append(json.dumps(point))
-            if number == 7:
-                fail(run)
+            if number == 7:  # it has crashed
+                path = run.attempt(1).record_file
+                crashed: dict[str, Any] = {
+                    "reason": "crash",
+                    "verdict": "end",
+                    "exit_code": 1,
+                    "said": None,
+                    "last_step": 300,
+                }
+                sentence = "rank 3: RuntimeError: CUDA error: an illegal memory access was encountered"
+                files.write_json(path, {**json.loads(path.read_text()), **crashed, "sentence": sentence})
+                kept = [line for line in run.metrics_file.read_text().splitlines() if json.loads(line)["step"] <= 300]
+                run.metrics_file.write_text("".join(f"{line}\n" for line in kept))
             number += 1
     (folder / "points.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return folder
-
-
-def fail(run: RunDir) -> None:
-    """Let the only attempt of a run end with a crash."""
-    path = run.attempt(1).record_file
-    values = json.loads(path.read_text())
-    values |= {"reason": "crash", "verdict": "end", "exit_code": 1, "said": None, "last_step": 300}
-    values |= {"sentence": "rank 3: RuntimeError: CUDA error: an illegal memory access was encountered"}
-    files.write_json(path, values)
-    kept = [line for line in run.metrics_file.read_text().splitlines() if json.loads(line)["step"] <= 300]
-    run.metrics_file.write_text("".join(f"{line}\n" for line in kept))

@@ -149,6 +149,8 @@ class Contents:
                 raise DamagedError(f"{path} is damaged: {what}")
         own = counts[len(manifest.tensors) :]
         own_facts = {own_name(rank, ""): TensorFacts((size,), "uint8") for rank, size in enumerate(own)}
+        if own_facts.keys() & manifest.tensors.keys():
+            raise DamagedError(f"{path} is damaged: a tensor has the name of a rank's own state")
         return cls({**manifest.tensors, **own_facts}, table)
 
     def find(self, wanted: Mapping[str, Box]) -> Iterator[tuple[str, str, int, Box]]:

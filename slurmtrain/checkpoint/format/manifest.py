@@ -216,7 +216,7 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
     if hashlib.sha256(text).hexdigest() != expected:
         raise DamagedError(f"{path} is damaged: the digest of manifest.json is not the one in COMPLETE")
     try:
-        values = json.loads(text)
+        values = json.loads(text.decode())  # json itself would take other encodings, which ranks do not send
         if values.get("format") != FORMAT:
             # Not damaged, and nothing to set aside: another version of this package wrote it.
             raise CheckpointMismatchError(

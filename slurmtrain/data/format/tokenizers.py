@@ -24,7 +24,7 @@ from slurmtrain.data.format.manifest import Kind, TokenizerFacts
 from slurmtrain.errors import ConfigError
 
 BYTES: Literal["bytes"] = "bytes"
-SEPARATOR = 0  # bytes: ends a document, as in data=files; a text has no use for it
+SEPARATOR = 0  # bytes: ends a document; a text has no use for it
 # Common names of the token that ends a document: used if a vocabulary has exactly one of them.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 NO_TOKEN = "none"

@@ -36,7 +36,7 @@ def collate(samples: Sequence[Any]) -> Batch:
     """
     first = samples[0]
     if isinstance(first, Mapping) and "targets" in first and len({_length(sample) for sample in samples}) > 1:
-        return concatenate([{name: row[None] for name, row in sample.items()} for sample in samples])
+        return concatenate([default_collate([sample]) for sample in samples])
     collated: Batch = default_collate(list(samples))
     return collated
 

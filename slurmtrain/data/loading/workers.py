@@ -80,10 +80,11 @@ class Workers(Generic[Job, Result]):
         """
         receiver, process = next(self._turns)
         try:
-            result, error = receiver.recv()
+            message = receiver.recv_bytes()
         except (EOFError, OSError):  # of a pipe without its other end, perhaps in the middle of a message
             process.join()
             raise _dead_worker_error(process) from None
+        result, error = pickle.loads(message)
         if error is not None:
             raise error
         return result  # type: ignore[no-any-return]

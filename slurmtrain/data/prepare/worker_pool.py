@@ -32,14 +32,11 @@ class Tally:
     """The progress of a share of the units: what was done before this process started, and what has been done since.
 
     Attributes:
-        units_done, units: number of units, finished and in all.
         size, total: bytes of the inputs, read and in all.
         before: the part of `size` that was done before this process started.
         documents, bad: number of documents, and of records that could not be read.
     """
 
-    units_done: int = 0
-    units: int = 0
     size: int = 0
     total: int = 0
     before: int = 0
@@ -48,7 +45,6 @@ class Tally:
 
     def add(self, unit: Unit, record: UnitRecord) -> None:
         """Count a unit that is done."""
-        self.units_done += 1
         self.size += unit.size
         self.documents += sum(shard.documents for shard in record.shards.values())
         self.bad += sum(len(piece.bad) for piece in record.pieces)
@@ -72,7 +68,7 @@ def work(
         ConfigError: an input has changed or is not of its format.
         DataError: a disk is full, an input has vanished, or a process was killed.
     """
-    tally, waiting = Tally(units=len(units), total=sum(unit.size for unit in units)), []
+    tally, waiting = Tally(total=sum(unit.size for unit in units)), []
     with file_errors_reported(plan.output):
         done = units_done(plan.output)
         for unit in units:

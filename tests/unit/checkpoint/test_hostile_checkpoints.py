@@ -121,7 +121,7 @@ def tensors(forged: Forged) -> Any:
 
 # Code where data belongs.
 
-OWN_STATE = {"own/random": {"python": "x", "torch": {"__tensor__": "nowhere"}}}
+OWN_STATE = {"own/00000/random": {"python": "x", "torch": {"__tensor__": "nowhere"}}}
 ATTACKS |= {
     "a pickle as the shard": lambda forged: forged.__dict__.update(beginning=forged.evil, body=b""),
     "a pickle as the header": lambda forged: forged.__dict__.update(
@@ -178,6 +178,16 @@ DTYPES: list[Any] = ["load", "quint8", "float64", 5]
 each("a shape {:.40}", {str(shape): shape for shape in SHAPES}, put(tensors, WEIGHT, "shape"))
 each("a dtype {}", DTYPES, put(tensors, WEIGHT, "dtype"))
 each("a tensor {}", OTHERS, put(tensors, WEIGHT))
+each(
+    "a tensor named as the rank's own state: {}",
+    [[0], [3]],
+    lambda forged, shape: tensors(forged).update({"own/00000/": {"shape": shape, "dtype": "uint8"}}),
+)
+each(
+    "manifest.json in {}",
+    ["utf-16", "utf-32"],
+    lambda forged, encoding: setattr(forged, "text", json.dumps(forged.manifest).encode(encoding)),
+)
 
 VALUES: dict[str, list[Any]] = {
     "format": ["2", None],

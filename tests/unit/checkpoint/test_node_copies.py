@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from slurmtrain.checkpoint import node_folder
+from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import NodeFolderError
 from slurmtrain.checkpoint.node_folder import DEAD_S, NodeFolder
 from slurmtrain.system.files import write_json
@@ -76,3 +79,27 @@ def test_copies_and_the_buffer_for_writing_have_to_fit(tmp_path: Path, monkeypat
     folder.check_room(3 * gb, 2, 1 * gb)
     with pytest.raises(NodeFolderError, match=r"is memory of this job, which has 8\.00 GB left"):
         folder.check_room(3 * gb, 2, 3 * gb)
+
+
+@pytest.mark.parametrize("ending", ["a last save", "an error"])
+def test_a_copy_that_is_being_made_is_given_up_for_a_last_save_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(NodeFolder, "check_room", lambda *sizes: gate.wait(20))
+    checkpointer = Checkpointer(tmp_path / "checkpoints", local=tmp_path)
+    checkpointer.save(1, model=torch.nn.Linear(2, 2)).result()
+    if ending == "a last save":
+        checkpointer.hurry()
+    threading.Timer(0.1, gate.set).start()
+    checkpointer.close(20) if ending == "an error" else checkpointer.remove_newer(1)  # which waits for the thread, too
+    assert bool([*tmp_path.glob("slurmtrain-*/*/*/rank00000.safetensors")]) == (ending == "an error")
+
+
+def test_a_folder_that_was_cleaned_up_is_made_again_and_one_without_room_for_links_is_not_read(tmp_path: Path) -> None:
+    folder, names = folder_of(tmp_path), ["rank00000.safetensors", "rank00001.safetensors"]
+    folder.write("1", names[0], memoryview(b"x"), 1)
+    assert folder.view(tmp_path, "1", names) == folder.path / "1"
+    (folder.path / "1" / names[1]).unlink()
+    (folder.path / "1" / names[1]).mkdir()  # where no link can be made
+    assert folder.view(tmp_path, "1", names) is None

@@ -58,14 +58,9 @@ MISTRAL = (
 ENDS = {"chatml": "<|im_end|>", "llama": "<|eot|>", "qwen": "<|im_end|>", "mistral": "</s>"}  # of an answer
 TEMPLATES = {"chatml": CHATML_TEMPLATE, "llama": LLAMA, "qwen": QWEN, "mistral": MISTRAL}
 # As older versions of transformers write a special token.
-END = {
-    "__type": "AddedToken",
-    "content": "</s>",
-    "lstrip": False,
-    "normalized": False,
-    "rstrip": False,
-    "single_word": False,
-}
+END = {"__type": "AddedToken", "content": "</s>"} | dict.fromkeys(
+    ("lstrip", "normalized", "rstrip", "single_word"), False
+)
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|close|>", "<|eot|>"]
 
 SAID = [

@@ -43,16 +43,6 @@ def test_the_order_is_fixed_for_good() -> None:
     assert epochs(1000, 0)[0, :8].tolist() == GOLDEN
 
 
-def test_neighbours_in_the_order_are_as_far_apart_as_by_chance() -> None:
-    n = 100_000
-    order = epochs(n, 1)[0]
-    assert np.abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 4 / np.sqrt(n)
-    assert np.abs(np.corrcoef(order, np.arange(n))[0, 1]) < 4 / np.sqrt(n)
-    assert np.abs(np.diff(order)).mean() == pytest.approx(n / 3, rel=0.02)
-    halves = np.bincount((order[: n // 2] * 16 // n), minlength=16)  # where the first half of the epoch comes from
-    assert halves.min() > n / 32 * 0.95 and halves.max() < n / 32 * 1.05
-
-
 def test_without_shuffling_the_data_set_keeps_its_order_and_one_without_samples_has_none() -> None:
     assert EpochOrder(10, seed=3, shuffle=False).at(np.arange(8, 13)).tolist() == [8, 9, 0, 1, 2]
     with pytest.raises(ConfigError, match="0 samples"):

@@ -63,7 +63,6 @@ def test_the_end_token_is_the_one_that_can_only_be_meant(tmp_path: Path) -> None
         (TokenizerChoice("random.json"), "prepare.tokenizer=random.json encodes at random (model.dropout=0.5)"),
         (TokenizerChoice("tokenizer.json", eos="</s>"), "prepare.eos=</s> is not a token of tokenizer.json"),
         (TokenizerChoice("tokenizer.json", bos="99999"), "prepare.bos=99999 is far beyond the 320 ids"),
-        (TokenizerChoice("bytes", eos="</s>"), "prepare.eos=</s> is not a token of bytes"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -50,12 +50,12 @@ def composed(*overrides: str) -> list[str]:
 def test_a_job_asks_for_no_more_than_the_model_needs(
     overrides: list[str], ranks: tuple[int, int, int], layout: str
 ) -> None:
-    sizes = (
+    sizes = [
         "cluster.nodes=4",
         "train.global_batch_size=64",
         "train.micro_batch_size=2",
         "eval.cluster.time_limit_min=30",
-    )
+    ]
     config = compose(composed(*JOB, *overrides, *sizes))
     validate(config)
     found = evaluation_config(config, "checkpoints/checkpoint_0000010")

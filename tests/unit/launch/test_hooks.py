@@ -25,18 +25,16 @@ from tests.support.runs import add_attempt
 @pytest.mark.parametrize(
     ("reason", "verdict", "stalled", "hook"),
     [
-        ("finished", "done", False, "on_finish"),
-        ("crash", "requeue", True, "on_failure"),
-        ("config", "end", False, "on_failure"),
         ("node failure", "restarting", False, "on_failure"),
         ("time limit", "requeue", True, "on_preemption"),
         ("time limit", "end", True, "on_failure"),  # it gave up
-        ("preempted", "requeue", False, "on_preemption"),
         ("cancelled", "end", False, None),
         (None, None, False, None),
     ],
 )
-def test_the_hook_for_every_ending(reason: str | None, verdict: str | None, stalled: bool, hook: str | None) -> None:
+def test_the_hook_for_endings_that_are_none_of_those_in_test_job(
+    reason: str | None, verdict: str | None, stalled: bool, hook: str | None
+) -> None:
     assert hook_of(Attempt(1, reason=reason, verdict=verdict, stalled=stalled)) == hook
 
 

@@ -427,7 +427,6 @@ NODE_LOST: dict[str, tuple[int, dict[str, Any], Callable[[FakeSlurm], object]]] 
     "at a restart": (75, {"excluded": "n1", "state": "PENDING", "begin": "now+8"}, lambda slurm: None),
     "beside others": (75, {"excluded": "n[2-8],n1"}, lambda slurm: slurm.change("101", excluded="n[2-8]")),
     "beside too many": (78, {"excluded": "n[2-9]"}, lambda slurm: slurm.change("101", excluded="n[2-9]")),
-    "the last one": (78, {"excluded": ""}, lambda slurm: slurm.fail("sbatch --test-only", "not available")),
     # or it would come back to this node for ever
     "not to be left out": (75, {"excluded": "", "reason": "JobHeldUser"}, never_left_out),
 }

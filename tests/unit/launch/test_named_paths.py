@@ -91,7 +91,6 @@ def test_a_job_is_told_the_path_that_the_shell_uses_and_not_what_links_here_reso
         (["data=prepared", "data.path=none"], "data.path: there is no folder of prepared data .*: .* has no none", "relative"),
         (["data=prepared", "data.path=tests"], "no folder of prepared data .*: .* has no tests", "did you mean .*/texts"),
         (["data=prepared", "data.path=texts"], ".*/texts has no manifest.json", "incomplete, or no folder of prepared data"),
-        (["data=prepared", "data.path=raw.jsonl"], "no folder of prepared data .*: .*/raw.jsonl has no manifest.json", ""),
         (["data=prepared", "data.path=[texts,more]"], r"\['texts', 'more'\] is not the path of a folder", "mixture"),
         (["model=huggingface", "model.path=old"], "/old: .*/old has no [*].safetensors", "incomplete, or no folder of"),
         (["model=huggingface", "model.path=torn"], "/torn: .*/torn has no model-2.safetensors", "it is incomplete"),
@@ -144,14 +143,7 @@ def test_what_only_the_nodes_can_know_is_said_in_one_sentence_unless_it_is_meant
 
 
 def test_a_sweep_says_once_what_only_the_nodes_can_know(project: Path, slurm: FakeSlurm) -> None:
-    words: tuple[str, ...] = (
-        "-m",
-        CLUSTER,
-        "data=prepared",
-        "data.path=/only/on/nodes",
-        "optim.lr=1e-3,1e-4",
-        "submit",
-    )
+    words = ("-m", CLUSTER, "data=prepared", "data.path=/only/on/nodes", "optim.lr=1e-3,1e-4", "submit")
     assert "only the nodes can know" not in refusal(*words, "--dry-run", code=0), "a dry run looks at no files"
     assert refusal(*words, code=0).count("only the nodes can know") == 1
     missing = ("-m", CLUSTER, "checkpoint.restore_from=none/at/all", "optim.lr=1e-3,1e-4", "submit")

@@ -22,7 +22,6 @@ from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.supervise.platforms import local
-from slurmtrain.system.process import ProcessMark
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.runs import add_attempt, submitted_run
 
@@ -203,25 +202,6 @@ def test_where_a_file_system_has_no_locks_a_claim_still_says_who_holds_it(
     with claimed(tmp_path, print):
         assert claims.holder_here(tmp_path) == os.getpid()
     assert claims.holder_here(tmp_path) is None
-
-
-def test_the_claim_of_a_shell_ends_with_it_however_it_ends(tmp_path: Path) -> None:
-    """Whoever waits is told once who that is. A file that is torn, as after a power cut, does no harm."""
-    (tmp_path / "claim").write_text('{"host": "a')
-    holds = (
-        "import pathlib, sys, time; from slurmtrain.launch.claims import claimed\n"
-        "with claimed(pathlib.Path(sys.argv[1]), print): print('held', flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", holds, str(tmp_path)], stdout=subprocess.PIPE, text=True) as shell:
-        assert shell.stdout is not None and shell.stdout.readline() == "held\n" and is_claimed(tmp_path)
-        told: list[int] = []
-
-        def busy(owner: ProcessMark) -> None:
-            told.append(owner.pid)
-            shell.kill()
-
-        with claimed(tmp_path, busy):
-            assert told == [shell.pid]
 
 
 def test_what_others_put_in_place_of_a_claim_or_lock_is_said(tmp_path: Path) -> None:

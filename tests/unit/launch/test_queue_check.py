@@ -103,7 +103,6 @@ def test_what_slurm_refuses_is_said_in_its_words_with_what_the_cluster_has(
 @pytest.mark.parametrize(
     ("fields", "said", "hint"),
     [
-        ({"partition": "gpu"}, "More processors requested than permitted", "nodes of partition gpu are: .*gpu:a100:4"),
         ({"account": "me"}, "Invalid account or account/partition combination", "your accounts are: .*biology"),
         ({"qos": "hihg"}, "Invalid qos specification", "did you mean high"),
     ],

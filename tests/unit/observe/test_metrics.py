@@ -49,9 +49,14 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> No
         for step in range(max(held, 0) + 1, last + 1):
             log.log(step, {"loss": loss})
         log.close(Ending.FINISHED)
+    for given, step in ((Held(8), 10), (Held(8, 10), 11)):  # an evaluation of a later step than the last that was logged
+        log.open(LoggedRun("id", "name", "user", tmp_path, 1, held=given))
+        log.evaluated(step, {"valid_loss": 2.0})
+        log.close(Ending.FINISHED)
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     points = [(event.step, event.value) for event in events.Scalars("loss")]
     assert points == [(step, 9.0) for step in range(1, 6)] + [(step, 1.0) for step in range(6, 9)]
+    assert [event.step for event in events.Scalars("valid_loss")] == [10, 11]
 
 
 def test_throughput_is_taken_over_the_last_steps_and_leaves_pauses_out() -> None:

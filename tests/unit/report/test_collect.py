@@ -122,16 +122,13 @@ def test_each_metric_has_its_last_value_and_the_best_of_what_counts(
 
 
 ACC = {"acc": [0.9, 0.5], "loss": [1.0, 2.0], "train_loss": [1.0, 1.0]}
-CHOSEN: list[
-    tuple[bool, str, str]
-] = [  # whether the config says that high acc is good; options; the column, or the error
+CHOSEN: list[tuple[bool, str, str]] = [
+    # whether the config says that high acc is good; options; the column, or the error
     (True, "", "best_acc 0.9"),
-    (True, "--metric acc", "best_acc 0.9"),  # the config knows what is good
     (True, "--metric acc --mode min", "best_acc 0.5"),
     (True, "--metric loss", "best_loss 1.0"),
     (True, "--metric lossy", "no run has logged the metric 'lossy'"),
     (False, "--metric acc", "whether high or low acc is better"),
-    (False, "--metric acc --mode max", "best_acc 0.9"),
     (False, "--metric train_loss", "best_train_loss 1.0"),
 ]
 
@@ -180,6 +177,3 @@ def test_each_format_writes_what_is_in_a_cell_so_that_it_can_be_read_again(odd: 
     rows = json.loads(odd.written("--format", "json"), parse_constant=refuse)
     assert (rows[0]["model.name"], rows[0]["on"], rows[0]["loss"]) == ('a,"b"\nc', True, 0.1 + 0.2)
     assert [(row["best_loss"], row["loss"]) for row in rows[1:]] == [(None, "NaN"), (None, "-Infinity")]
-
-
-# Files.

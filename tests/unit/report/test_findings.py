@@ -73,8 +73,6 @@ def test_slow_ranks_are_told_with_node_and_part_and_when_they_have_recovered(job
     assert told.count("rank 3 on n2") == 3 and told.endswith("since step 990); 97 more before")
 
 
-# The checks before training.
-
 # How it left, when it was told to.
 
 PARTITION = "PartitionName=low Default=YES GraceTime=20 PreemptMode=REQUEUE State=UP\n"

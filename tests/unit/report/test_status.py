@@ -118,19 +118,15 @@ STATES: dict[str, tuple[list[dict[str, Any]], str | None, dict[str, Any], str, s
     "set-up lost its node": ([NOT_OPENED], "PENDING BeginTime", {}, "requeued", "ended while it was set up"),
     "set-up failed, and the job leaves": ([SET_UP_FAILED], "RUNNING", {}, "failed", "code 1: false"),
     "set-up failed": ([SET_UP_FAILED], "FAILED NonZeroExitCode", {}, "failed", "code 1: false"),
-    "set-up failed long ago": ([SET_UP_FAILED], None, {}, "failed", "set-up failed with code 1: false"),
     # An allocation is not the run.
     "finished in an allocation that goes on": ([ended("done")], "RUNNING", BY_HAND, "finished", ""),
-    "failed in an allocation that goes on": ([ended("end")], "RUNNING", BY_HAND, "failed", ""),
     "by hand in an allocation": ([running()], "RUNNING", BY_HAND, "running", ""),
     "by hand, after a job that never trained": ([NOT_OPENED, running(job="9", started=4e9)], None, {}, "running", "job 9"),
     # Cancelled while it waits
     "scancelled before it started": ([], "CANCELLED", {}, "stopped", "cancelled while it waited"),
     "scancelled before it started again": ([WAITED], "CANCELLED", {}, "stopped", "to start again"),
-    "scancelled, SLURM had it": ([ended("restarting")], "CANCELLED", {}, "stopped", "waited to start again"),
     "resumed, and scancelled": ([BEFORE], "CANCELLED", RESUMED, "stopped", ""),
     "resumed, and its job failed": ([BEFORE], "FAILED", RESUMED, "failed", "job 7 ended as FAILED"),
-    "resumed, and its job is gone": ([BEFORE], None, RESUMED, "lost", ""),
     "an earlier job died in set-up": ([{**NOT_OPENED, "job": "1"}], "PENDING Resources", RESUMED, "waiting", ""),
     # From 24.05 on SLURM starts a job once more after a preemption.
     "finished, and queued again": (
@@ -139,7 +135,6 @@ STATES: dict[str, tuple[list[dict[str, Any]], str | None, dict[str, Any], str, s
     "failed, and queued again": ([PREEMPTED, ended("end", restart=1)], "PENDING BeginTime", {}, "failed", QUEUED_AGAIN),
     # A job shared with others (sweep.pack)
     "packed, finished": ([ended("done")], "RUNNING", PACKED, "finished", ""),
-    "packed, finished, and waits": ([ended("done")], "PENDING", PACKED, "finished", ""),
     "packed, failed": ([ended("end")], "PENDING", PACKED, "failed", ""),
     "packed, to go on": ([LEFT_ITS_PACK], "RUNNING", PACKED, "stopping", OTHERS),
     "packed, goes on": ([WAITED], "PENDING BeginTime", PACKED, "requeued", ""),
@@ -505,9 +500,7 @@ def test_all_ranks_are_followed_line_by_line_and_into_the_next_attempt(job: Job)
         ({"verdict": "done", "reason": "finished", "exit_code": 0}, 0),
         ({"verdict": "end", "reason": "config", "exit_code": 78}, EXIT_CONFIG),
         ({"verdict": "end", "reason": "time limit", "exit_code": 75}, EXIT_REQUEUE),
-        ({"verdict": "end", "reason": "cancelled", "exit_code": 75}, EXIT_REQUEUE),
         ({"verdict": "end", "reason": "crash", "exit_code": 75}, 1),
-        ({"verdict": "end", "reason": "crash", "exit_code": 137}, 1),
         (None, 1),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,24 @@ def test_hundreds_of_runs_are_read_by_several_processes_and_add_up_like_a_few(ru
     found = shown()
     assert found["total"]["runs"] == 251 and len(found["left_out"]) == 1
     assert found["total"]["gpu_hours"] == pytest.approx((HELD + 250 * 3600) * GPUS / 3600)
+
+
+SLOW = """
+import os, time
+from slurmtrain.report import usage
+os.sched_getaffinity = lambda _: {0, 1}
+def read(_):
+    print(flush=True)
+    time.sleep(60)
+list(usage._map(read, range(200)))
+"""
+
+
+def test_the_processes_that_read_end_with_the_one_that_asks() -> None:
+    with subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() and process.stdout.readline()
+        process.kill()
+        process.communicate(timeout=20)  # whoever is left would keep the pipe open
 
 
 def test_by_user_a_run_is_its_owners_whatever_it_says(run: RunDir, stranger: Stranger, root: Path) -> None:

@@ -18,6 +18,7 @@ from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.errors import UsageError
+from slurmtrain.weights import export as weights_export
 from slurmtrain.weights.export import export
 from tests.support.checkpoint_files import Piece, text_of, write_files
 
@@ -155,6 +156,15 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_no_file(name: str, harm: str
     with pytest.raises(CheckpointError):
         export(path, tmp_path / "to" / "out.safetensors")
     assert list((tmp_path / "to").iterdir()) == []
+
+
+def test_a_file_of_smaller_types_needs_the_memory_of_what_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path / "c", model=torch.nn.Linear(1000, 1000, bias=False))
+    monkeypatch.setattr(weights_export, "available_memory", lambda: 3_000_000)
+    with pytest.raises(CheckpointError, match=r"has to be in memory: 0\.00 GB"):
+        export(path, tmp_path / "out.safetensors", dtype="bfloat16")
 
 
 def test_it_counts_as_a_reader_while_it_reads(tmp_path: Path) -> None:
