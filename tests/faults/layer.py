@@ -1,12 +1,11 @@
 """A layer between Python and the file system that counts calls and can delay, fail, shorten or end at any of them.
 
-It replaces the functions of `os` and the files of `open`, and acts on paths below one directory only. Installed in a rank's
-own process, it sees the calls of all of its threads.
+It replaces the functions of `os`, those of the files of `os.fdopen`, too, and acts on paths below one directory only.
+Installed in a rank's own process, it sees the calls of all of its threads.
 """
 
 from __future__ import annotations
 
-import builtins
 import io
 import os
 import threading
@@ -42,8 +41,7 @@ class FileLayer:
         for name in BY_PATH:
             self._replace(os, name, self._by_path(name))
         self._replace(os, "open", self._open)
-        for module in (builtins, io):
-            self._replace(module, "open", self._open_file)
+        self._replace(io, "open", self._open_file)
         return self
 
     def remove(self) -> None:
@@ -95,21 +93,14 @@ class FileLayer:
         return descriptor
 
     def _open_file(self, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-        """As `open`; writing goes through `os.write`, where it is counted."""
-        if not set(mode) & set("wxa+") or (isinstance(file, int) and not self._inside(file)):
+        """As `open` of a descriptor (`os.fdopen`); writing goes through `os.write`, where it is counted."""
+        if (
+            mode != "wb"
+            or not isinstance(file, int)
+            or not os.readlink(f"/proc/self/fd/{file}").startswith(self._directory)
+        ):
             return self._originals[io, "open"](file, mode, *args, **options)
-        if not isinstance(file, int):
-            if not str(Path(os.fspath(file)).absolute()).startswith(self._directory):
-                return self._originals[io, "open"](file, mode, *args, **options)
-            self._meet("open", file)
-        raw = _RawFile(file, mode.replace("t", "").replace("b", ""), closefd=options.get("closefd", True))
-        if "b" in mode:
-            return raw if args[:1] == (0,) or options.get("buffering") == 0 else io.BufferedWriter(raw)
-        encoding = options.get("encoding") or (args[1] if len(args) > 1 else None)
-        return io.TextIOWrapper(io.BufferedWriter(raw), encoding=encoding)
-
-    def _inside(self, descriptor: int) -> bool:
-        return os.readlink(f"/proc/self/fd/{descriptor}").startswith(self._directory)
+        return io.BufferedWriter(_RawFile(file, "w"))
 
 
 class _RawFile(io.FileIO):

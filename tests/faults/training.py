@@ -40,12 +40,11 @@ class Training:
     Args:
         run: names the initial weights and the data; another run has the same shapes and other values.
         rank: draws of its own random numbers.
-        width: of the hidden layer: 8 (width + 1) + width parameters, three times with AdamW's state.
     """
 
-    def __init__(self, *, run: int = 0, rank: int = 0, width: int = 64):
+    def __init__(self, *, run: int = 0, rank: int = 0):
         torch.manual_seed(run)
-        self.model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4))
+        self.model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.own, self.done = Bare({"count": 0, "drawn": torch.zeros(3, dtype=torch.float64)}), 0
         self._run = run
@@ -121,8 +120,8 @@ def restore(
 ) -> Report:
     """Restore on a fresh rank, whose own initial state is that of no run, and go on."""
     said: tuple[str, ...] = ()
-    width, path = options.pop("width", 64), options.pop("path", None)
-    training = Training(run=options.pop("run", 0), rank=rank, width=width)
+    path = options.pop("path", None)
+    training = Training(run=options.pop("run", 0), rank=rank)
     with torch.no_grad():
         for parameter in training.model.parameters():
             parameter.fill_(0.123)

@@ -11,7 +11,7 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError, SupersededError
-from slurmtrain.checkpoint.format.directory import committed, set_aside, step_of
+from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from tests.support.checkpoint_files import manifest_of, record_of, text_of
@@ -110,11 +110,3 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(directory: Pa
     with pytest.raises(CheckpointError, match=r"MB left, and a checkpoint of 1000000000.0 MB wants 1.2 times its size"):
         commit.begin(directory, 1, FIRST, size=10**15)
     assert not list(directory.glob("checkpoint_*"))
-
-
-def test_a_checkpoint_that_is_set_aside_is_out_of_sight_but_kept(directory: Path) -> None:
-    for number in (1, 2):
-        aside = set_aside(save(directory, 1))
-        assert aside.name == f"checkpoint_0000001.damaged-{number}"
-        assert (aside / SHARD).read_text() == "weights"
-    assert steps(directory) == []

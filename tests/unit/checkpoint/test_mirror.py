@@ -225,20 +225,17 @@ def test_a_store_that_fails_is_one_sentence_and_never_taken_for_an_empty_one(
         works[work]()
 
 
-@pytest.mark.parametrize(
-    ("url", "sentence"),
-    [
-        ("s3:/bucket/run", "is not a URL"),
-        ("nowhere://bucket", "Protocol not known"),
-        ("file:///", "names no folder"),
-        ("s3://bucket/run", "cannot be copied to s3://: .*nstall s3fs"),
-    ],
-)
-def test_a_url_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch, url: str, sentence: str) -> None:
+def test_a_url_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)  # importing it is an ImportError
-    with pytest.raises(CheckpointError, match=sentence) as error:
-        Mirror(url)
-    assert error.value.hint
+    for url, sentence in {
+        "s3:/bucket/run": "is not a URL",
+        "nowhere://bucket": "Protocol not known",
+        "file:///": "names no folder",
+        "s3://bucket/run": "cannot be copied to s3://: .*nstall s3fs",
+    }.items():
+        with pytest.raises(CheckpointError, match=sentence) as error:
+            Mirror(url)
+        assert error.value.hint
 
 
 # ------------------------------------------------------------------------------------------------------------ removing
@@ -248,12 +245,6 @@ def test_the_best_stay(store: Mirror, directory: Path) -> None:
     losses = {10: 1.0, 20: 0.5, 30: 2.0, 40: 3.0, 50: 4.0}
     names = [copy(store, checkpoint(directory, step, loss=loss)) for step, loss in losses.items()]
     assert store.prune(Keep(last=2, best=1), spare=names[-1]) == [names[0], names[2]]
-    assert store.committed() == [names[1], names[3], names[4]]
-    change(store, f"{names[1]}/manifest.json", lambda data: b"{}")
-    with pytest.raises(
-        CheckpointError, match="damaged"
-    ):  # whether it is the best is not known, so that nothing is removed
-        Mirror(store.url).prune(Keep(last=2, best=1), spare=names[-1])
     assert store.committed() == [names[1], names[3], names[4]]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,35 +67,18 @@ def test_runs_of_one_name_in_two_places_have_two_folders(tmp_path: Path) -> None
     assert strange.parent.parent == tmp_path
 
 
-FREE = 10 * 10**9
-
-
-@pytest.mark.parametrize(
-    ("memory", "ranks", "gigabytes", "staging", "words"),
-    [
-        (None, 2, 4, 0, ""),
-        (None, 2, 6, 0, r"has 10\.00 GB left for copies of checkpoints: 2 of 6\.00 GB"),
-        (8 * 10**9, 2, 3, 1, ""),  # in /dev/shm
-        (8 * 10**9, 2, 3, 3, r"is memory of this job, which has 8\.00 GB left"),
-    ],
-)
-def test_copies_and_the_buffer_for_writing_have_to_fit(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    memory: int | None,
-    ranks: int,
-    gigabytes: int,
-    staging: int,
-    words: str,
-) -> None:
-    folder = folder_of(tmp_path)
+def test_copies_and_the_buffer_for_writing_have_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gb, folder = 10**9, folder_of(tmp_path)
     folder.open()
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=FREE, f_frsize=1))
-    monkeypatch.setattr(node_folder, "MEMORY", tmp_path if memory else Path("/nowhere"))
-    monkeypatch.setattr(node_folder, "available_memory", lambda: memory)
-    refused = pytest.raises(NodeFolderError, match=words) if words else nullcontext()
-    with refused:
-        folder.check_room(gigabytes * 10**9, ranks, staging * 10**9)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=10 * gb, f_frsize=1))
+    folder.check_room(4 * gb, 2, 0)
+    with pytest.raises(NodeFolderError, match=r"has 10\.00 GB left for copies of checkpoints: 2 of 6\.00 GB"):
+        folder.check_room(6 * gb, 2, 0)
+    monkeypatch.setattr(node_folder, "MEMORY", tmp_path)  # as of a folder in /dev/shm
+    monkeypatch.setattr(node_folder, "available_memory", lambda: 8 * gb)
+    folder.check_room(3 * gb, 2, 1 * gb)
+    with pytest.raises(NodeFolderError, match=r"is memory of this job, which has 8\.00 GB left"):
+        folder.check_room(3 * gb, 2, 3 * gb)
 
 
 @pytest.mark.parametrize("ending", ["a last save", "an error"])

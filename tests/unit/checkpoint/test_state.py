@@ -143,24 +143,6 @@ def test_plain_values_that_are_handed_to_restore_are_told_to_stay_as_they_are(
     assert warning.startswith("not restored, since plain values cannot be changed in place: schedule;")
 
 
-def views(seed: int) -> nn.Module:
-    """A module with buffers that are views: conjugated, negated."""
-    random_numbers = torch.Generator().manual_seed(seed)
-    pairs = torch.randn(3, dtype=torch.complex64, generator=random_numbers)
-    module = nn.Module()
-    module.register_buffer("conjugated", pairs.conj())
-    module.register_buffer("negated", pairs.conj().imag)
-    return module
-
-
-def test_buffers_that_are_views_of_other_tensors_are_restored(tmp_path: Path) -> None:
-    saved, restored = views(1), views(2)
-    Checkpointer(tmp_path).save(1, model=saved).result()
-    assert Checkpointer(tmp_path).restore(model=restored)
-    for name, value in saved.named_buffers():
-        assert torch.equal(restored.get_buffer(name), value), name
-
-
 def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
     _, optimizer = trained()
     with pytest.raises(CheckpointError, match=r"shape \[4, 3\] that no given module has"):

@@ -95,13 +95,6 @@ def test_an_outage_that_lasts_ends_the_attempt_and_leaves_all_checkpoints_as_the
     assert restore(directory)[0].step == 2
 
 
-def test_a_file_that_is_gone_is_damage(directory: Path) -> None:
-    next(directory.glob("checkpoint_0000002/rank*")).unlink()
-    restored, weight = restore(directory)
-    assert (restored.step, weight) == (1, 1.0)
-    assert "No such file" in restored.set_aside[0]
-
-
 def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
     """torch.set_default_device("cuda") is what many scripts begin with; "meta" stands for a device that has no bytes here."""
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""The run directory: made once, never shared by accident, found again, and changed by several at the same moment."""
+"""The run directory: made once, never shared by accident, and changed by several at the same moment."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from slurmtrain.runs.create import create_run_dir, new_run_id
 from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import files, records
-from tests.support.fake_slurm import FakeSlurm
-from tests.support.interrupted_run import RunFiles
-from tests.support.runs import no_waiting, shown
 
 
 def in_threads(*works: Callable[[], object]) -> None:
@@ -96,28 +93,3 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     in_threads(write, read)
     assert seen and None not in seen and list(tmp_path.iterdir()) == [path]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-# Finding. What is unknown or ambiguous is in tests/unit/cli/test_bad_input.py.
-
-
-@pytest.fixture
-def root(tmp_path: Path, slurm: FakeSlurm, project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SLURMTRAIN_RUNS", str(tmp_path))
-    no_waiting(monkeypatch)
-    for name in ("zebra/20260101-100000-aaaa", "train/20260101-110000-bbbb", "apple/20260102-100000-cccc"):
-        RunFiles(tmp_path / name, job_ids=[])
-    (tmp_path / "train" / "20260109-000000-dddd").mkdir()  # has no run.json: not ours, or not yet
-    return tmp_path
-
-
-def test_a_run_is_found_by_its_id_its_beginning_last_or_its_path_and_runs_are_listed_oldest_first(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = root / "zebra" / "20260101-100000-aaaa"
-    named = {"20260101-110000-bbbb": "bbbb", "20260101-10": "aaaa", "20260102": "cccc", "last": "cccc"}
-    assert {reference: shown("status", reference)["id"][-4:] for reference in named} == named
-    assert [each["id"][-4:] for each in shown("status")] == ["aaaa", "bbbb", "cccc"]
-    monkeypatch.setenv("SLURMTRAIN_RUNS", str(root / "elsewhere"))
-    for reference in (str(path), os.path.relpath(path), os.path.relpath(path) + "/"):
-        assert shown("status", reference)["id"] == path.name

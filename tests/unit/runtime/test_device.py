@@ -17,13 +17,6 @@ from tests.support.commands import Cli
 
 OF_A_JOB: dict[str, Any] = {"world_size": 4, "local_world_size": 2, "nodes": ("n0", "n1"), "tasks_per_node": (2, 2)}
 RANK_3 = Environment("slurm", rank=3, local_rank=1, node_rank=1, **OF_A_JOB)
-HERE = (
-    "+cluster=local",
-    "cluster.gpus_per_node=1",
-    "optim.warmup_steps=0",
-    "train.steps=1",
-    "train.global_batch_size=2",
-)
 
 
 @pytest.fixture
@@ -37,7 +30,8 @@ def see(gpus: pytest.MonkeyPatch, number: int) -> None:
 
 
 def test_a_job_that_asks_for_gpus_and_sees_none_ends_with_78_and_does_not_train_on_the_cpu(cli: Cli) -> None:
-    answer = cli(*HERE, "submit", CUDA_VISIBLE_DEVICES="")
+    words = "+cluster=local cluster.gpus_per_node=1 optim.warmup_steps=0 train.steps=1 train.global_batch_size=2"
+    answer = cli(*words.split(), "submit", CUDA_VISIBLE_DEVICES="")
     assert answer.returncode == EXIT_CONFIG, answer.stdout + answer.stderr
     assert "cluster.gpus_per_node=1, but rank 0 on " in answer.stdout and "sees no GPU" in answer.stdout
     assert "training started" not in answer.stdout and "Traceback" not in answer.stdout

@@ -137,6 +137,3 @@ slurmtrain.exit_for_requeue()
 """
     words = [sys.executable, "-c", script]
     assert subprocess.run(words, cwd=tmp_path, env=clean_environment(), timeout=60, check=False).returncode == 75
-
-
-# What rank 0 writes of a training, when the disk is full.

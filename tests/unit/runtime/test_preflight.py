@@ -198,20 +198,14 @@ def test_what_is_wrong_on_all_nodes_alike_is_no_nodes_fault_and_ends_the_run(
         assert error is not None and error.nodes == () and error.exit_code == 78
 
 
-# What is wrong with rank 13, which is on n3.
-OF_A_RANK: list[tuple[dict[str, Any], str, bool, str]] = [
-    ({"gpus_seen": 0}, "gpu_missing", True, "rank 13 on n3: no GPU is visible; expected: 4"),
-    ({"cpus": (0, 1)}, "cpus", False, "n3: its 4 ranks may run on 24 CPUs, and need 32; expected: 8 for each rank"),
-]
-
-
-@pytest.mark.parametrize(("change", "kind", "fatal", "words"), OF_A_RANK)
-def test_what_is_wrong_with_one_rank_is_found_by_its_name_and_its_node(
-    change: dict[str, Any], kind: str, fatal: bool, words: str
-) -> None:
-    found = only(compare(with_rank(change, 13), CONFIG))
-    assert (found.kind, found.nodes, found.fatal) == (kind, ("n3",), fatal)
-    assert words in found.sentence
+def test_what_is_wrong_with_one_rank_is_found_by_its_name_and_its_node() -> None:
+    for change, kind, fatal, words in (
+        ({"gpus_seen": 0}, "gpu_missing", True, "rank 13 on n3: no GPU is visible; expected: 4"),
+        ({"cpus": (0, 1)}, "cpus", False, "n3: its 4 ranks may run on 24 CPUs, and need 32; expected: 8 for each rank"),
+    ):
+        found = only(compare(with_rank(change, 13), CONFIG))
+        assert (found.kind, found.nodes, found.fatal) == (kind, ("n3",), fatal)
+        assert words in found.sentence
 
 
 @pytest.mark.parametrize(
@@ -250,23 +244,13 @@ def test_a_driver_that_does_not_answer_ends_a_training_where_no_rank_sees_a_gpu(
     assert only(found).fatal and only(found).nodes == ("n3",)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "asked", "missing"),
-    [
-        (1, 4, 4, False),  # each rank is shown its own
-        (2, 2, 4, False),  # each rank is shown its two
-        (3, 4, 4, True),
-        (7, 1, 8, True),  # the only rank, which sees all
-        (0, 4, 4, True),
-    ],
-)
-def test_gpus_that_slurm_shows_only_to_other_ranks_are_not_missing(
-    gpus: int, ranks: int, asked: int, missing: bool
-) -> None:
-    facts = replace(SOUND, ranks=[replace(each, cpus=None) for each in SOUND.ranks[:ranks]])
-    facts = with_node({"gpus": tuple(GpuFacts(index) for index in range(gpus))}, "n0", facts=facts)
-    found = compare(facts, structs.replace(CONFIG, cluster=structs.replace(CONFIG.cluster, gpus_per_node=asked)))
-    assert [each.kind for each in found] == [FindingKind.GPU_MISSING] * missing
+def test_gpus_that_slurm_shows_only_to_other_ranks_are_not_missing() -> None:
+    # Each rank is shown its own, or its two; the only rank of the fourth sees all.
+    for gpus, ranks, asked, missing in ((1, 4, 4, 0), (2, 2, 4, 0), (3, 4, 4, 1), (7, 1, 8, 1), (0, 4, 4, 1)):
+        facts = replace(SOUND, ranks=[replace(each, cpus=None) for each in SOUND.ranks[:ranks]])
+        facts = with_node({"gpus": tuple(GpuFacts(index) for index in range(gpus))}, "n0", facts=facts)
+        found = compare(facts, structs.replace(CONFIG, cluster=structs.replace(CONFIG.cluster, gpus_per_node=asked)))
+        assert [each.kind for each in found] == [FindingKind.GPU_MISSING] * missing, gpus
 
 
 def test_errors_in_memory_that_is_out_of_use_since_are_a_warning() -> None:

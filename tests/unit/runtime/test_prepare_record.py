@@ -10,14 +10,8 @@ from slurmtrain.choices import JobKind
 from slurmtrain.config.schema import Config, JobConfig, PrepareConfig
 from slurmtrain.runs import attempts
 from slurmtrain.runs.create import create_run_dir
-from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.end_of_attempt import finish_attempt
 from tests.support.runs import add_attempt
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return create_run_dir(tmp_path, "prepare")
 
 
 @pytest.mark.parametrize(
@@ -30,8 +24,9 @@ def run(tmp_path: Path) -> RunDir:
     ],
 )
 def test_the_record_has_the_units_that_are_done_at_the_end(
-    run: RunDir, tmp_path: Path, units: list[int], folder: str, part: tuple[int, int], began: bool, expected: int | None
+    tmp_path: Path, units: list[int], folder: str, part: tuple[int, int], began: bool, expected: int | None
 ) -> None:
+    run = create_run_dir(tmp_path, "prepare")
     for name in (*(f"{number:05d}" for number in units), ".00006", "packed"):
         (tmp_path / "tokens" / name).mkdir(parents=True)
     prepare = PrepareConfig(output=str(tmp_path / folder), part=part[0], parts=part[1])

@@ -58,14 +58,11 @@ HANDLES_USR1 = [ProgramProcess(1, 10, frozenset({USR1})), ProgramProcess(2, 10)]
         (DEAF, TERM, StopCause.SIGUSR2, "slurm", [1, 2]),
         (HANDLES_USR2, TERM, StopCause.SIGUSR2, "slurm", []),
         # What is no signal at all, or reached this package alone.
-        (DEAF, TERM, StopCause.DEADLINE, "slurm", [1, 2]),
         (HANDLES_USR2, TERM, StopCause.DEADLINE, "slurm", [1, 2]),
         (DEAF, TERM, StopCause.SIGINT, "local", [1, 2]),
         # A signal of the program's own choice.
         (HANDLES_USR1, USR1, StopCause.SIGTERM, "slurm", [1]),
-        (HANDLES_USR1, USR1, StopCause.SIGUSR2, "slurm", [1]),
         (DEAF, USR1, StopCause.SIGTERM, "slurm", [1, 2]),
-        (DEAF, USR1, StopCause.SIGTERM, "local", [1, 2]),
         (HANDLES_USR2, USR2, StopCause.SIGUSR2, "slurm", []),
         (HANDLES_USR2, USR2, StopCause.SIGTERM, "slurm", [1]),
     ],

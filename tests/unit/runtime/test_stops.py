@@ -125,13 +125,3 @@ def test_what_is_asked_for_by_files_is_taken_once(tmp_path: Path) -> None:
     assert flag.profile_asked.wait(60) and flag.save_asked.wait(60)
     assert not run.profile_switch.exists() and not run.save_switch.exists() and not flag.requested
     flag.request(StopCause.PROGRAM)
-
-
-def test_a_node_whose_clock_is_an_hour_ahead_runs_its_job_to_the_end(project: Path, slurm: FakeSlurm) -> None:
-    """Half an hour is left, by the clock of SLURM's controller."""
-    job = submitted(project / "job", "sleep 2", slurm, "job.finished_when=0")
-    slurm.set_clock(-3600)
-    slurm.change(job, end=slurm.at(1800))
-    slurm.run(job)
-    (attempt,) = status(project / "job")["attempts"]
-    assert attempt["sentence"].startswith("finished")

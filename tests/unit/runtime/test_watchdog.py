@@ -40,7 +40,6 @@ TIME_OUTS: dict[str, tuple[list[Look], float]] = {
     "a loop of the user's own tells nothing": ([(0, 1, "start"), (1, 2, "start")], 60),
     "a compilation has the same": ([(0, 1, "step"), (1, 1, "compilation")], 1000),
     "no step has less than min_s": ([(0, 1, "step")], 60),
-    "nor one of which ten are done within that": ([(0, 1, "step"), (2, 2, "step")], 60),
     "a step may take ten times the longest one": ([(0, 1, "step"), (30, 2, "data"), (40, 3, "communication")], 300),
     "an evaluation": ([(0, 1, "step"), (1, 1, "evaluation")], 500),
     "a hook of the user's own": ([(0, 1, "step"), (1, 1, activity.HOOK)], 500),
@@ -97,6 +96,7 @@ def test_training_tells_what_it_does_and_when_it_waits() -> None:
 
 
 WORKS = {"waits": False, "idle_s": 5.0}
+SLOW = {"idle_s": 65.0, "limit_s": 600.0}
 HANGS: dict[str, tuple[dict[str, Any], dict[str, Any], float, bool]] = {
     # this rank, which is rank 0; rank 1; for how long that is silent; whether some rank hangs
     "both are within their time-outs": ({"idle_s": 59.0}, {"idle_s": 59.0}, 0, False),
@@ -106,19 +106,9 @@ HANGS: dict[str, tuple[dict[str, Any], dict[str, Any], float, bool]] = {
     "and then overdue, too": ({}, {**WORKS, "idle_s": 61.0}, 0, True),
     "it evaluates": ({}, {**WORKS, "limit_s": 500.0, "idle_s": 400.0}, 0, False),
     "it is silent, and this one is at work": ({**WORKS, "idle_s": 50.0}, WORKS, 100, False),
-    "it is silent for silent_s, whatever a step may take": (
-        {"idle_s": 65.0, "limit_s": 600.0},
-        {**WORKS, "limit_s": 600.0},
-        65,
-        True,
-    ),
-    "but not before": ({"idle_s": 65.0, "limit_s": 600.0}, {**WORKS, "limit_s": 600.0}, 50, False),
-    "nor before the first step": (
-        {"idle_s": 65.0, "limit_s": 600.0, "unhurried": True},
-        {**WORKS, "limit_s": 600.0},
-        500,
-        False,
-    ),
+    "it is silent for silent_s, whatever a step may take": (SLOW, {**WORKS, "limit_s": 600.0}, 65, True),
+    "but not before": (SLOW, {**WORKS, "limit_s": 600.0}, 50, False),
+    "nor before the first step": ({**SLOW, "unhurried": True}, {**WORKS, "limit_s": 600.0}, 500, False),
     "it was stopped when it had just begun": ({}, {**WORKS, "idle_s": 1.0}, 59, True),
     "a long call in a save": ({}, {**WORKS, "limit_s": 300.0}, 50, False),
     "which it may have left since": ({}, {**WORKS, "limit_s": 300.0}, 61, True),
@@ -132,27 +122,17 @@ def test_no_rank_hangs_as_long_as_another_one_may_be_at_work(case: str) -> None:
     assert answer is expected
 
 
-@pytest.mark.parametrize(("silent_s", "hangs"), [({0: 2.0}, False), ({0: 12.0}, True), ({}, True)])
-def test_a_rank_that_is_overdue_leaves_the_decision_to_rank_0_as_long_as_that_beats(
-    silent_s: dict[int, float], hangs: bool
-) -> None:
-    heard = {rank: beat(rank, idle_s=50.0) for rank in silent_s}
-    assert judge.hangs(beat(2), heard, silent_s, limit_s=60.0, every_s=1.0) is hangs
+def test_a_rank_that_is_overdue_leaves_the_decision_to_rank_0_as_long_as_that_beats() -> None:
+    silences: list[tuple[dict[int, float], bool]] = [({0: 2.0}, False), ({0: 12.0}, True), ({}, True)]
+    for silent_s, hangs in silences:
+        heard = {rank: beat(rank, idle_s=50.0) for rank in silent_s}
+        assert judge.hangs(beat(2), heard, silent_s, limit_s=60.0, every_s=1.0) is hangs
 
 
-@pytest.mark.parametrize(
-    ("idle_s", "limit_s", "silent_s", "hangs"),
-    [
-        (0.0, 60.0, 64.0, False),
-        (0.0, 60.0, 65.0, True),
-        (59.0, 60.0, 4.0, False),  # its own thread may just be writing down what it knows
-        (30.0, 60.0, 35.0, True),
-    ],
-)
-def test_a_rank_that_is_alone_has_its_own_time_out_and_some_seconds(
-    idle_s: float, limit_s: float, silent_s: float, hangs: bool
-) -> None:
-    assert judge.hangs_alone(beat(0, idle_s=idle_s, limit_s=limit_s), silent_s) is hangs
+def test_a_rank_that_is_alone_has_its_own_time_out_and_some_seconds() -> None:
+    # Of the third, its own thread may just be writing down what it knows.
+    for idle_s, silent_s, hangs in ((0.0, 64.0, False), (0.0, 65.0, True), (59.0, 4.0, False), (30.0, 35.0, True)):
+        assert judge.hangs_alone(beat(0, idle_s=idle_s), silent_s) is hangs
 
 
 DUMP = """Timeout (0:00:05)!
@@ -178,15 +158,11 @@ def begun(number: int) -> dict[str, Collective]:
     return {"0": Collective("gloo:all_reduce", number, 1e9 - 5)}
 
 
-SILENT = {state: reports(0, 2, 3, states={1: state}, heard={1: beat(1)}) for state in ("T", "t", "D", "gone", "S")}
+SILENT = {state: reports(0, 2, 3, states={1: state}, heard={1: beat(1)}) for state in ("T", "D", "gone", "S")}
 STOPPED_WORKER = {"pid": 99, "state": "T", "command": "python", "stacks": ""}
-SAVES = {
-    rank: Report(beat(rank, phase="save", waits=rank != 1), where="fsync_directory (files.py:30)") for rank in range(4)
-}
 HOLDS = "is in a call that holds Python's interpreter lock"
 BLAMED = {
     "stopped": (SILENT["T"], "rank 1 on n1 was stopped (SIGSTOP) in step 17, forward/backward; 3 other ranks waited"),
-    "in a debugger": (SILENT["t"], "rank 1 on n1 was stopped by a debugger in step 17"),
     "in the kernel": (SILENT["D"], "rank 1 on n1 waits in the kernel for a disk, file system or driver (state D) in"),
     "gone": (SILENT["gone"], "rank 1 on n1 ended without a word in step 17"),
     "holds the lock": (SILENT["S"], f"rank 1 on n1 {HOLDS} in step 17"),
@@ -202,7 +178,6 @@ BLAMED = {
         reports(0, 2, 3, heard={1: beat(1)}),
         "rank 1 on n1 does not answer any more (stopped, or its node is gone) in step 17, forward/backward",
     ),
-    "was never heard": (reports(0, 2, 3), "rank 1 on n1 does not answer any more (stopped, or its node is gone) in"),
     "does not wait": (
         but(2, Report(beat(2, waits=False), where="spin (model.py:3)")),
         "rank 2 on n2 did not come to where the others wait in step 17, forward/backward: spin (model.py:3); 3 other",
@@ -222,10 +197,6 @@ BLAMED = {
     "all in the same collective": (
         reports(0, 1, 2, 3, collectives=begun(9)),
         "all 4 ranks wait for each other in step 17, and none comes",
-    ),
-    "has a disk that hangs in a save": (
-        SAVES,
-        "rank 1 on n1 did not come to where the others wait in step 17, save: fsync_directory (files.py:30); 3 other",
     ),
 }
 

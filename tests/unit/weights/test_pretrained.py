@@ -283,8 +283,6 @@ SMALL_LLAMA: dict[str, Any] = {
     ("arguments", "message"),
     [
         ({"config": {"model_type": "lama"}}, "lama"),
-        ({"config": {"hidden_size": 8}}, "model_type"),
-        ({"config": {"model_type": "vit"}}, "vit"),
         ({}, "either model.config"),
         ({"config": SMALL_LLAMA, "path": "/models"}, "either model.config"),
         ({"path": "/nowhere"}, "model.path=/nowhere: there is no such folder"),
