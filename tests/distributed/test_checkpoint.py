@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -163,26 +162,6 @@ def test_ranks_at_different_steps_do_not_make_one_checkpoint(gloo_ranks: GlooRan
     for error, there in gloo_ranks(2, save_at_my_own_step, tmp_path / "checkpoints"):
         assert "rank 1 saves step 101, but rank 0 saves step 100" in error
         assert there == ["checkpoint_0000001"]
-
-
-def nothing() -> None:
-    """What a child process does that ends at once."""
-
-
-def children_end_while_saving(distributed: DistributedContext, directory: Path) -> list[Any]:
-    rank = Rank(distributed, directory)
-    saving = rank.checkpointer.save(1, **rank.objects)
-    children = [multiprocessing.get_context("fork").Process(target=nothing) for _ in range(3)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-    return [[child.exitcode for child in children], saving.result().step, rank.save(2).name]
-
-
-def test_forked_children_end_without_harm_to_themselves_or_to_the_save(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
-    answers = gloo_ranks(2, children_end_while_saving, tmp_path / "checkpoints")
-    assert answers == [[[0, 0, 0], 1, "checkpoint_0000002"]] * 2
 
 
 def test_a_step_back_on_purpose_is_not_removed_behind_ones_back(tmp_path: Path) -> None:

@@ -31,35 +31,12 @@ del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SCRIPTS = {"Trainer": "hf_trainer.py", "Lightning": "lightning_module.py"}
-OWN_FOLDER = """
-import os, signal, time
-import slurmtrain, torch
-
-slurmtrain.init(device="cpu")
-checkpointer, model = slurmtrain.Checkpointer("mine"), torch.nn.Linear(2, 2)
-restored = checkpointer.restore(model=model)
-for step in range(restored.step if restored else 0, 12):
-    if step == 6 and os.environ["SLURMTRAIN_ATTEMPT"] == "1":
-        os.kill(os.getpid(), signal.SIGTERM)
-        while not slurmtrain.stop_requested():
-            time.sleep(0.01)
-    if slurmtrain.should_stop():
-        checkpointer.save(step + 1, model=model)
-        slurmtrain.exit_for_requeue()
-checkpointer.save(12, model=model).result()
-"""
-NAMES = (*SCRIPTS, "a Checkpointer in a folder of its own")
 
 
 def submit(project: Project, name: str) -> LocalRun:
-    if name in SCRIPTS:
-        text = (PACKAGE.parent / "jobs" / SCRIPTS[name]).read_text()
-        (project.path / "preempted.py").write_text(PREEMPTED)
-        words = "preempted.py script.py"
-    else:
-        text, words = OWN_FOLDER, "script.py"
-    (project.path / "script.py").write_text(text)
-    command = f"job.command='{sys.executable} -u {words}'"
+    (project.path / "preempted.py").write_text(PREEMPTED)
+    (project.path / "script.py").write_text((PACKAGE.parent / "jobs" / SCRIPTS[name]).read_text())
+    command = f"job.command='{sys.executable} -u preempted.py script.py'"
     return project.submit("+cluster=local", "job=command", command, "cluster.cpus_per_task=1", small=False)
 
 
@@ -81,7 +58,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "Lightning")) for name in NAMES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "Lightning")) for name in SCRIPTS]
 )
 def test_a_restart_knows_what_the_library_has_saved(finished: Callable[[str], LocalRun], name: str) -> None:
     run = finished(name)

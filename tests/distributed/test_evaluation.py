@@ -93,15 +93,6 @@ class UnevenText:
         vars(self.train)["seq_len"] = None
 
 
-class NothingHeldOut:
-    """As a `data._target_`."""
-
-    valid = None
-
-    def __init__(self, **ignored: Any):
-        self.train = Ragged(40)
-
-
 class TopFive:
     """A user's own metric: whole logits, and the batch that they are of."""
 
@@ -114,13 +105,6 @@ class TopFive:
     def value(self, sums: Tensor) -> dict[str, float]:
         hits, count, samples = sums.tolist()
         return {"hits": hits / count, "samples": samples}
-
-
-class Rows:
-    """A user's own metric that gives a sum for each row of a batch, of which the last one has fewer."""
-
-    def sums(self, logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
-        return torch.ones(len(targets))
 
 
 SETTINGS = [
@@ -254,11 +238,6 @@ def test_an_empty_set_is_refused() -> None:
         measure(alone(), [f"+eval.sets.none={{_target_: {__name__}.Ragged, samples: 0}}"])
 
 
-def test_a_metric_that_gives_another_number_of_sums_for_another_batch_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"has given \[3, 2\] numbers for a batch, and \[3, 1\] for another"):
-        measure(alone(), [f"+eval.metrics.rows._target_={__name__}.Rows"])
-
-
 @pytest.mark.parametrize(("metric", "known"), [("valid_accuracy", True), ("valid_acuracy", False)])
 def test_checkpoints_are_kept_by_any_metric_that_is_measured(tmp_path: Path, metric: str, known: bool) -> None:
     words = ["train.steps=2", "train.eval_every=1", "checkpoint.every_steps=1", "eval.metrics.accuracy=true"]
@@ -273,13 +252,6 @@ def test_checkpoints_are_kept_by_any_metric_that_is_measured(tmp_path: Path, met
     saved = [read_manifest(path).metrics for path in committed(tmp_path / "run" / "checkpoints")]
     logged = losses(tmp_path / "run", "valid_accuracy")
     assert [metrics["valid_accuracy"] for metrics in saved] == [logged[1], logged[2]]
-
-
-def test_the_best_of_what_is_never_evaluated_is_refused(tmp_path: Path) -> None:
-    words = [f"data._target_={__name__}.NothingHeldOut", "checkpoint.keep_best=1"]
-    with pytest.raises(ConfigError, match="best_metric=valid_loss is not measured") as refused:
-        fit(alone(), tmp_path / "run", words)
-    assert "no evaluation set" in (refused.value.hint or "")
 
 
 # By the verb, on this machine.

@@ -65,15 +65,6 @@ def test_of_a_copy_that_is_damaged_the_older_is_fetched(tmp_path: Path, damage: 
     assert any("checkpoint_0000002 is damaged and was set aside" in line for line in rank.said)
 
 
-def test_a_copy_that_somebody_has_renamed_is_damaged(tmp_path: Path) -> None:
-    save_two_and_wipe(tmp_path)
-    (newest,) = (tmp_path / "store").glob("checkpoint_0000002*")
-    newest.rename(newest.with_name(newest.name.replace("0000002", "0000003")))
-    rank = mirrored(None, tmp_path, 3)
-    assert rank.restore() == 1
-    assert any("belongs to another checkpoint" in line for line in rank.said)
-
-
 def test_a_run_does_not_begin_anew_beside_copies_that_cannot_be_fetched(tmp_path: Path) -> None:
     save_two_and_wipe(tmp_path)
     for manifest in (tmp_path / "store").glob("*/manifest.json"):

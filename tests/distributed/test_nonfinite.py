@@ -224,7 +224,6 @@ def test_a_stop_around_a_rollback_changes_no_bit(went_back: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("ranks", "bad", "words", "back_to", "back_from"),
     [
-        pytest.param(1, [10], ["train.on_nonfinite=rollback"], 8, 12, id="at the first such step"),
         pytest.param(1, [16], ["train.on_nonfinite=rollback"], 12, 16, id="in the last step"),
         pytest.param(2, TROUBLE, [*ROLLBACK, "parallel.dp_shard=2"], 4, 11, id="all ranks together"),
     ],

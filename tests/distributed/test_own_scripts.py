@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import sys
 import textwrap
 from pathlib import Path
@@ -21,7 +20,7 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from tests.support.children import children
 from tests.support.gloo import wait_until
-from tests.support.local_runs import LocalRun, Project, assert_same_tensors
+from tests.support.local_runs import Project, assert_same_tensors
 from tests.support.reading import checkpoint_tensors
 from tests.support.scripts import Program, Script
 
@@ -70,25 +69,6 @@ def test_alone_it_leaves_with_75_and_goes_on_when_it_is_started_again(folder: Pa
     assert_same_state(folder / "checkpoints", whole / "checkpoints")
 
 
-def submit_command(project: Project, words: list[str], *overrides: str, pause_s: float = 0.0) -> LocalRun:
-    """With `pause_s`, the program has the option --pause: it is this while there is a file `pause`, and 0 after that."""
-    shutil.copytree(JOBS, project.path / "jobs")
-    command = shlex.join([sys.executable, *words])
-    if pause_s:
-        (project.path / "pause").write_text(str(pause_s))
-        paused = f'exec {command} --pause "$(cat {project.path}/pause || echo 0)"'
-        command = shlex.join(["bash", "-c", paused])
-    return project.submit(
-        "+cluster=local",
-        "job=command",
-        f"job.command={json.dumps(command)}",
-        "cluster.tasks_per_node=2",
-        "cluster.cpus_per_task=1",
-        *overrides,
-        small=False,
-    )
-
-
 WITH_COPIES = """
 import os, sys, torch
 import slurmtrain
@@ -120,8 +100,13 @@ def test_an_own_loop_goes_on_from_the_copies_on_its_nodes_and_leaves_none(projec
 
 
 def test_a_command_that_knows_nothing_of_us_is_preempted_requeued_and_finished(project: Project) -> None:
-    file = project.path / "sum.json"
-    run = submit_command(project, ["jobs/own_command.py", "--file", str(file), "--count", "200"], pause_s=0.1)
+    shutil.copytree(JOBS, project.path / "jobs")
+    (project.path / "pause").write_text("0.1")
+    program = [sys.executable, "jobs/own_command.py", "--file", str(project.path / "sum.json"), "--count", "200"]
+    paused = f'exec {shlex.join(program)} --pause "$(cat {project.path}/pause || echo 0)"'
+    words = ("+cluster=local", "job=command", "cluster.tasks_per_node=2", "cluster.cpus_per_task=1")
+    command = json.dumps(shlex.join(["bash", "-c", paused]))
+    run = project.submit(*words, f"job.command={command}", small=False)
     log = run.run_dir.attempt(1).path / "rank-0.log"
     wait_until(lambda: log.exists() and "rank 0: 10/" in log.read_text(), "at 10")
     (project.path / "pause").unlink()  # for the attempt to come
@@ -138,17 +123,6 @@ def test_a_command_that_knows_nothing_of_us_is_preempted_requeued_and_finished(p
 
 SAVE_EVERY = 7
 TWO_MODELS = ["jobs/own_two_models.py", "--steps", str(STEPS), "--batch", "16", "--save-every", str(SAVE_EVERY)]
-
-
-@pytest.fixture(scope="module")
-def two_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of two ranks that nobody interrupted."""
-    folder = folder_with_jobs(tmp_path_factory.mktemp("undisturbed") / "folder")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    script = Script(folder, *TWO_MODELS, ranks=2, port=port)
-    assert script.wait() == 0, script.log.read_text()
-    return folder / "checkpoints"
 
 
 def plain_state(checkpoints: Path) -> dict[str, Any]:
@@ -170,8 +144,11 @@ def assert_same_state(one: Path, other: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_below_torchrun_both_models_end_with_the_bits_of_the_undisturbed_run(
-    folder: Path, two_models: Path
+    folder: Path, tmp_path: Path
 ) -> None:
+    whole = folder_with_jobs(tmp_path / "undisturbed")
+    undisturbed = Program(whole, *TORCHRUN, *TWO_MODELS)
+    assert undisturbed.wait() == 0, undisturbed.said
     program = Program(folder, *TORCHRUN, "--max-restarts", "1", *TWO_MODELS, *SLOWLY)
     try:
         # The kill leaves no time to save: what comes back is written in the background while training goes on.
@@ -183,4 +160,4 @@ def test_killed_below_torchrun_both_models_end_with_the_bits_of_the_undisturbed_
         program.end()
     (resumed,) = map(int, re.findall(r"resuming at step (\d+) ", program.log.read_text()))
     assert 0 < resumed < STEPS and resumed % SAVE_EVERY == 0
-    assert_same_state(folder / "checkpoints", two_models)
+    assert_same_state(folder / "checkpoints", whole / "checkpoints")

@@ -14,7 +14,7 @@ from msgspec import structs
 from slurmtrain.choices import PreflightMode
 from slurmtrain.config.schema import CheckpointConfig, ClusterConfig, Config, PreflightConfig
 from slurmtrain.errors import EnvironmentMismatchError
-from slurmtrain.report.findings import Rates, read_preflight
+from slurmtrain.report.findings import read_preflight
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runtime.attempt_context import AttemptContext
 from slurmtrain.runtime.distributed_context import init_distributed
@@ -27,6 +27,7 @@ from slurmtrain.system.files import write_json
 from slurmtrain.system.gpu import NoAnswerError
 from tests.support.gloo import GlooRanks, cluster_config
 
+NODES = ("n0", "n1", "n2", "n3")
 # Findings that rank 0 has recorded, and the nodes that every rank's error blames.
 Said = tuple[list[str], tuple[str, ...] | None]
 
@@ -34,14 +35,13 @@ Said = tuple[list[str], tuple[str, ...] | None]
 class Ranks:
     """Four ranks, each on a node of its own as far as they know, in one run with an attempt for each check."""
 
-    def __init__(self, directory: Path, *, nodes: int = 4):
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local = size // nodes
+    def __init__(self, directory: Path):
+        rank = int(os.environ["RANK"])
         os.environ |= {
-            NODES_VARIABLE: ",".join(f"n{index}" for index in range(nodes)),
-            "GROUP_RANK": str(rank // local),
-            "LOCAL_RANK": str(rank % local),
-            "LOCAL_WORLD_SIZE": str(local),
+            NODES_VARIABLE: ",".join(NODES),
+            "GROUP_RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
         }
         self.environment = Environment.detect()
         self.distributed = init_distributed(
@@ -97,12 +97,20 @@ def everything(directory: Path) -> dict[str, Said]:
     own = directory / "own" if ranks.rank == 2 else None  # it is not that of the others
     found["own folder"] = ranks.check(Readers(folder=own, folder_limit_s=1.0), on=ranks.rank)
     found["no file of rank 0"] = ranks.check(Readers(folder=Path("/proc/none")), on=0)
+    measure.ON_CPU = measure.Sizes(32, torch.float32, 1 << 16, 1, 0.0)
+    config = structs.replace(
+        ranks.config, preflight=PreflightConfig(mode=PreflightMode.FULL), checkpoint=CheckpointConfig(local="/dev/shm")
+    )
+    config.preflight.slow_share = 1e-9  # so little is measured here that it says nothing
+    found["full"] = ranks.check(config=config)
     ranks.distributed.leave_together()
     return found
 
 
 def test_what_is_wrong_on_one_node_is_found_by_all_ranks_and_blamed_on_that_node(gloo_ranks: GlooRanks) -> None:
-    answers = gloo_ranks.start(4, everything).results()
+    """Also that mode=full measures every rank, and the links of each node."""
+    world = gloo_ranks.start(4, everything)
+    answers = world.results()
     assert all(answer == answers[0] for answer in answers)  # the same record, and the same nodes in every rank's error
     found: dict[str, Said] = answers[0]
     assert found["sound"] == found["no file of rank 0"] == ([], None)  # what it cannot write, no other is blamed for
@@ -122,25 +130,11 @@ def test_what_is_wrong_on_one_node_is_found_by_all_ranks_and_blamed_on_that_node
     assert folder.startswith("n2: does not see in 1 s what rank 0 has written into the run directory")
     assert blamed == ("n2",)
 
-
-def measured(directory: Path) -> tuple[list[str], Rates | None, Path]:
-    ranks = Ranks(directory, nodes=2)
-    measure.ON_CPU = measure.Sizes(32, torch.float32, 1 << 16, 1, 0.0)
-    config = structs.replace(
-        ranks.config, preflight=PreflightConfig(mode=PreflightMode.FULL), checkpoint=CheckpointConfig(local="/dev/shm")
-    )
-    config.preflight.slow_share = 1e-9  # so little is measured here that it says nothing
-    ranks.check(config=config)
-    record = read_preflight(ranks.run_dir.attempt(1))
-    ranks.distributed.leave_together()
-    assert record is not None
-    return [each.sentence for each in record.findings], record.measured, ranks.run_dir.attempt(1).path
-
-
-def test_full_measures_every_rank_and_every_pair_of_nodes(gloo_ranks: GlooRanks) -> None:
-    findings, rates, attempt = gloo_ranks.start(4, measured).results()[0]
-    assert findings == [] and rates is not None
+    attempt = RunDir(world.directory / "run").attempt(len(found))
+    record = read_preflight(attempt)
+    assert found["full"] == ([], None) and record is not None and record.measured is not None
+    rates = record.measured
     assert list(rates.tflops) == ["0", "1", "2", "3"] and rates.all_reduce is not None
-    assert [link[:2] for link in rates.links] == [("n0", "n1")]
+    assert [link[:2] for link in rates.links] == [("n0", "n1"), ("n0", "n3"), ("n1", "n2"), ("n2", "n3")]  # a ring
     assert min(rates.all_reduce, *(link[2] for link in rates.links)) > 0
-    assert [file.name for file in attempt.iterdir()] == ["preflight.json"]
+    assert [file.name for file in attempt.path.iterdir()] == ["preflight.json"]

@@ -101,21 +101,12 @@ def fsdp_tp(model: Model, distributed: DistributedContext) -> nn.Module:
     return shard(tensor_parallel(model, mesh["tp"]), mesh["dp"])
 
 
-def tp_replicas(model: Model, distributed: DistributedContext) -> nn.Module:
-    """Tensor parallel pairs that do not know of each other: each has a mesh of its own, over the same names."""
-    rank = distributed.environment.rank
-    # Made by all ranks, in the same order.
-    pairs = [DeviceMesh("cpu", [first, first + 1]) for first in range(0, distributed.environment.world_size, 2)]
-    return tensor_parallel(model, pairs[rank // 2])
-
-
 LAYOUTS: Mapping[str, Callable[[Model, DistributedContext], nn.Module]] = {
     "plain": plain,
     "fsdp": fsdp,
     "hsdp": hsdp,
     "tp": tp,
     "fsdp_tp": fsdp_tp,
-    "tp_replicas": tp_replicas,
 }
 
 
@@ -352,7 +343,7 @@ WORLDS: list[tuple[int, dict[str, Case]]] = [
             "layouts by 4": (save_all, EVERY),
             "layouts into 4": (
                 restore_all,
-                [("plain", "fsdp_tp"), ("fsdp", "hsdp"), ("hsdp", "tp_replicas"), ("tp", "fsdp_tp"), ("fsdp_tp", "tp")],
+                [("plain", "fsdp_tp"), ("fsdp", "hsdp"), ("hsdp", "tp"), ("tp", "fsdp_tp"), ("fsdp_tp", "tp")],
             ),
             "sizes": (save_sizes,),
             "zoo by 4": (save_zoo,),
@@ -373,7 +364,7 @@ WORLDS: list[tuple[int, dict[str, Case]]] = [
         {
             "layouts into 2": (
                 restore_all,
-                [("plain", "tp"), ("fsdp", "tp"), ("hsdp", "tp"), ("fsdp_tp", "plain"), ("tp_replicas", "tp")],
+                [("plain", "tp"), ("fsdp", "tp"), ("hsdp", "tp"), ("fsdp_tp", "plain")],
             ),
             "evaluated": (evaluate_then_save,),
         },

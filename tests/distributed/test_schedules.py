@@ -94,7 +94,7 @@ def attempt(distributed: DistributedContext, run_path: Path, number: int, plan: 
     stop, watch = StopAgreement(signals.install_signal_handlers(), distributed.control_group), Grace(None)
     if plan is not None:
         told = distributed.environment.rank == plan.rank
-        send = partial(os.kill, os.getpid(), plan.number) if told else lambda: None
+        send: Callable[[], None] = partial(os.kill, os.getpid(), plan.number) if told else lambda: None
         at = plan.at if plan.when == "step" else -1
         stop, watch = Observed(distributed, lambda asked: send() if asked == at else None), Grace(plan.grace)
         blocks.write = slow_write(plan, send)  # the process is this attempt's own

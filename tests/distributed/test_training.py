@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.config.compose import compose
@@ -34,7 +33,7 @@ from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.hooks import TrainingHook
 from slurmtrain.training.hooks.base import StepResult, TrainingState
 from slurmtrain.training.trainer import Outcome, Trainer
-from tests.support.gloo import GlooRanks, wait_until
+from tests.support.gloo import wait_until
 from tests.support.interrupted_run import check_time_adds_up
 from tests.support.local_runs import LocalRun, Project, assert_same_bits
 
@@ -91,17 +90,6 @@ SLOW_RATE = ["optim.lr=1e-4", f"train.steps={STEPS}", "train.eval_every=10"]
 
 
 RAGGED = [*SLOW_RATE, "data._target_=tests.parity.matrix.RaggedText"]
-
-
-def dropped_out(distributed: DistributedContext, run_path: Path) -> Tensor:
-    """What dropout leaves of ones on a rank that is about to train."""
-    trainer(distributed, run_path, ["cluster.tasks_per_node=2"])
-    return torch.nn.functional.dropout(torch.ones(64))
-
-
-def test_dropout_hits_other_elements_on_each_rank(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
-    first, second = gloo_ranks(2, dropped_out, tmp_path / "run")
-    assert not torch.equal(first, second)
 
 
 class Listener(TrainingHook):

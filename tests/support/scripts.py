@@ -24,18 +24,12 @@ LOG = "output.txt"
 
 
 class Script:
-    """A script with its options, started in `folder`, where its output is in `log`: forks of the fork server of `gloo`.
+    """A script with its options, started in `folder`, where its output is in `log`: forks of the fork server of `gloo`."""
 
-    With several `ranks`, they find each other at `port` by the variables of torchrun.
-    """
-
-    def __init__(self, folder: Path, *words: str, ranks: int = 1, port: int = 0):
+    def __init__(self, folder: Path, *words: str):
         self.log = folder / LOG
         self.log.write_text("")
-        together = (
-            {} if ranks == 1 else {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
-        )
-        self._ranks = Ranks(folder, ranks, _run, (words, clean_environment(), together), list(range(ranks)))
+        self._ranks = Ranks(folder, 1, _run, (words, clean_environment()), [0])
 
     def has_ended(self) -> bool:
         return self._ranks.has_ended(0)
@@ -44,9 +38,8 @@ class Script:
         os.kill(self._ranks.pid(0), number)
 
     def wait(self) -> int:
-        """The largest of its exit codes."""
         try:
-            return max(ending.exit_code or 0 for ending in self._ranks.endings())
+            return self._ranks.endings()[0].exit_code or 0
         finally:
             self._ranks.reap()
 
@@ -88,12 +81,9 @@ class Program:
         return self.log.read_text()
 
 
-def _run(directory: Path, words: tuple[str, ...], variables: Mapping[str, str], together: Mapping[str, str]) -> None:
-    if together:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        together = {**together, **{name: os.environ[name] for name in names}}
+def _run(directory: Path, words: tuple[str, ...], variables: Mapping[str, str]) -> None:
     os.environ.clear()
-    os.environ.update({**variables, **together})
+    os.environ.update(variables)
     os.chdir(directory)
     output = os.open(LOG, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):

@@ -102,6 +102,16 @@ def test_every_document_of_every_format_is_there_once_and_in_order(unit_mb: floa
     assert len(manifest.splits["train"].shards) > {1.0: 0, 0.004: 7, 0.0005: 40}[unit_mb]
 
 
+def test_a_line_that_begins_where_a_unit_does_is_there_once(tmp_path: Path) -> None:
+    documents = [f"{number:07d}" for number in range(100)]
+    (tmp_path / "raw.jsonl").write_bytes(b"".join(b'{"text": "%b"}\n' % text.encode() for text in documents))
+    plan = plan_of(tmp_path / "raw.jsonl", tmp_path / "out", unit_mb=0.0001)
+    assert sum(piece.start % 20 == 0 for unit in plan.units for piece in unit.pieces) > 10  # a line has 20 bytes
+    do_units(plan)
+    finish(plan, 0.0)
+    assert list(documents_of(tmp_path / "out")) == [[*text.encode(), 0] for text in documents]
+
+
 def test_documents_are_what_the_tokenizer_makes_of_them_between_bos_and_eos(tmp_path: Path) -> None:
     documents = texts(50, seed=1)
     (tmp_path / "raw.jsonl").write_bytes(json_lines(documents))

@@ -91,20 +91,13 @@ def test_a_refusal_is_said_in_slurms_words_and_leaves_nothing(
 # What slurm_errno.c and sbatch.c have to say: the job may be there, is not there yet, or was refused.
 MAY_BE_THERE, LATER, UNKNOWN = (True, True), (False, True), (True, False)
 MEANING: dict[str, type[Exception] | tuple[bool, bool]] = {
-    FAILED + "Message receive failure": MAY_BE_THERE,
     FAILED + "Protocol authentication error": MAY_BE_THERE,
-    FAILED + "Socket timed out on send/recv operation": MAY_BE_THERE,
     "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying.\n"
     + FAILED
     + "Message receive failure": MAY_BE_THERE,
     FAILED + "Rate limit exceeded, please retry momentarily": LATER,
-    FAILED + "Unable to contact slurm controller (connect failure)": LATER,
-    FAILED + "Words of a version that nobody has seen": UNKNOWN,
     "": UNKNOWN,
-    FAILED + "Invalid account or account/partition combination specified": RefusedError,
-    "sbatch: error: Memory specification can not be satisfied\n"
-    + FAILED
-    + "Requested node configuration is not available": RefusedError,
+    f"sbatch: error: Memory specification\n{FAILED}Requested node configuration is not available": RefusedError,
     "sbatch: unrecognized option '--wrong'\nTry \"sbatch --help\" for more information": RefusedError,
     "sbatch: error: QOSMaxWallDurationPerJobLimit\n"
     + FAILED

@@ -83,9 +83,11 @@ def test_the_best_point_so_far_is_by_validation_loss_where_there_is_one() -> Non
     ("reason", "says", "advises"),
     [
         ("Priority", "higher priority", ""),
+        ("BeginTime", "begin time", "`requeue R` starts it now"),
         ("DependencyNeverSatisfied", "will never start", "`cancel R`"),
         ("JobArrayTaskLimit", "limit of parallel points", ""),
         ("JobHeldUser", "owner", "`requeue R` releases"),
+        ("JobHeldAdmin", "administrator", "only an administrator can release it"),
         ("launch failed requeued held", "could not start", "`requeue R`"),
         ("QOSMaxJobsPerUserLimit", "your jobs have reached the limit of its QOS", "have ended"),
         ("AssocGrpCpuLimit", "all jobs of its account", "have ended"),
@@ -94,10 +96,13 @@ def test_the_best_point_so_far_is_by_validation_loss_where_there_is_one() -> Non
         ("QOSMaxWallDurationPerJobLimit", "more than its QOS allows for a single job", "`cancel R`; ask for less"),
         ("PartitionTimeLimit", "exceeds that of its partition", "cluster.time_limit_min"),
         ("PartitionNodeLimit", "number or kind of nodes", "cluster.spare_nodes"),
+        ("PartitionDown", "starts no jobs", "`sinfo`"),
         ("ReqNodeNotAvail, UnavailableNodes:n[0-3]", "down, drained or reserved", "`sinfo -R`"),
         ("ReqNodeNotAvail, Reserved for maintenance", "reserved for maintenance", "cluster.time_limit_min"),
         ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", "drained", ""),
         ("BadConstraints", "no node meets its requirements", "cluster.constraint"),
+        ("InvalidAccount", "account", "cluster.account"),
+        ("InvalidQOS", "QOS", "cluster.qos"),
     ],
 )
 def test_a_reason_is_said_in_words_with_what_to_do(reason: str, says: str, advises: str) -> None:
