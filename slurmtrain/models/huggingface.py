@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from slurmtrain.errors import ConfigError
-from slurmtrain.models.flops import transformers_flops
-from slurmtrain.planner.flops import ModelFlops
+from slurmtrain.planner.flops import FROZEN, TRAINED, ModelFlops, attention_flops
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # fields of models that use some matrices only
 PREFIX = "model."  # of the names of its parameters, before those that transformers gives them
 
 
@@ -54,7 +54,22 @@ class HuggingFace(nn.Module):
 
     def training_flops(self) -> ModelFlops | None:
         """Return the operations of a training step, see `planner.shape`; None: not all matrices are used for each token."""
-        return transformers_flops(self.model)
+        config: Any = getattr(self.model.config, "text_config", self.model.config)
+        sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        layers, heads, width = (getattr(config, name, None) for name in sizes)
+        if not (layers and heads and width) or any(getattr(config, name, None) for name in EXPERTS):
+            return None
+        output = getattr(self.model, "get_output_embeddings", lambda: None)()
+        predicting = getattr(output, "weight", None)
+        looked_up = {
+            id(module.weight)
+            for module in self.model.modules()
+            if isinstance(module, nn.Embedding) and module.weight is not predicting
+        }
+        multiplied = [each for each in self.model.parameters() if each.ndim == 2 and id(each) not in looked_up]
+        per_token = sum(each.numel() * (TRAINED if each.requires_grad else FROZEN) for each in multiplied)
+        head_dim = getattr(config, "head_dim", None) or width // heads
+        return ModelFlops(per_token, attention_flops(layers, heads, head_dim))
 
     @staticmethod
     def stored_name(name: str) -> str:

@@ -1,9 +1,6 @@
-"""AdamW and its settings."""
+"""The optimiser."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -23,17 +20,3 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     ]
     betas = (config.betas[0], config.betas[1])
     return AdamW([group for group in groups if group["params"]], lr=config.lr, betas=betas, eps=config.eps, fused=True)
-
-
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each group of parameters: everything but the parameters."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-
-def apply_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Set the groups to what `settings_of` has returned.
-
-    Restoring an optimiser also restores the settings that it was saved with.
-    """
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        group.update(values)

@@ -153,7 +153,8 @@ class Trainer:
         gc.collect()
         gc.freeze()
         self._loader.start()  # before a hook opens files that the workers would then share
-        state.stopping = self._is_told_to_stop()
+        self._stop_check.begin()  # no checkpoint can be written at this moment
+        state.stopping = self._stop_check.finish().stop
         state.throughput.start()
         hooks.start(state)
         if self._is_due(self._train.eval_every):  # one that a stop has cut short; hooks hear of it, so all have started
@@ -379,11 +380,6 @@ class Trainer:
             return max(1, tokens), RowCounts(*rest[:begin]), rest[begin:end], rest[end:]
 
         return wait
-
-    def _is_told_to_stop(self) -> bool:
-        """Return whether all ranks agree to stop before the first step. No checkpoint can be written at this moment."""
-        self._stop_check.begin()
-        return self._stop_check.finish().stop
 
 
 @contextmanager

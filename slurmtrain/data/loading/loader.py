@@ -121,8 +121,7 @@ class BatchLoader:
 
     def indices(self, first: int, end: int) -> list[int]:
         """Return the indices in the data set of the samples with the numbers from `first` up to but not `end`."""
-        indices: list[int] = self.order.at(np.arange(first, end)).tolist()
-        return indices
+        return [int(index) for index in self.order.at(np.arange(first, end))]
 
     def start(self) -> None:
         """Start the workers, before anything else in this process reads from the data set."""

@@ -46,7 +46,15 @@ class PreparedText:
         packing: str = "concat",
         document_mask: bool | None = None,
     ):
-        _check(seq_len, packing, document_mask)
+        if seq_len < 1:
+            raise ConfigError(f"data.seq_len is {seq_len}, it must be at least 1", hint="e.g. data.seq_len=4096")
+        if packing not in PACKINGS:
+            raise ConfigError(f"data.packing is {packing!r}", hint=nearest(str(packing), PACKINGS))
+        if packing != "best_fit" and document_mask:
+            raise ConfigError(
+                f"data.document_mask={document_mask} with data.packing={packing}: rows of whole documents can be masked",
+                hint="data.packing=best_fit masks documents, and leaves hardly any padding",
+            )
         self._folder = Path(path).expanduser()
         self._manifest = read_manifest(self._folder)
         self._seq_len, self._packing = seq_len, packing
@@ -84,18 +92,6 @@ class PreparedText:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         folders = [self._folder / "packed", cache / "slurmtrain" / "packed"]
         return row_index(stream, name, made_from, folders, functools.partial(pack, seq_len=self._seq_len))
-
-
-def _check(seq_len: int, packing: str, document_mask: bool | None) -> None:
-    if seq_len < 1:
-        raise ConfigError(f"data.seq_len is {seq_len}, it must be at least 1", hint="e.g. data.seq_len=4096")
-    if packing not in PACKINGS:
-        raise ConfigError(f"data.packing is {packing!r}", hint=nearest(str(packing), PACKINGS))
-    if packing != "best_fit" and document_mask:
-        raise ConfigError(
-            f"data.document_mask={document_mask} with data.packing={packing}: rows of whole documents can be masked",
-            hint="data.packing=best_fit masks documents, and leaves hardly any padding",
-        )
 
 
 def _text_bytes(manifest: Manifest, split: str, packing: str) -> int | None:

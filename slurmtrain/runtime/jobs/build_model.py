@@ -17,7 +17,6 @@ from slurmtrain.checkpoint.tensors import local
 from slurmtrain.config.parallel_dims import ParallelDims
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError, SlurmtrainError, why_not_built
-from slurmtrain.models.flops import flops_of
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.runtime.distributed_context import DistributedContext
@@ -51,6 +50,22 @@ def distribute_model(
     if config.lora.r and weights is not None:  # which no checkpoint holds
         _read_weights(config, distributed_model.model, weights)
     return distributed_model, parameters, getattr(model, "vocab_size", None), flops
+
+
+def flops_of(model: nn.Module) -> ModelFlops | None:
+    """Return the operations of training a whole model, on any device; None: they cannot be counted.
+
+    Ours say them by `training_flops()`; a model of one's own by `flops_per_token(seq_len)`: operations of one token's forward
+    and backward pass with dense attention, which is a constant and a multiple of `seq_len`.
+    """
+    known: Any = model
+    if hasattr(known, "training_flops"):
+        found: ModelFlops | None = known.training_flops()
+        return found
+    if not hasattr(known, "flops_per_token"):
+        return None
+    one, two = known.flops_per_token(1), known.flops_per_token(2)
+    return ModelFlops(2 * one - two, two - one)
 
 
 def _filled(model: nn.Module, device: torch.device, config: Config) -> nn.Module:

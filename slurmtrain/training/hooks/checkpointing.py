@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
@@ -21,7 +22,6 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.observe.phases import Phase
 from slurmtrain.training.agreement import StopPlanner
 from slurmtrain.training.hooks.base import TrainingHook, TrainingState
-from slurmtrain.training.optim import apply_settings, settings_of
 
 
 class Checkpointing(TrainingHook):
@@ -55,14 +55,12 @@ class Checkpointing(TrainingHook):
 
     def load(self, state: TrainingState) -> None:
         """Load what this attempt begins from into `state.objects()`, and set `state.restored`."""
-        settings = settings_of(state.optimizer)
-        state.restored = self._checkpointer.restore(allow=self._config.allow, **state.objects())
-        if state.restored is None and self._config.restore_from:
-            state.restored = self._begin_from(self._config.restore_from, state)
-        elif state.restored is None and self._pretrained is not None:
-            state.restored = self._pretrained(state.distributed_model.model)
-        # The config of this run decides the settings, the checkpoint only the learnt state.
-        apply_settings(state.optimizer, settings)
+        with _settings_kept(state.optimizer):
+            state.restored = self._checkpointer.restore(allow=self._config.allow, **state.objects())
+            if state.restored is None and self._config.restore_from:
+                state.restored = self._begin_from(self._config.restore_from, state)
+            elif state.restored is None and self._pretrained is not None:
+                state.restored = self._pretrained(state.distributed_model.model)
         self._say_what_is_sound(state)
 
     def start(self, state: TrainingState) -> None:
@@ -87,11 +85,9 @@ class Checkpointing(TrainingHook):
         Returns:
             False, and nothing is changed, if there is none.
         """
-        settings = settings_of(state.optimizer)
-        restored = self._checkpointer.restore(at_most=at_most, **state.objects_but_loader())
-        if restored is None:
-            return False
-        apply_settings(state.optimizer, settings)
+        with _settings_kept(state.optimizer):
+            if self._checkpointer.restore(at_most=at_most, **state.objects_but_loader()) is None:
+                return False
         self._checkpointer.remove_newer(state.step)
         self._pending_save = None
         self._schedule.saved(state.step, time.monotonic(), None)
@@ -200,3 +196,12 @@ class Checkpointing(TrainingHook):
 
     def _grace_s(self) -> float | None:
         return self._planner.seconds_left() if self._planner is not None else None
+
+
+@contextmanager
+def _settings_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Give the optimiser the settings that the config of this run has: a restore brings those that it was saved with."""
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    yield
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)

@@ -43,16 +43,11 @@ class Interruption(TrainingHook):
         if reached.exists():
             return
         flag = install_signal_handlers()
-        if self._kill:
-            _wait_for_checkpoint(run_dir)
+        deadline = time.monotonic() + COMMIT_WAIT_S
+        while self._kill and newest_committed_step(run_dir.checkpoints) is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
         write_json(reached, {"step": state.step, "time": time.time()})
         if self._kill:
             os.kill(os.getpid(), signal.SIGKILL)
         elif flag.wait(self._within_s):
             time.sleep(self._leaving_s)
-
-
-def _wait_for_checkpoint(run_dir: RunDir) -> None:
-    deadline = time.monotonic() + COMMIT_WAIT_S
-    while newest_committed_step(run_dir.checkpoints) is None and time.monotonic() < deadline:
-        time.sleep(POLL_S)
