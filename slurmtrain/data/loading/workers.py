@@ -16,6 +16,7 @@ import multiprocessing
 import multiprocessing.process
 import os
 import pickle
+import queue
 import signal
 import stat
 import threading
@@ -44,7 +45,8 @@ class Workers(Generic[Job, Result]):
     """An iterator over the results of `work`, in the order of the jobs, that ends at the first error.
 
     Each worker does every `count`-th job and sends what it gives through a pipe of its own. It reads ahead by what the pipe
-    holds, and by one more result, with which it waits for room.
+    holds, and by one more result, with which it waits for room. A thread of this process receives the next result while the
+    last one is used: one of many megabytes takes a tenth of a second to pass through a pipe.
 
     Args:
         work: called in a worker for each job. Its errors are raised here, in the job's turn.
@@ -70,7 +72,10 @@ class Workers(Generic[Job, Result]):
                 self._workers.append((receiver, process))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-        self._turns = itertools.cycle(self._workers)
+        self._received: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._room, self._closing = threading.Semaphore(), False  # room for one result
+        self._receiver = threading.Thread(target=self._receive, name="receive batches", daemon=True)
+        self._receiver.start()
 
     def __next__(self) -> Result:
         """Return the next result, or raise the error of its job.
@@ -78,25 +83,44 @@ class Workers(Generic[Job, Result]):
         Raises:
             SlurmtrainError: a worker has died.
         """
-        receiver, process = next(self._turns)
-        try:
-            message = receiver.recv_bytes()
-        except (EOFError, OSError):  # of a pipe without its other end, perhaps in the middle of a message
-            process.join()
-            raise _dead_worker_error(process) from None
-        result, error = pickle.loads(message)
+        result, error = self._received.get()
         if error is not None:
             raise error
+        self._room.release()
         return result  # type: ignore[no-any-return]
+
+    def _receive(self) -> None:
+        """Receive results until one is an error; runs in a thread."""
+        error: BaseException | None = None
+        for receiver, process in itertools.cycle(self._workers):
+            self._room.acquire()
+            if error is not None or self._closing:
+                return
+            result = None
+            try:
+                message = receiver.recv_bytes()
+            except (EOFError, OSError):  # of a pipe without its other end, perhaps in the middle of a message
+                process.join()
+                error = _dead_worker_error(process)
+            else:
+                try:
+                    result, error = pickle.loads(message)
+                except Exception as failed:
+                    error = failed
+            self._received.put((result, error))
 
     def close(self) -> None:
         """Kill the workers. Takes `CLOSE_S` seconds at most."""
-        deadline = time.monotonic() + CLOSE_S
+        deadline, self._closing = time.monotonic() + CLOSE_S, True
+        self._room.release()
         for _, process in self._workers:
             process.kill()
-        for receiver, process in self._workers:
-            process.join(max(0.0, deadline - time.monotonic()))  # a file system that hangs holds it back
-            receiver.close()
+        for waited_for in (*(process for _, process in self._workers), self._receiver):
+            # A file system that hangs holds a process back; what a process of its own holds open, the thread.
+            waited_for.join(max(0.0, deadline - time.monotonic()))
+        if not self._receiver.is_alive():
+            for receiver, _ in self._workers:
+                receiver.close()
 
 
 def _run(work: Callable[[Any], Any], jobs: Iterator[Any], sender: Connection, rank: int) -> None:

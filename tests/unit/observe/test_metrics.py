@@ -49,10 +49,8 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> No
         for step in range(max(held, 0) + 1, last + 1):
             log.log(step, {"loss": loss})
         log.close(Ending.FINISHED)
-    for given, step in (
-        (Held(8), 10),
-        (Held(8, 10), 11),
-    ):  # an evaluation of a later step than the last that was logged
+    # An evaluation may be of a later step than the last that was logged.
+    for given, step in ((Held(8), 10), (Held(8, 10), 11)):
         log.open(LoggedRun("id", "name", "user", tmp_path, 1, held=given))
         log.evaluated(step, {"valid_loss": 2.0})
         log.close(Ending.FINISHED)
