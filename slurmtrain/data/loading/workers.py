@@ -115,9 +115,9 @@ class Workers(Generic[Job, Result]):
         self._room.release()
         for _, process in self._workers:
             process.kill()
-        for waited_for in (*(process for _, process in self._workers), self._receiver):
-            # A file system that hangs holds a process back; what a process of its own holds open, the thread.
-            waited_for.join(max(0.0, deadline - time.monotonic()))
+        for _, process in self._workers:
+            process.join(max(0.0, deadline - time.monotonic()))  # a file system that hangs holds it back
+        self._receiver.join(max(0.0, deadline - time.monotonic()))  # what a worker's own child holds open, too
         if not self._receiver.is_alive():
             for receiver, _ in self._workers:
                 receiver.close()
