@@ -178,12 +178,14 @@ def test_nothing_goes_when_the_newest_is_damaged_or_none_is_valid(words: list[st
 
 def test_what_is_damaged_counts_for_nothing_and_what_is_read_or_yet_to_be_evaluated_stays(run: RunDir) -> None:
     (committed(run.checkpoints)[2] / SHARD).unlink()
-    retention.hold(run.checkpoints, 20, "evaluation")
     with retention.reading(run.checkpoints / "checkpoint_0000010"):
         said = last("prune")
     assert steps(run) == [10, 20, 30, 40]
     assert "checkpoint_0000030 is damaged and is left alone" in said
-    retention.release(run.checkpoints, 20, "evaluation")
+    retention.hold(run.checkpoints, 10, "evaluation")
+    last("prune")
+    assert steps(run) == [10, 20, 30, 40]
+    retention.release(run.checkpoints, 10, "evaluation")
     last("prune")
     assert steps(run) == [20, 30, 40]  # 30 is not one of the two that are kept
 
