@@ -1,4 +1,4 @@
-"""The rooms of the package: imports go one way, and the login node needs no torch."""
+"""The rooms of the package: imports go one way, the login node needs no torch, and ranks send each other no objects."""
 
 from __future__ import annotations
 
@@ -97,3 +97,32 @@ def test_the_login_node_imports_no_torch() -> None:
         or (isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "torch" for alias in node.names))
     ]
     assert heavy == []
+
+
+# What ranks tell each other is JSON: what arrives is never executed, and says who may have sent it.
+# What these pickle stays between a process and its own workers, or in files of one person's own sweep. The last reads
+# files of other programs: by torch's unpickler of weights alone.
+PICKLE = {
+    "slurmtrain.data.loading.workers",
+    "slurmtrain.control.mapping",
+    "slurmtrain.runtime.jobs.map_task",
+    "slurmtrain.checkpoint.difference",
+}
+# Of torch.distributed: they pickle.
+OF_OBJECTS = {f"{verb}_object" for verb in ("gather", "all_gather")}
+OF_OBJECTS |= {f"{verb}_object_list" for verb in ("broadcast", "scatter", "send", "recv")}
+
+
+def test_no_module_sends_objects_to_other_ranks() -> None:
+    found, pickling = [], set()
+    for name in MODULES:
+        for node in ast.walk(tree_of(name)):
+            words = [node.attr] if isinstance(node, ast.Attribute) else [node.id] if isinstance(node, ast.Name) else []
+            words += [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{name}: {word}" for word in words if word in OF_OBJECTS]
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if {module.partition(".")[0] for module in modules} & {"pickle", "cloudpickle", "dill", "marshal"}:
+                pickling.add(name)
+    assert found == []
+    assert pickling == PICKLE

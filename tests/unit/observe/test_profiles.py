@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import pytest
 
 from slurmtrain.observe.profiling import Profiling
 from slurmtrain.runs.run_dir import RunDir
 
-T = TypeVar("T")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    (tmp_path / "attempts" / "0001").mkdir(parents=True)
-    (tmp_path / "checkpoints").mkdir()
-    return RunDir(tmp_path)
-
 
 class OneRank:
     rank, size = 0, 1
 
-    def on_rank_0(self, work: Callable[[], T]) -> T:
+    def on_rank_0(self, work: Any) -> Any:
         return work()
 
 
-def test_a_profile_that_cannot_begin_ends_nothing(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_profile_that_cannot_begin_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = RunDir(tmp_path)
     run.profiles.write_text("a file where the folder should be")
     profiling = Profiling(run, OneRank(), on_gpu=False)
     profiling.begin(10)

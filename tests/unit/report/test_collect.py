@@ -13,6 +13,7 @@ import pytest
 
 from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_USAGE
+from slurmtrain.report.collect import step_times
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import T0, RunFiles
 from tests.support.runs import printed
@@ -177,3 +178,32 @@ def test_each_format_writes_what_is_in_a_cell_so_that_it_can_be_read_again(odd: 
     rows = json.loads(odd.written("--format", "json"), parse_constant=refuse)
     assert (rows[0]["model.name"], rows[0]["on"], rows[0]["loss"]) == ('a,"b"\nc', True, 0.1 + 0.2)
     assert [(row["best_loss"], row["loss"]) for row in rows[1:]] == [(None, "NaN"), (None, "-Infinity")]
+
+
+# The time of a step, and of its parts, as a run has logged them.
+def record(step: int, step_time_s: float = 1.0, **parts: float) -> dict[str, Any]:
+    return {"step": step, "step_time_s": step_time_s, **{f"time_{name}_s": each for name, each in parts.items()}}
+
+
+USUAL = {"data": 0.1, "forward_backward": 0.7, "communication": 0.15, "optimizer": 0.05, "other": 0.0}
+TIMES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "a step is the sum of its parts without pauses": (
+        [record(step, **USUAL, checkpoint=3.0) for step in range(4)],
+        {"step_s": pytest.approx(1.0), "parts": USUAL},
+    ),
+    "the first half, in which steps allocate and compile, does not count": (
+        [record(step, forward_backward=seconds) for step, seconds in enumerate((60.0, 5.0, 1.0, 1.0))],
+        {"step_s": 1.0},
+    ),
+    "without parts it is the mean that was logged last": (
+        [{"step": 1, "step_time_s": 9.0}, {"step": 2, "step_time_s": 2.0, "data_wait_s": 0.5}],
+        {"step_s": 2.0, "parts": {"data": 0.5}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TIMES)
+def test_the_time_of_a_step(case: str) -> None:
+    logged, expected = TIMES[case]
+    found = step_times(logged)
+    assert {name: getattr(found, name) for name in expected} == expected
