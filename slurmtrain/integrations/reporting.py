@@ -51,15 +51,10 @@ class ProgressReport:
             self._last = step, time.monotonic()
             values = {**values, "step_time_s": (self._last[1] - logged) / (step - before)}
         self._log.write(step, **values)
-        if self._context is not None and step > before:
-            self._tell_events(self._context, step)
-
-    def _tell_events(self, context: attempt_context.AttemptContext, step: int) -> None:
-        """Record when this attempt is where an earlier one had been."""
-        if 0 < self._done_before <= step:
+        if self._context is not None and 0 < self._done_before <= step:  # where an earlier attempt had been
             self._done_before = 0
             with contextlib.suppress(OSError):  # only the accounts of time need it
-                context.run_dir.event(Event.CAUGHT_UP, attempt=context.number, step=step)
+                self._context.run_dir.event(Event.CAUGHT_UP, attempt=self._context.number, step=step)
 
     def saved(self, step: int, checkpoint: Path) -> None:
         """Record that the library itself has saved the state after `step` steps, and where."""

@@ -168,7 +168,7 @@ class Rank:
     def join(self, find_or_create: Callable[[], RunDir]) -> None:
         """Meet the other ranks, and agree with them on run and attempt where no supervisor has named them."""
         from slurmtrain.runtime.distributed_context import init_distributed
-        from slurmtrain.training.seeds import use_deterministic_kernels
+        from slurmtrain.runtime.seeds import use_deterministic_kernels
 
         config, environment, given = self.config, self.environment, self.given
         if config.train.deterministic:

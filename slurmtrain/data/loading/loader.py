@@ -17,15 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmtrain.data.loading.batches import (
-    Batch,
-    RowCounts,
-    fetch,
-    fetch_batch,
-    num_targets,
-    padded,
-    row_counts,
-)
+from slurmtrain.data.loading.batches import Batch, RowCounts, fetch, fetch_batch, num_targets, padded, row_counts
 from slurmtrain.data.loading.order import EpochOrder, Order, digest
 from slurmtrain.data.loading.workers import Workers
 from slurmtrain.data.sources.protocol import MapDataset, inspect_dataset

@@ -90,24 +90,21 @@ class Workers(Generic[Job, Result]):
         return result  # type: ignore[no-any-return]
 
     def _receive(self) -> None:
-        """Receive results until one is an error; runs in a thread."""
-        error: BaseException | None = None
+        """Receive results, each when there is room for it; runs in a thread."""
         for receiver, process in itertools.cycle(self._workers):
             self._room.acquire()
-            if error is not None or self._closing:
+            if self._closing:
                 return
-            result = None
             try:
                 message = receiver.recv_bytes()
             except (EOFError, OSError):  # of a pipe without its other end, perhaps in the middle of a message
                 process.join()
-                error = _dead_worker_error(process)
-            else:
-                try:
-                    result, error = pickle.loads(message)
-                except Exception as failed:
-                    error = failed
-            self._received.put((result, error))
+                self._received.put((None, _dead_worker_error(process)))
+                return
+            try:
+                self._received.put(pickle.loads(message))
+            except Exception as error:
+                self._received.put((None, error))
 
     def close(self) -> None:
         """Kill the workers. Takes `CLOSE_S` seconds at most."""

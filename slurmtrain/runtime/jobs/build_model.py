@@ -20,8 +20,8 @@ from slurmtrain.errors import ConfigError, SlurmtrainError, why_not_built
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
 from slurmtrain.planner.flops import ModelFlops
 from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.runtime.seeds import seed_everything
 from slurmtrain.system.node_copies import with_copies
-from slurmtrain.training.seeds import seed_everything
 from slurmtrain.weights.pretrained import check_config, load_pretrained, weights_path
 
 

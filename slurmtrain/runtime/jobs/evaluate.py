@@ -22,11 +22,11 @@ from slurmtrain.runtime.attempt_context import AttemptContext, Timeline, update_
 from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.jobs.build_model import build, distribute_model
 from slurmtrain.runtime.jobs.train import build_evaluator
+from slurmtrain.runtime.seeds import seed_everything
 from slurmtrain.system.files import write_json
 from slurmtrain.system.records import append_line, read_json
 from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import build_forward_backward
-from slurmtrain.training.seeds import seed_everything
 
 log = logging.getLogger(__name__)
 

@@ -39,6 +39,7 @@ from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.runtime.evaluation_jobs import EvaluationJobs
 from slurmtrain.runtime.jobs.build_model import build, distribute_model, pretrained
 from slurmtrain.runtime.jobs.run_record import RunRecord
+from slurmtrain.runtime.seeds import seed_everything
 from slurmtrain.system.redaction import redacted
 from slurmtrain.training.agreement import StopAgreement, StopPlanner, TrainingRanks
 from slurmtrain.training.evaluation import Evaluation, Evaluator, MetricSums
@@ -47,7 +48,6 @@ from slurmtrain.training.hooks.base import TrainingHook
 from slurmtrain.training.hooks.checkpointing import Checkpointing
 from slurmtrain.training.hooks.reporting import ExternalLoggers, RunReporter, StepReports
 from slurmtrain.training.hooks.stragglers import StragglerWatch
-from slurmtrain.training.seeds import seed_everything
 from slurmtrain.training.trainer import Trainer
 
 
