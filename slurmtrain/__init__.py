@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from slurmtrain.data.exact_loader import DataLoader as DataLoader
     from slurmtrain.data.loading.workers import ignore_stop_signals as ignore_stop_signals
     from slurmtrain.parallel.ddp import warm_up_ddp_buckets as warm_up_ddp_buckets
+    from slurmtrain.rank.api import exit_for_requeue as exit_for_requeue
+    from slurmtrain.rank.api import init as init
+    from slurmtrain.rank.api import should_stop as should_stop
+    from slurmtrain.rank.api import stop_requested as stop_requested
+    from slurmtrain.rank.own_checkpointer import Checkpointer as Checkpointer
     from slurmtrain.report.status.waiting import RunFailedError as RunFailedError
     from slurmtrain.report.status.waiting import RunStoppedError as RunStoppedError
     from slurmtrain.report.status.waiting import WaitTimeoutError as WaitTimeoutError
-    from slurmtrain.runtime.api import exit_for_requeue as exit_for_requeue
-    from slurmtrain.runtime.api import init as init
-    from slurmtrain.runtime.api import should_stop as should_stop
-    from slurmtrain.runtime.api import stop_requested as stop_requested
-    from slurmtrain.runtime.own_checkpointer import Checkpointer as Checkpointer
 
 _PUBLIC = {
     "submit": "slurmtrain.control.runs",
@@ -45,11 +45,11 @@ _PUBLIC = {
     "RunFailedError": "slurmtrain.report.status.waiting",
     "RunStoppedError": "slurmtrain.report.status.waiting",
     "WaitTimeoutError": "slurmtrain.report.status.waiting",
-    "init": "slurmtrain.runtime.api",
-    "should_stop": "slurmtrain.runtime.api",
-    "stop_requested": "slurmtrain.runtime.api",
-    "exit_for_requeue": "slurmtrain.runtime.api",
-    "Checkpointer": "slurmtrain.runtime.own_checkpointer",
+    "init": "slurmtrain.rank.api",
+    "should_stop": "slurmtrain.rank.api",
+    "stop_requested": "slurmtrain.rank.api",
+    "exit_for_requeue": "slurmtrain.rank.api",
+    "Checkpointer": "slurmtrain.rank.own_checkpointer",
     "DataLoader": "slurmtrain.data.exact_loader",
     "Keep": "slurmtrain.checkpoint.store.retention",
     "warm_up_ddp_buckets": "slurmtrain.parallel.ddp",

@@ -48,7 +48,7 @@ class SlurmtrainLauncher(Launcher):
         from hydra.core.utils import JobReturn, JobStatus
 
         from slurmtrain.control.mapping import map_calls
-        from slurmtrain.runtime.jobs.map_task import run_task
+        from slurmtrain.rank.jobs.map_task import run_task
         from slurmtrain.sweep.plan import values_of
         from slurmtrain.system import logs
 

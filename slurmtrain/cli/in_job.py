@@ -74,8 +74,8 @@ def train(options: argparse.Namespace) -> int:
     signals.install_signal_handlers()  # before anything heavy is imported
     gc.set_threshold(700)  # as Python has it: what hangs in a cycle may be a tensor of the GPU
 
+    from slurmtrain.rank import main as rank
     from slurmtrain.runs.run_dir import RunDir
-    from slurmtrain.runtime import main as runtime
     from slurmtrain.slurm.environment import Environment
     from slurmtrain.system.paths import current_folder, located
 
@@ -88,7 +88,7 @@ def train(options: argparse.Namespace) -> int:
             )
         run_dir = RunDir(located(Path(options.run_directory)))
         run_dir.info()
-        runtime.run_submitted(run_dir)
+        rank.run_submitted(run_dir)
 
     from slurmtrain.cli.submit import compose_and_validate
     from slurmtrain.launch.submit import preparing
@@ -110,7 +110,7 @@ def train(options: argparse.Namespace) -> int:
         with preparing(config, overrides, current_folder()) as run_dir:
             return run_dir
 
-    runtime.run_by_hand(config, create, strict=explicit)
+    rank.run_by_hand(config, create, strict=explicit)
 
 
 def prepare(options: argparse.Namespace) -> int:
@@ -126,7 +126,7 @@ def prepare(options: argparse.Namespace) -> int:
     from slurmtrain.data.prepare.worker_pool import work
     from slurmtrain.launch.named_paths import with_absolute_paths
     from slurmtrain.observe.progress import Preparing
-    from slurmtrain.runtime.jobs.prepare import share_of, summary, workers_of
+    from slurmtrain.rank.jobs.prepare import share_of, summary, workers_of
     from slurmtrain.slurm.environment import Environment
     from slurmtrain.system.paths import current_folder
 

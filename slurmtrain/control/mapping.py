@@ -41,12 +41,12 @@ from slurmtrain.control.submitting import client_of
 from slurmtrain.errors import ClusterError, UnreadableRecordError, UsageError
 from slurmtrain.launch.claims import holder_here
 from slurmtrain.launch.named_paths import check_named_paths
+from slurmtrain.rank.jobs.map_task import RESULT, arguments_file, function_file, python_version
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.report.status.waiting import RunFailedError, as_they_end
 from slurmtrain.runs import lookup
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.runtime.jobs.map_task import RESULT, arguments_file, function_file, python_version
 from slurmtrain.sweep.folder import create_sweep
 from slurmtrain.sweep.jobs import cancel, require_own, states_of, submit_arrays, trusted_client
 from slurmtrain.sweep.plan import SweepPlan
@@ -58,7 +58,7 @@ from slurmtrain.system.trust import user_in_words
 
 log = logging.getLogger(__name__)
 
-PROGRAM = "slurmtrain.runtime.jobs.map_task"
+PROGRAM = "slurmtrain.rank.jobs.map_task"
 MAP_HINT = "slurmtrain.map(function, items)"
 
 

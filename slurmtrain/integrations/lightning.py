@@ -34,8 +34,8 @@ from slurmtrain.data.exact_loader import DataLoader
 from slurmtrain.errors import EXIT_REQUEUE, ConfigError
 from slurmtrain.integrations.reporting import ProgressReport
 from slurmtrain.parallel.ddp import warm_up_ddp_buckets
-from slurmtrain.runtime.api import init, session, should_stop
-from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.rank.api import init, session, should_stop
+from slurmtrain.rank.distributed_context import DistributedContext
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system.files import fsync_directory
 from slurmtrain.system.signals import STOP_SIGNALS

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 from slurmtrain.observe.metrics import MetricsLog
+from slurmtrain.rank import attempt_context
+from slurmtrain.rank.api import session
 from slurmtrain.runs import attempts
 from slurmtrain.runs.reasons import Event
-from slurmtrain.runtime import attempt_context
-from slurmtrain.runtime.api import session
 from slurmtrain.system.patience import BestEffort
 
 

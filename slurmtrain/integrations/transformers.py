@@ -22,8 +22,8 @@ from transformers.trainer_callback import ExportableState
 from slurmtrain.errors import ConfigError, EnvironmentMismatchError
 from slurmtrain.integrations.reporting import ProgressReport
 from slurmtrain.parallel.ddp import warm_up_ddp_buckets
+from slurmtrain.rank.api import exit_for_requeue, init, session, should_stop
 from slurmtrain.runs.program_checkpoints import cut, move_aside
-from slurmtrain.runtime.api import exit_for_requeue, init, session, should_stop
 
 log = logging.getLogger(__name__)
 

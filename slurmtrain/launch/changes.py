@@ -58,7 +58,7 @@ FIXED = ("job.name", "job.runs_dir", "job.kind", "cluster.backend", "cluster.slu
 # For a run of a sweep, also all groups that its array's script is made of, and the varied keys.
 OF_THE_SWEEP = ("cluster", "requeue", "hooks", "secrets", "job", "sweep")
 STAGED, DECISION = ".change", "decision.json"
-MAP_TASK = "slurmtrain.runtime.jobs.map_task"  # in job.command
+MAP_TASK = "slurmtrain.rank.jobs.map_task"  # in job.command
 
 
 def change(

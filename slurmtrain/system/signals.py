@@ -98,7 +98,7 @@ class StopFlag:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
         os.register_at_fork(after_in_child=_disarm_child)
         preloaded = getattr(forkserver._forkserver, "_preload_modules", ["__main__"])
-        multiprocessing.set_forkserver_preload(["slurmtrain.runtime.forkserver", *preloaded])
+        multiprocessing.set_forkserver_preload(["slurmtrain.rank.forkserver", *preloaded])
 
     def _read(self) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})

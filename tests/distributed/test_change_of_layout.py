@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from slurmtrain.checkpoint.format.directory import checkpoint_name
 from slurmtrain.checkpoint.state import flatten
 from slurmtrain.errors import ConfigError
+from slurmtrain.rank.distributed_context import DistributedContext
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.training.hooks.base import TrainingHook, TrainingState
 from tests.distributed.test_training import RAGGED, TOLERANCE, StopAt, alone, fit, losses, trainer
 from tests.distributed.test_training import trainer as trainer_of

@@ -16,7 +16,7 @@ from slurmtrain.checkpoint.format import manifest
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.parallel.ddp import apply_ddp
-from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.rank.distributed_context import DistributedContext
 from slurmtrain.system.files import write_synced
 from tests.support.gloo import GlooRanks
 from tests.support.logs import collect_messages

@@ -23,7 +23,7 @@ from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.errors import SlurmtrainError
 from slurmtrain.models import Decoder
 from slurmtrain.parallel.parallelize import DistributedModel, parallelize
-from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.rank.distributed_context import DistributedContext
 from slurmtrain.system import signals
 from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.forward_backward import build_forward_backward

@@ -23,10 +23,10 @@ from slurmtrain.data.loading.batches import IGNORED_TARGET, Batch
 from slurmtrain.data.sources.protocol import inspect_source
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.metrics import read_metrics
+from slurmtrain.rank.distributed_context import DistributedContext
+from slurmtrain.rank.jobs.build_model import build, build_model, distribute_model, fill
+from slurmtrain.rank.jobs.train import build_evaluator
 from slurmtrain.runs import attempts
-from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.jobs.build_model import build, build_model, distribute_model, fill
-from slurmtrain.runtime.jobs.train import build_evaluator
 from slurmtrain.system import signals
 from slurmtrain.system.signals import StopCause
 from slurmtrain.training.agreement import StopAgreement

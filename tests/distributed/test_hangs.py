@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from slurmtrain import __main__
 from slurmtrain.config.schema import Config, WatchdogConfig
+from slurmtrain.rank import main
+from slurmtrain.rank.attempt_context import AttemptContext
+from slurmtrain.rank.distributed_context import DistributedContext
+from slurmtrain.rank.leaving import timed_out
+from slurmtrain.rank.watchdog import Watchdog
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.runs.failures import found_hang
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RunDir
-from slurmtrain.runtime import main
-from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.leaving import timed_out
-from slurmtrain.runtime.watchdog import Watchdog
 from tests.support.gloo import GlooRanks, Ranks
 from tests.support.local_runs import SMALL, Project
 from tests.support.runs import submitted_run

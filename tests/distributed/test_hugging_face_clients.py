@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import slurmtrain
-from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.rank.distributed_context import DistributedContext
 from slurmtrain.system.signals import StopCause, StopFlag
 from tests.support.gloo import GlooRanks
 
@@ -49,7 +49,7 @@ class Attempts:
     """The attempts of a script, one after another in this process, which `leave` does not end but raises SystemExit."""
 
     def __init__(self, world: DistributedContext):
-        from slurmtrain.runtime import api
+        from slurmtrain.rank import api
 
         def leave(code: int) -> None:
             raise SystemExit(code)

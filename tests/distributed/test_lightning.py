@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import slurmtrain
 from slurmtrain.errors import ConfigError, UsageError
-from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.rank.distributed_context import DistributedContext
 from slurmtrain.system.signals import StopCause, StopFlag
 from tests.support.gloo import GlooRanks
 
@@ -54,7 +54,7 @@ class Script:
 
         self.pytorch: Any = lightning.pytorch
         from slurmtrain.integrations import lightning
-        from slurmtrain.runtime import api
+        from slurmtrain.rank import api
 
         self.ours, self.world, self.session = lightning, world, api.session
         api.init(device="cpu")
@@ -223,7 +223,7 @@ def test_loaders_that_are_made_anew_for_each_epoch_have_the_orders_of_their_epoc
 
 
 def test_the_package_itself_imports_no_other_trainer() -> None:
-    script = "import slurmtrain.runtime.api, slurmtrain.runtime.own_checkpointer, slurmtrain.training.trainer, sys; "
+    script = "import slurmtrain.rank.api, slurmtrain.rank.own_checkpointer, slurmtrain.training.trainer, sys; "
     script += "print({'lightning', 'pytorch_lightning', 'transformers'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()", done.stdout

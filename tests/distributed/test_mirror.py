@@ -12,7 +12,7 @@ from fsspec.implementations.local import LocalFileSystem
 from slurmtrain.checkpoint.errors import CheckpointMismatchError
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.store.retention import Keep
-from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.rank.distributed_context import DistributedContext
 from tests.distributed.test_checkpoint import Rank
 from tests.support.gloo import GlooRanks
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from slurmtrain.checkpoint import node_folder
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.rank.distributed_context import DistributedContext
 from tests.distributed.test_checkpoint import Rank
 from tests.support.gloo import GlooRanks
 

@@ -16,9 +16,9 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.errors import EXIT_CONFIG, DivergedError
 from slurmtrain.models import Decoder
+from slurmtrain.rank.distributed_context import DistributedContext
 from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.training.hooks import TrainingHook
 from slurmtrain.training.hooks.base import StepResult, TrainingState
 from tests.distributed.test_training import StopAt, alone, fit, losses, trainer

@@ -19,8 +19,8 @@ from torch import Tensor
 from slurmtrain.models import Decoder
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.observe.phases import HostTimer
+from slurmtrain.rank.distributed_context import DistributedContext
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.system.signals import StopCause, StopFlag
 from slurmtrain.training.hooks import TrainingHook
 from slurmtrain.training.hooks.base import StepResult, TrainingState
@@ -57,7 +57,7 @@ def work(seconds: float) -> None:
 def fit_by_own_clock(distributed: DistributedContext, run_path: Path, overrides: list[str]) -> None:
     OWN_TIME.append(0.0)  # the process ends with the test
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slurmtrain.runtime.jobs.train.HostTimer", lambda: HostTimer(lambda: OWN_TIME[0]))
+        patch.setattr("slurmtrain.rank.jobs.train.HostTimer", lambda: HostTimer(lambda: OWN_TIME[0]))
         fit(distributed, run_path, overrides)
 
 
@@ -261,7 +261,7 @@ def test_a_preemption_during_a_profile_saves_first_and_drops_it(tmp_path: Path) 
 LOOP = """
 import slurmtrain, torch
 run = slurmtrain.init(device="cpu")
-from slurmtrain.runtime import api
+from slurmtrain.rank import api
 api.LOOK_EVERY_S = 0
 x = torch.ones(8, 8)
 for step in range(20):

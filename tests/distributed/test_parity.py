@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from slurmtrain.models import Decoder
 from slurmtrain.observe.metrics import read_metrics
+from slurmtrain.rank.distributed_context import DistributedContext
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.distributed_context import DistributedContext
 from tests.distributed.test_collectives import laid_out
 from tests.parity.matrix import ROWS, compare, config_of, train_alone, train_rows
 from tests.support.gloo import GlooRanks

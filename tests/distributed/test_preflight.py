@@ -14,13 +14,13 @@ from msgspec import structs
 from slurmtrain.choices import PreflightMode
 from slurmtrain.config.schema import CheckpointConfig, ClusterConfig, Config, PreflightConfig
 from slurmtrain.errors import EnvironmentMismatchError
+from slurmtrain.rank.attempt_context import AttemptContext
+from slurmtrain.rank.distributed_context import init_distributed
+from slurmtrain.rank.preflight import measure
+from slurmtrain.rank.preflight.check import run_preflight
+from slurmtrain.rank.preflight.facts import MISSING, Readers
 from slurmtrain.report.findings import read_preflight
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.attempt_context import AttemptContext
-from slurmtrain.runtime.distributed_context import init_distributed
-from slurmtrain.runtime.preflight import measure
-from slurmtrain.runtime.preflight.check import run_preflight
-from slurmtrain.runtime.preflight.facts import MISSING, Readers
 from slurmtrain.slurm.environment import NODES_VARIABLE, Environment
 from slurmtrain.system import signals
 from slurmtrain.system.files import write_json

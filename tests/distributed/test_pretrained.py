@@ -24,9 +24,9 @@ from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder, initialize
 from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.models.lora import add_adapters, draw_adapters, without_adapters
+from slurmtrain.rank.distributed_context import DistributedContext
+from slurmtrain.rank.jobs.build_model import distribute_model
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.jobs.build_model import distribute_model
 from slurmtrain.weights import export as weights_export
 from slurmtrain.weights.hf_export import export_hf
 from slurmtrain.weights.hf_names import hugging_face_name

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from slurmtrain.errors import EnvironmentMismatchError
-from slurmtrain.runtime.addresses import RendezvousError, machine
-from slurmtrain.runtime.distributed_context import DistributedContext, init_distributed
+from slurmtrain.rank.addresses import RendezvousError, machine
+from slurmtrain.rank.distributed_context import DistributedContext, init_distributed
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, NODES_VARIABLE, Environment
 from slurmtrain.system import signals
 from slurmtrain.system.files import write_json

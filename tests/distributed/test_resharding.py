@@ -21,7 +21,7 @@ from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.parallel.ddp import apply_ddp
-from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.rank.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks
 
 # ------------------------------------------------------------------------------------------------------------- the model

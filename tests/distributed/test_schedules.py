@@ -13,8 +13,8 @@ from typing import Any
 
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.stop_watcher import StopWatcher
+from slurmtrain.rank.distributed_context import DistributedContext
+from slurmtrain.rank.stop_watcher import StopWatcher
 from slurmtrain.system import signals
 from slurmtrain.training.agreement import AgreedDecision, StopAgreement
 from slurmtrain.training.trainer import Outcome

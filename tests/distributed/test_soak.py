@@ -24,7 +24,7 @@ from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.checkpoint.store.commit import CLAIMS
 from slurmtrain.checkpoint.store.retention import READERS, Keep
 from slurmtrain.parallel.ddp import apply_ddp
-from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.rank.distributed_context import DistributedContext
 from tests.support.children import children
 from tests.support.descriptors import open_files
 from tests.support.gloo import GlooRanks

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.errors import SlurmtrainError
-from slurmtrain.runtime.distributed_context import init_distributed
+from slurmtrain.rank.distributed_context import init_distributed
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
 from tests.support.descriptors import listening

@@ -23,7 +23,7 @@ from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.parallel.ddp import apply_ddp
-from slurmtrain.runtime.distributed_context import DistributedContext
+from slurmtrain.rank.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks
 from tests.support.logs import collect_messages
 from tests.support.own_objects import Bare, Own

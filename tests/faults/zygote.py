@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import slurmtrain.runtime.jobs.train  # noqa: F401  what ranks import, once
+import slurmtrain.rank.jobs.train  # noqa: F401  what ranks import, once
 from tests.faults.processes import Lane, UnexplainedError
 from tests.faults.rows import ROWS, Outcome, SkippedError, Trial, allowed, load
 from tests.faults.training import Training

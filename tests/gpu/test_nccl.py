@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from slurmtrain.config.schema import Config
+from slurmtrain.rank.addresses import hold_port
+from slurmtrain.rank.distributed_context import DistributedContext, init_distributed
 from slurmtrain.runs.lookup import all_runs
-from slurmtrain.runtime.addresses import hold_port
-from slurmtrain.runtime.distributed_context import DistributedContext, init_distributed
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
 from tests.parity.matrix import ROWS, Row, compare, config_of, reference_name, train_row, train_rows

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from slurmtrain.observe.metrics import read_metrics
+from slurmtrain.rank.distributed_context import DistributedContext
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.distributed_context import DistributedContext
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.training.hooks import TrainingHook
 from slurmtrain.training.hooks.base import StepResult, TrainingState

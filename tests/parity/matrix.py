@@ -19,10 +19,10 @@ from slurmtrain.config.compose import compose
 from slurmtrain.config.schema import Config
 from slurmtrain.data.loading.batches import IGNORED_TARGET
 from slurmtrain.observe.metrics import read_metrics
+from slurmtrain.rank.attempt_context import AttemptContext, Timeline
+from slurmtrain.rank.distributed_context import DistributedContext
+from slurmtrain.rank.jobs.train import build_trainer
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.attempt_context import AttemptContext, Timeline
-from slurmtrain.runtime.distributed_context import DistributedContext
-from slurmtrain.runtime.jobs.train import build_trainer
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
 from slurmtrain.training.agreement import StopAgreement

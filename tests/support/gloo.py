@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pytest
 
 from slurmtrain.config.schema import ClusterConfig
-from slurmtrain.runtime.distributed_context import init_distributed
+from slurmtrain.rank.distributed_context import init_distributed
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment
 from slurmtrain.system import signals
 from slurmtrain.system.process import be_killed_with, stat

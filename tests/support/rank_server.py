@@ -9,7 +9,7 @@ import signal
 from slurmtrain.config.compose import compose
 from slurmtrain.system.process import end_with_parent
 
-MODULES = ["slurmtrain.runtime.jobs.train", "slurmtrain.runtime.main"]
+MODULES = ["slurmtrain.rank.jobs.train", "slurmtrain.rank.main"]
 # What DDP, FSDP and pipelines load when they are first used, seconds for each rank.
 MODULES += ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 for module in MODULES:

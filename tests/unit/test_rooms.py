@@ -105,7 +105,7 @@ def test_the_login_node_imports_no_torch() -> None:
 PICKLE = {
     "slurmtrain.data.loading.workers",
     "slurmtrain.control.mapping",
-    "slurmtrain.runtime.jobs.map_task",
+    "slurmtrain.rank.jobs.map_task",
     "slurmtrain.checkpoint.difference",
 }
 # Of torch.distributed: they pickle.

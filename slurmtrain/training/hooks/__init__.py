@@ -1,6 +1,6 @@
 """What hangs on the training loop: one module for each concern, and `base` with their protocol.
 
-`runtime/jobs/train.py` lists the hooks of a run. Hooks of your own derive from `TrainingHook` and are named in the config
+`rank/jobs/train.py` lists the hooks of a run. Hooks of your own derive from `TrainingHook` and are named in the config
 by `train.hooks`.
 """
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from slurmtrain.cli import main
 from slurmtrain.config.compose import compose
 from slurmtrain.config.overrides import literal_override
-from slurmtrain.runtime.jobs.program_start import with_variables
+from slurmtrain.rank.jobs.program_start import with_variables
 from tests.support.commands import Cli
 from tests.support.fake_slurm import FakeSlurm
 

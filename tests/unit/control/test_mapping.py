@@ -14,12 +14,12 @@ import pytest
 import slurmtrain
 from slurmtrain.control.mapping import MapRun
 from slurmtrain.errors import ConfigError, UsageError
+from slurmtrain.rank.jobs import map_task
 from slurmtrain.report.status.waiting import RunFailedError
 from slurmtrain.runs import attempts
 from slurmtrain.runs.failures import Failures
 from slurmtrain.runs.run_dir import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from slurmtrain.runs.sweep_dir import Sweep
-from slurmtrain.runtime.jobs import map_task
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.pickles import Evil
 from tests.support.runs import add_attempt

@@ -10,11 +10,11 @@ import pytest
 
 from slurmtrain.integrations.reporting import ProgressReport
 from slurmtrain.observe.metrics import read_metrics
+from slurmtrain.rank.api import session
+from slurmtrain.rank.attempt_context import AttemptContext
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.api import session
-from slurmtrain.runtime.attempt_context import AttemptContext
 from tests.support.runs import add_attempt, submitted_run
 
 

@@ -119,6 +119,6 @@ def test_what_would_leave_the_new_run_and_calls_of_a_map_are_refused(
     run.code_record_file.write_text(json.dumps({**record, "files": {name or "train.py": "0" * 64}}))
     if not name:
         text = run.config_file.read_text()
-        run.config_file.write_text(text.replace("python train.py", "python -m slurmtrain.runtime.jobs.map_task"))
+        run.config_file.write_text(text.replace("python train.py", "python -m slurmtrain.rank.jobs.map_task"))
     assert said in refused("submit", "--from", str(run.path), code=code)
     assert not list(elsewhere.rglob("escape.py")) and all_runs(elsewhere / "runs") == []

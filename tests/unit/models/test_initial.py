@@ -13,7 +13,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder, initialize
 from slurmtrain.models.decoder import Linear
-from slurmtrain.runtime.jobs.build_model import build_model, fill
+from slurmtrain.rank.jobs.build_model import build_model, fill
 
 SIZES: dict[str, Any] = {
     "vocab_size": 70, "dim": 40, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 1100, "max_seq_len": 16,

@@ -21,7 +21,7 @@ from slurmtrain.observe.logger_thread import LoggerThread
 from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.observe.textfile import TextFileLogger, render
 from slurmtrain.observe.wandb_logger import why_offline
-from slurmtrain.runtime.leaving import close_client_loggers
+from slurmtrain.rank.leaving import close_client_loggers
 
 
 @dataclass

@@ -20,7 +20,7 @@ from slurmtrain.data.loading.batches import row_counts
 from slurmtrain.models import Decoder
 from slurmtrain.planner.flops import ModelFlops, attended_pairs, decoder_flops, dense_pairs
 from slurmtrain.planner.shape import DecoderShape
-from slurmtrain.runtime.jobs.build_model import flops_of
+from slurmtrain.rank.jobs.build_model import flops_of
 
 LENGTH, ROWS = 48, 2
 PRESETS = sorted(

@@ -15,7 +15,7 @@ from slurmtrain.config.schema import Config
 from slurmtrain.parallel.parallelize import parallelize
 from slurmtrain.planner.fit import memory_of
 from slurmtrain.planner.memory import StageMemory
-from slurmtrain.runtime.jobs.build_model import build_model
+from slurmtrain.rank.jobs.build_model import build_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

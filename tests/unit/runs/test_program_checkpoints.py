@@ -13,10 +13,10 @@ import pytest
 from slurmtrain.choices import JobKind
 from slurmtrain.cli import main
 from slurmtrain.config.schema import Config, JobConfig
+from slurmtrain.rank.attempt_context import AttemptContext, open_attempt
+from slurmtrain.rank.jobs.own_checkpoints import look_before_start
 from slurmtrain.runs import program_checkpoints
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.attempt_context import AttemptContext, open_attempt
-from slurmtrain.runtime.jobs.own_checkpoints import look_before_start
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.supervise.end_of_attempt import finish_attempt
 from tests.support.fake_slurm import FakeSlurm

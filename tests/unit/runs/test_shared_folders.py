@@ -20,11 +20,11 @@ from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import claim
 from slurmtrain.cli import main
 from slurmtrain.errors import EXIT_CONFIG, EnvironmentMismatchError, UsageError
+from slurmtrain.rank.attempt_context import rendezvous_directory
 from slurmtrain.runs import lookup
 from slurmtrain.runs.create import create_run_dir, make_folder
 from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime.attempt_context import rendezvous_directory
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import files, records
 from slurmtrain.system.files import write_json

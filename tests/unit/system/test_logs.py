@@ -84,7 +84,7 @@ def test_nothing_is_lost_when_a_rank_leaves_nor_said_twice_by_its_forks() -> Non
     """A fork while another thread writes must not wait for that thread's lock for ever."""
     done = said_by("""
         import threading
-        from slurmtrain.runtime.leaving import leave
+        from slurmtrain.rank.leaving import leave
         from slurmtrain.system import logs
         logs.set_up(0)
         threading.Thread(target=lambda: [log.info("busy") for _ in range(2000)], daemon=True).start()

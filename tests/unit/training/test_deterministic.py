@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from slurmtrain.config.compose import compose
+from slurmtrain.rank import distributed_context, main
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.runtime import distributed_context, main
 from slurmtrain.slurm.environment import Environment
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC")

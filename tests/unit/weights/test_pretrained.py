@@ -24,7 +24,7 @@ from slurmtrain.data.sources.config_check import PREPARED
 from slurmtrain.errors import ConfigError
 from slurmtrain.models.decoder import Decoder
 from slurmtrain.models.huggingface import HuggingFace
-from slurmtrain.runtime.jobs.build_model import build_model, fill
+from slurmtrain.rank.jobs.build_model import build_model, fill
 from slurmtrain.weights import export as weights_export
 from slurmtrain.weights.hf_export import companions, export_hf
 from slurmtrain.weights.hf_names import INDEX
