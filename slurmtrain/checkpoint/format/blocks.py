@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -77,46 +77,26 @@ def patiently(work: Callable[[], T], path: Path, *, late_s: float = LATE_S) -> T
         ) from None
 
 
-def threads(*, background: bool = False) -> ThreadPoolExecutor:
-    """Return a pool for reading, writing and digesting blocks.
+def each(work: Callable[[A], T], items: Iterable[A], *, background: bool = False) -> list[T]:
+    """Return `work` of every item, in order, by threads; the first error is raised when no thread works any more.
 
-    It has two threads for each core that this process may use, since one of them waits for the disk; at most 8.
+    There are two threads for each core that this process may use, since one of them waits for the disk; at most 8.
 
     Args:
         background: training goes on: take at most 4 threads, and lower their priority, so that others get the core first.
     """
     count = min(BACKGROUND_THREADS if background else THREADS, 2 * len(os.sched_getaffinity(0)))
-    return ThreadPoolExecutor(count, "checkpoint-blocks", _step_back if background else lambda: None)
-
-
-def _step_back() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
-def block_count(size: int) -> int:
-    """Return the number of blocks of a file; an empty file has one, which is empty."""
-    return max(1, -(-size // BLOCK_BYTES))
-
-
-def each(pool: ThreadPoolExecutor, work: Callable[[A], T], items: Iterable[A]) -> list[T]:
-    """Return `work` of every item, several at a time, in order; the first error is raised when no thread works any more.
-
-    `pool.map` would not do: a descriptor that is closed while a thread still uses its number could be another file's by
-    then.
-    """
-    futures = [pool.submit(work, item) for item in items]
+    step_back = partial(os.setpriority, os.PRIO_PROCESS, 0, NICENESS)  # 0 is the thread that calls, in Linux
+    pool = ThreadPoolExecutor(count, "checkpoint-blocks", step_back if background else None)
     try:
-        return [future.result() for future in futures]
+        return list(pool.map(work, items))
     finally:
-        for future in futures:
-            future.cancel()
-        wait(futures)
+        # It waits: a descriptor that is closed while a thread still uses its number could be another file's by then.
+        pool.shutdown(cancel_futures=True)
 
 
-def write(
-    path: Path, image: memoryview, pool: ThreadPoolExecutor, *, check: Callable[[], None] = lambda: None
-) -> FileRecord:
-    """Write `image` to a new file and wait until it is on the disk. An error of any thread is raised.
+def write(path: Path, image: memoryview, *, check: Callable[[], None] = lambda: None) -> FileRecord:
+    """Write `image` to a new file, in the background, and wait until it is on the disk. An error of any thread is raised.
 
     Args:
         check: called before every block; an error that it raises ends the writing.
@@ -130,33 +110,25 @@ def write(
             past_the_cache = os.open(path, os.O_WRONLY | os.O_DIRECT)
             opened.callback(os.close, past_the_cache)
 
-        def write_block(number: int) -> str:
+        def write_block(begin: int) -> str:
             check()
-            block = image[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-            if past_the_cache is None or len(block) < BLOCK_BYTES or not _write_direct(past_the_cache, block, number):
-                write_all(descriptor, block, number * BLOCK_BYTES)
+            block = image[begin : begin + BLOCK_BYTES]
+            done = 0
+            if past_the_cache is not None and len(block) == BLOCK_BYTES:
+                try:
+                    done = os.pwrite(past_the_cache, block, begin)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:  # memory or file system do not have the alignment that this needs
+                        raise
+                done = done if done == len(block) else 0
+            while done < len(block):
+                done += os.pwrite(descriptor, block[done:], begin + done)
             return hashlib.sha256(block).hexdigest()
 
-        digests = "".join(each(pool, write_block, range(block_count(len(image)))))
+        # An empty file has one block, which is empty.
+        digests = "".join(each(write_block, range(0, max(1, len(image)), BLOCK_BYTES), background=True))
         os.fsync(descriptor)
     return FileRecord(len(image), digests)
-
-
-def _write_direct(descriptor: int, block: memoryview, number: int) -> bool:
-    """Write a block past the page cache; return False if memory or file system do not have the alignment that this needs."""
-    try:
-        return os.pwrite(descriptor, block, number * BLOCK_BYTES) == len(block)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise
-
-
-def write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of `data` to the file from byte `offset` on."""
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
 
 
 def read_into(descriptor: int, buffer: memoryview, offset: int) -> None:
@@ -181,26 +153,41 @@ def open_file(path: Path) -> int:
     return descriptor
 
 
-def digest_block(path: Path, number: int, size: int, into: Sequence[memoryview] | None = None) -> str:
-    """Return the SHA-256, in hex, of one block of a file of `size` bytes.
+def check_block(path: Path, record: FileRecord, number: int, into: Sequence[memoryview] | None = None) -> str | None:
+    """Compare a block of a file with its digest, and return what is wrong, in a sentence; None: nothing.
 
     Args:
+        record: of the file.
         into: buffers that the block's bytes are read into, one after another; together as long as the block.
+
+    Raises:
+        UnreadableError: see `patiently`.
     """
-    checksum = hashlib.sha256()
-    offset, end = number * BLOCK_BYTES, min(size, (number + 1) * BLOCK_BYTES)
-    pieces: Iterable[memoryview]
-    if into is None:
-        pieces = (_scratch()[: min(PIECE_BYTES, end - begin)] for begin in range(offset, end, PIECE_BYTES))
-    else:
-        pieces = (part[begin : begin + PIECE_BYTES] for part in into for begin in range(0, len(part), PIECE_BYTES))
-    # No posix_fadvise: the kernel reads ahead in large pages by itself, and in small ones when advised.
-    with os.fdopen(open_file(path), "rb", buffering=0) as file:
-        for piece in pieces:
-            read_into(file.fileno(), piece, offset)
-            checksum.update(piece)
-            offset += len(piece)
-    return checksum.hexdigest()
+    begin, end = number * BLOCK_BYTES, min(record.size, (number + 1) * BLOCK_BYTES)
+
+    def digest() -> str:
+        checksum, offset = hashlib.sha256(), begin
+        pieces: Iterable[memoryview]
+        if into is None:
+            pieces = (_scratch()[: min(PIECE_BYTES, end - at)] for at in range(begin, end, PIECE_BYTES))
+        else:
+            pieces = (part[at : at + PIECE_BYTES] for part in into for at in range(0, len(part), PIECE_BYTES))
+        # No posix_fadvise: the kernel reads ahead in large pages by itself, and in small ones when advised.
+        with os.fdopen(open_file(path), "rb", buffering=0) as file:
+            for piece in pieces:
+                read_into(file.fileno(), piece, offset)
+                checksum.update(piece)
+                offset += len(piece)
+        return checksum.hexdigest()
+
+    try:
+        found = patiently(digest, path, late_s=0.0)
+    except OSError as error:
+        return cannot_be_read(path.name, error)
+    except EOFError as error:
+        return f"{path.name} cannot be read: {error}"
+    fine = found == record.digests[number * DIGEST_LETTERS : (number + 1) * DIGEST_LETTERS]
+    return None if fine else f"{path.name} is not what was written: its digest differs"
 
 
 _local = threading.local()
@@ -233,8 +220,8 @@ def find_damage(
     Raises:
         UnreadableError: see `patiently`.
     """
-    damage = []
-    right_size: dict[str, Sequence[int]] = {}
+    damage: list[str] = []
+    work: list[tuple[str, int]] = []  # all blocks of all files at once: one large file must not be one thread's work
     for name, expected in files.items():
         path, begun = directory / name, time.monotonic()
         try:
@@ -247,54 +234,17 @@ def find_damage(
         if size != expected.size:
             damage.append(f"{name} has {size} bytes instead of {expected.size}")
         else:
-            right_size[name] = range(block_count(size))
-    if contents:
-        with threads() as pool:
-            damage += compare(directory, files, right_size, pool, progress=progress)
-    return damage
+            work += [(name, number) for number in range(max(1, -(-size // BLOCK_BYTES)))]
 
-
-def compare(
-    directory: Path,
-    records: Mapping[str, FileRecord],
-    numbers: Mapping[str, Sequence[int]],
-    pool: ThreadPoolExecutor,
-    *,
-    into: Callable[[str, int], Sequence[memoryview] | None] = lambda name, number: None,
-    progress: Callable[[int], None] = lambda count: None,
-) -> list[str]:
-    """Compare blocks of files with their digests, and return what is wrong: one sentence for each file.
-
-    Args:
-        records: of the files, by name.
-        numbers: of the blocks to compare, by file.
-        into: returns buffers that a block is read into; see `digest_block`.
-        progress: see `find_damage`.
-
-    Raises:
-        UnreadableError: see `patiently`.
-    """
-
-    def find_wrong(block: tuple[str, int]) -> str | None:
+    def check(block: tuple[str, int]) -> str | None:
         name, number = block
-        path, size = directory / name, records[name].size
-        try:
-            found = patiently(partial(digest_block, path, number, size, into(name, number)), path, late_s=0.0)
-        except OSError as error:
-            return cannot_be_read(name, error)
-        except EOFError as error:
-            return f"{name} cannot be read: {error}"
-        progress(min(BLOCK_BYTES, size - number * BLOCK_BYTES))
-        fine = found == records[name].digests[number * DIGEST_LETTERS : (number + 1) * DIGEST_LETTERS]
-        return None if fine else f"{name} is not what was written: its digest differs"
+        wrong = check_block(directory / name, files[name], number)
+        progress(min(BLOCK_BYTES, files[name].size - number * BLOCK_BYTES))
+        return wrong
 
-    damage: dict[str, str] = {}
-    # All blocks of all files at once: one large file must not be one thread's work.
-    work = [(name, number) for name in sorted(numbers) for number in numbers[name]]
-    for (name, _), wrong in zip(work, each(pool, find_wrong, work), strict=True):
-        if wrong is not None:
-            damage.setdefault(name, wrong)
-    return list(damage.values())
+    if contents:
+        damage += dict.fromkeys(filter(None, each(check, work)))
+    return damage
 
 
 def cannot_be_read(name: str, error: OSError) -> str:

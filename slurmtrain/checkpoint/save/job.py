@@ -163,15 +163,14 @@ class SaveJob:
             wait_until_visible(temporary)
         name, data, record = file_name(self.ranks.rank), self.image.data, None
         try:
-            with blocks.threads(background=True) as pool:
-                watched = [piece for piece in self.plan.pieces if piece.name in self.finite]
-                tensors = data[self.plan.data_start :]
-                fine = blocks.each(
-                    pool, lambda each: bytes_are_finite(tensors[each.begin : each.end], each.dtype), watched
-                )
-                not_finite = [piece.name for piece, each in zip(watched, fine, strict=True) if not each]
-                if not not_finite:
-                    record = blocks.write(temporary / name, data, pool, check=self._check_discarded)
+            watched = [piece for piece in self.plan.pieces if piece.name in self.finite]
+            tensors = data[self.plan.data_start :]
+            fine = blocks.each(
+                lambda each: bytes_are_finite(tensors[each.begin : each.end], each.dtype), watched, background=True
+            )
+            not_finite = [piece.name for piece, each in zip(watched, fine, strict=True) if not each]
+            if not not_finite:
+                record = blocks.write(temporary / name, data, check=self._check_discarded)
         except FileNotFoundError:
             # A newer incarnation removes what older ones were writing.
             check_fence(self.identity.directory, self.identity.incarnation)

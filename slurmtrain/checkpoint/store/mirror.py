@@ -148,8 +148,7 @@ class Mirror:
                 finally:
                     os.close(descriptor)
 
-        with blocks.threads() as pool:  # several at a time: one connection does not fill a network
-            blocks.each(pool, fetch, files)
+        blocks.each(fetch, files)  # several at a time: one connection does not fill a network
         fsync_directory(directory)
 
     # Removing.

@@ -95,8 +95,7 @@ FIRST, SECOND = Incarnation(1, "first"), Incarnation(2, "second")
 def checkpoint(directory: Path, step: int, incarnation: Incarnation = FIRST, *, loss: float = 0.0) -> Path:
     claim(directory, incarnation)
     temporary = commit.begin(directory, step, incarnation)
-    with blocks.threads() as pool:
-        records = {name: blocks.write(temporary / name, memoryview(data), pool) for name, data in FILES.items()}
+    records = {name: blocks.write(temporary / name, memoryview(data)) for name, data in FILES.items()}
     manifest = manifest_of(step, records, incarnation, world_size=WORLD, metrics={"valid_loss": loss})
     return commit.commit(temporary, text_of(manifest), step, incarnation)
 

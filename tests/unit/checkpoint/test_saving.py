@@ -25,7 +25,6 @@ from torch import nn
 from slurmtrain.checkpoint import host_memory
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError, NonFiniteError
-from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.ranks import RankGroup
@@ -122,8 +121,8 @@ class Gate:
 @pytest.fixture
 def writing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Before the first byte of each block is written."""
-    gate = Gate(blocks.write_all)
-    monkeypatch.setattr(blocks, "write_all", gate)
+    gate = Gate(os.pwrite)
+    monkeypatch.setattr(os, "pwrite", gate)
     yield gate
     gate.open()
 
@@ -133,13 +132,13 @@ class FullDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.full = True
-        self._real = blocks.write_all
-        monkeypatch.setattr(blocks, "write_all", self.write_all)
+        self._real: Callable[..., int] = os.pwrite
+        monkeypatch.setattr(os, "pwrite", self.pwrite)
 
-    def write_all(self, *args: Any) -> None:
+    def pwrite(self, *args: Any) -> int:
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._real(*args)
+        return self._real(*args)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -392,8 +391,7 @@ def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_
     assert run.attempt_numbers() == [1, 2]
     incarnation = claim(run.checkpoints, None)
     saving = commit.begin(run.checkpoints, 1, incarnation)
-    with ThreadPoolExecutor(1) as pool:
-        blocks.write(saving / "rank-0.safetensors", memoryview(b"weights"), pool)
+    blocks.write(saving / "rank-0.safetensors", memoryview(b"weights"))
     files.write_synced(saving / "manifest.json", b"{}")
     run.update_info(steps=3)
 
