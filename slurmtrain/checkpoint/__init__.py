@@ -19,8 +19,8 @@ The price is that other programs do not read these checkpoints as they are: `che
 
 `checkpointer` is the way in: `save.job` is the way of a save, `restore.restorer` that of a restore, and `store.commit` the
 protocol that both rest on, with the rename in `commit`. What a manifest holds is in `format.manifest`. Digests are checked
-by `format.blocks.check_block`, for restores and exports (`restore.reader`) as for `verify`. `weights` has what goes out to other
-programs and comes in from them.
+by `format.blocks.check_block`, for restores and exports (`restore.reader`) as for `verify`. `weights` has what goes out to
+other programs and comes in from them.
 
 Nothing is imported here: `store` needs no torch, and programs that only look at checkpoints (status, the supervisor)
 must not load it.

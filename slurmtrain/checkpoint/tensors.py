@@ -82,7 +82,7 @@ def box_of(name: str, tensor: Tensor) -> Box:
         )
     (chunk,) = tensor.__create_chunk_list__()
     box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-    if box.size != tuple(local(tensor).shape) and box.numel != 0:
+    if box.size != tuple(local(tensor).shape) and math.prod(box.size) != 0:
         raise CheckpointError(f"{name}: {list(box.size)} of it should lie here, but {list(local(tensor).shape)} do")
     return box
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -116,7 +117,7 @@ def _tiles(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Box]]:
         range(first // extent, -(-(first + size) // extent))
         for first, size, extent in zip(box.start, box.size, extents, strict=False)
     ]
-    for place in itertools.product(*touched) if box.numel else ():
+    for place in itertools.product(*touched) if math.prod(box.size) else ():
         number = 0
         for at, whole, extent in zip(place, shape, extents, strict=False):
             number = number * -(-whole // extent) + at

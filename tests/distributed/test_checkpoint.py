@@ -12,8 +12,8 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format import manifest
 from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.rank.distributed_context import DistributedContext
@@ -141,7 +141,7 @@ def test_a_life_that_is_overtaken_during_its_save_does_not_commit(
         if path.name == "COMPLETE":
             claim(tmp_path, Incarnation(2, "life 2"))
 
-    monkeypatch.setattr(manifest, "write_synced", overtaken)
+    monkeypatch.setattr(commit, "write_synced", overtaken)
     with pytest.raises(CheckpointError, match=r"incarnation 1 \(life 1\) may not commit"):
         old.save(1)
     assert committed(tmp_path) == []

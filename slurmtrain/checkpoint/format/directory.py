@@ -41,8 +41,12 @@ def committed(directory: Path) -> list[Path]:
     """Return the committed checkpoints, oldest first, without directories that lack COMPLETE."""
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if FINAL_NAME.fullmatch(path.name) and (path / COMPLETE).is_file()]
-    return sorted(found, key=lambda path: (step_of(path), int(path.suffix[1:] or 1)))
+    found = []
+    for path in directory.iterdir():
+        match = FINAL_NAME.fullmatch(path.name)
+        if match is not None and (path / COMPLETE).is_file():
+            found.append((int(match[1]), int(match[2] or 1), path))
+    return [path for _, _, path in sorted(found)]
 
 
 def newest_committed_step(directory: Path) -> int | None:

@@ -22,8 +22,7 @@ import msgspec
 from slurmtrain.checkpoint.errors import CheckpointMismatchError, DamagedError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
-from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, file_name, step_of
-from slurmtrain.system.files import write_synced
+from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, file_name
 from slurmtrain.system.patience import LATE_S
 
 FORMAT = 4
@@ -58,10 +57,6 @@ class Box:
     start: tuple[int, ...]
     size: tuple[int, ...]
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.size)
-
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
         return cls((0,) * len(shape), tuple(shape))
@@ -93,7 +88,7 @@ class TensorFacts:
 
 def piece_name(name: str, box: Box, shape: Sequence[int]) -> str:
     """Return the name of a box of a tensor in a safetensors header: the tensor's name, and which part of it."""
-    if box == Box.whole(shape):
+    if box.size == tuple(shape):
         return name
     return name + "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(box.start, box.size, strict=True)) + "]"
 
@@ -107,7 +102,7 @@ def share(box: Box, itemsize: int, key: str, index: int, holders: int) -> Box | 
     """
     if holders == 1:
         return box
-    if box.numel * itemsize >= SPLIT_BYTES:
+    if math.prod(box.size) * itemsize >= SPLIT_BYTES:
         even = [dimension for dimension, extent in enumerate(box.size) if extent >= EVEN * holders]
         dimension = even[0] if even else max(range(len(box.size)), key=lambda one: box.size[one], default=0)
         extent = box.size[dimension] if box.size else 1
@@ -160,11 +155,6 @@ class Manifest:
         """The bytes of all files."""
         return sum(record.size for record in self.files.values())
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The bytes of every file, by name."""
-        return {name: record.size for name, record in self.files.items()}
-
 
 def read_manifest(path: Path, *, late_s: float = LATE_S) -> Manifest:
     """Read and check manifest.json against COMPLETE.
@@ -176,47 +166,38 @@ def read_manifest(path: Path, *, late_s: float = LATE_S) -> Manifest:
         DamagedError: manifest.json is missing or damaged. CheckpointMismatchError: it is of another format.
         UnreadableError: see `blocks.patiently`.
     """
-    return parse_manifest(path, *read_manifest_bytes(path, late_s=late_s))
+    return parse_manifest(path, *read_manifest_text(path, late_s=late_s))
 
 
-def read_manifest_bytes(path: Path, *, late_s: float = LATE_S) -> tuple[bytes, str]:
-    """Return the bytes of manifest.json and the digest in COMPLETE, unchecked; see `read_manifest`."""
+def read_manifest_text(path: Path, *, late_s: float = LATE_S) -> tuple[str, str]:
+    """Return the text of manifest.json and the digest in COMPLETE, unchecked; see `read_manifest`."""
 
-    def read(name: str) -> bytes:
+    def read(name: str) -> str:
         with os.fdopen(blocks.open_file(path / name), "rb") as file:
             if os.fstat(file.fileno()).st_size > MANIFEST_BYTES:
                 raise ValueError(f"{name} has {os.fstat(file.fileno()).st_size} bytes")
-            return file.read(MANIFEST_BYTES)
+            return file.read(MANIFEST_BYTES).decode()
 
     try:
         files = (MANIFEST, COMPLETE)
         text, digest = (blocks.patiently(partial(read, name), path / name, late_s=late_s) for name in files)
-        return text, digest.decode().removesuffix("\n")
     except OSError as error:
         raise DamagedError(f"{path} is damaged: {blocks.cannot_be_read(MANIFEST, error)}") from None
     except ValueError as error:
         raise DamagedError(f"{path} is damaged: {MANIFEST} cannot be read: {error}") from None
+    return text, digest.removesuffix("\n")
 
 
-def write_manifest(path: Path, text: bytes) -> None:
-    """Write manifest.json into a folder, and after it COMPLETE, which says that all that is named there is there.
-
-    Each is on the disk when the next is written.
-    """
-    write_synced(path / MANIFEST, text)
-    write_synced(path / COMPLETE, hashlib.sha256(text).hexdigest().encode() + b"\n")
-
-
-def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
+def parse_manifest(path: Path, text: str, expected: str) -> Manifest:
     """Return the manifest in `text`, checked against the digest `expected`.
 
     Raises:
         DamagedError: the manifest is damaged. CheckpointMismatchError: it is of another format.
     """
-    if hashlib.sha256(text).hexdigest() != expected:
+    if hashlib.sha256(text.encode()).hexdigest() != expected:
         raise DamagedError(f"{path} is damaged: the digest of manifest.json is not the one in COMPLETE")
     try:
-        values = json.loads(text.decode())  # json itself would take other encodings, which ranks do not send
+        values = json.loads(text)
         if values.get("format") != FORMAT:
             # Not damaged, and nothing to set aside: another version of this package wrote it.
             raise CheckpointMismatchError(
@@ -239,7 +220,8 @@ def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:
             f"{path} is damaged: manifest.json has other files than one for each of its {manifest.world_size} ranks"
             + "".join(f": {name[:100]!r}" for name in others)
         )
-    if FINAL_NAME.fullmatch(path.name) and manifest.step != step_of(path):
+    named = FINAL_NAME.fullmatch(path.name)
+    if named is not None and manifest.step != int(named[1]):
         raise DamagedError(
             f"{path} is damaged: manifest.json is of step {manifest.step}, so it belongs to another checkpoint"
         )

@@ -24,12 +24,7 @@ from slurmtrain.checkpoint import module_state, state
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, DamagedError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import OWN, committed, damaged, own_name, set_aside, step_of
-from slurmtrain.checkpoint.format.manifest import (
-    Manifest,
-    TensorFacts,
-    parse_manifest,
-    read_manifest_bytes,
-)
+from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_text
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.restore.reader import read_contents, read_tensors
 from slurmtrain.checkpoint.store import retention
@@ -138,10 +133,13 @@ class Restorer:
             path = Path(newest)
             try:
                 with retention.reading(path):
-                    text, digest = self.ranks.on_rank_0(partial(_manifest_text, path))
-                    manifest = parse_manifest(path, text.encode(), digest)
+                    text, digest = self.ranks.on_rank_0(partial(read_manifest_text, path))
+                    manifest = parse_manifest(path, text, digest)
                     about = {"set_aside": tuple(set_aside)}
-                    if (copies := self._copies(path, digest, manifest)) is not None:
+                    copies = None
+                    if self.node_folder is not None:
+                        copies = self._copies(self.node_folder, path, digest, manifest)
+                    if copies is not None:
                         try:
                             return self._load(path, manifest, copies, origin="the copies on the nodes", **about)
                         except DamagedError as error:
@@ -171,11 +169,8 @@ class Restorer:
             found = [path for path in found if step_of(path) <= self.at_most]
         return str(found[-1]) if found else None
 
-    def _copies(self, path: Path, digest: str, manifest: Manifest) -> Path | None:
+    def _copies(self, folder: NodeFolder, path: Path, digest: str, manifest: Manifest) -> Path | None:
         """Return where this rank finds the files of the checkpoint `path` if any node has copies of them; None: none has."""
-        if self.node_folder is None:
-            return None
-        folder = self.node_folder
         found = self.ranks_on_host.on_rank_0(lambda: str(folder.view(path, digest, manifest.files) or ""))
         return Path(found or path) if self.ranks.maximum(int(found != "")) else None
 
@@ -200,21 +195,14 @@ class Restorer:
         if own:
             objects |= self.own_objects
         live = ranks.all_do(lambda: module_state.module_tensors(objects))
-        on_any_rank = set(live)
-        if ranks.maximum(int(bool(of_modules(objects, manifest.tensors) - on_any_rank))):
-            on_any_rank = set().union(*ranks.gather(lambda: sorted(live)))
-
-        def find_targets() -> dict[str, Tensor]:
-            """Return the tensors to fill on this rank, by name, after everything that differs was found to be allowed."""
-            saved, config = manifest.config, self.identity.config
-            if self.as_start:
-                saved, config = ({key: each[key] for key in objects if key in each} for each in (saved, config))
-            check_config(path, saved, config, allow, changed=self.changed, asked_for=self.path is not None)
-            alone = check_names(path, objects, live, on_any_rank, manifest, allow)
-            useful = {name: fact for name, fact in manifest.tensors.items() if name not in alone}
-            return check_tensors(path, state.templates(objects, live, useful), useful, allow)
-
-        targets = ranks.all_do(find_targets)
+        # What the checkpoint alone has of the modules, without extra state, which may come and go. A pipeline stage has only a
+        # part of a module, so what others hold has to be known where something seems to be missing.
+        prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
+        alone = {name for name in manifest.tensors if name.startswith(prefixes) and not module_state.is_extra(name)}
+        alone -= live.keys()
+        if ranks.maximum(int(bool(alone))):
+            alone -= set().union(*ranks.gather(lambda: sorted(live)))
+        targets = ranks.all_do(lambda: self._find_targets(path, manifest, objects, live, alone))
         own_text = (
             {own_json: torch.empty(contents.facts[own_json].shape, dtype=torch.uint8, device="cpu")} if own else {}
         )
@@ -243,12 +231,51 @@ class Restorer:
             **about,
         )
 
+    def _find_targets(
+        self,
+        path: Path,
+        manifest: Manifest,
+        objects: Mapping[str, Any],
+        live: Mapping[str, Tensor],
+        alone: Collection[str],
+    ) -> dict[str, Tensor]:
+        """Return the tensors to fill on this rank, by name, after everything that differs was found to be allowed.
 
-def _manifest_text(path: Path) -> list[str]:
-    """Return the text of a sound manifest.json and its digest, as values that rank 0 can send."""
-    text, digest = read_manifest_bytes(path)
-    parse_manifest(path, text, digest)
-    return [text.decode(), digest]
+        Args:
+            live: tensors of this rank's modules.
+            alone: names that only the checkpoint has of what all ranks' modules should.
+
+        Raises:
+            CheckpointMismatchError: config, names, shapes or dtypes differ.
+        """
+        allow, saved, config = self.allow, manifest.config, self.identity.config
+        if self.as_start:
+            saved, config = ({key: each[key] for key in objects if key in each} for each in (saved, config))
+        check_config(path, saved, config, allow, changed=self.changed, asked_for=self.path is not None)
+        lines = [
+            f"- {key} is not in the checkpoint"
+            for key, value in objects.items()
+            if not (isinstance(value, torch.nn.Module) or key in manifest.state or key.startswith(OWN))
+        ]
+        lines += [f"- {name} is not in the checkpoint" for name in sorted(live.keys() - manifest.tensors.keys())]
+        lines += [f"+ {name} is in the checkpoint alone" for name in sorted(alone)]
+        if lines and "keys" not in allow:
+            raise _refusal(path, "keys", "does not fit", lines)
+        useful = {name: fact for name, fact in manifest.tensors.items() if name not in alone}
+        everything = state.templates(objects, live, useful)
+        targets = {name: tensor for name, tensor in everything.items() if name in useful}
+        shapes, dtypes = [], []
+        for name, tensor in targets.items():
+            fact = useful[name]
+            if tuple(tensor.shape) != fact.shape:
+                shapes.append(f"{name} is {list(fact.shape)} there and {list(tensor.shape)} here")
+            elif dtype_name(tensor.dtype) != fact.dtype:
+                dtypes.append(f"{name} is {fact.dtype} there and {dtype_name(tensor.dtype)} here")
+        if shapes:
+            raise _refusal(path, None, "does not fit", shapes)
+        if dtypes and "dtypes" not in allow:
+            raise _refusal(path, "dtypes", "does not fit", dtypes)
+        return targets
 
 
 def _set_aside(path: Path, what: str) -> None:
@@ -295,7 +322,8 @@ def check_config(
     content = lines.pop(FINGERPRINT, None)
     if "config" not in allow:
         unasked = [line for key, line in lines.items() if not _is_under(key, changed)]
-        _refuse(path, "config", "was saved with another config", unasked)
+        if unasked:
+            raise _refusal(path, "config", "was saved with another config", unasked)
     others = [line for key, line in lines.items() if key.startswith("data.")]
     # In the same run, other data by config is allowed or refused as such: this is about other content in the same place.
     if content and FINGERPRINT in before and "data" not in allow and (asked_for or not others):
@@ -307,72 +335,18 @@ def check_config(
         )
 
 
-def of_modules(objects: Mapping[str, Any], saved: Iterable[str]) -> set[str]:
-    """Return the names of the checkpoint that belong to modules among `objects`, without extra state, which may come and go."""
-    prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
-    return {name for name in saved if prefixes and name.startswith(prefixes) and not module_state.is_extra(name)}
-
-
-def check_names(
-    path: Path,
-    objects: Mapping[str, Any],
-    wanted: Collection[str],
-    everywhere: Collection[str],
-    manifest: Manifest,
-    allow: Collection[str],
-) -> set[str]:
-    """Check that checkpoint and objects have the same names, and return the names that only the checkpoint has.
+def _refusal(path: Path, kind: str | None, what: str, lines: list[str]) -> CheckpointMismatchError:
+    """Return an error that shows some lines of what differs.
 
     Args:
-        wanted: names of the tensors of this rank's modules.
-        everywhere: names of the tensors of all ranks' modules: a pipeline stage has only a part of them.
-
-    Raises:
-        CheckpointMismatchError: one has names that the other lacks.
+        kind: of the difference, if it can be allowed.
     """
-    alone = of_modules(objects, manifest.tensors) - set(everywhere)
-    lines = [
-        f"- {key} is not in the checkpoint"
-        for key, value in objects.items()
-        if not (isinstance(value, torch.nn.Module) or key in manifest.state or key.startswith(OWN))
-    ]
-    lines += [f"- {name} is not in the checkpoint" for name in sorted(set(wanted) - manifest.tensors.keys())]
-    lines += [f"+ {name} is in the checkpoint alone" for name in sorted(alone)]
-    if "keys" not in allow:
-        _refuse(path, "keys", "does not fit", lines)
-    return alone
-
-
-def check_tensors(
-    path: Path, targets: Mapping[str, Tensor], saved: Mapping[str, TensorFacts], allow: Collection[str]
-) -> dict[str, Tensor]:
-    """Check shapes and dtypes, and return the targets that can be filled.
-
-    Raises:
-        CheckpointMismatchError: a shape or a dtype differs.
-    """
-    fit = {name: tensor for name, tensor in targets.items() if name in saved}  # others are allowed by `check_names`
-    shapes, dtypes = [], []
-    for name, tensor in fit.items():
-        fact = saved[name]
-        if tuple(tensor.shape) != fact.shape:
-            shapes.append(f"{name} is {list(fact.shape)} there and {list(tensor.shape)} here")
-        elif dtype_name(tensor.dtype) != fact.dtype:
-            dtypes.append(f"{name} is {fact.dtype} there and {dtype_name(tensor.dtype)} here")
-    _refuse(path, None, "does not fit", shapes)
-    if "dtypes" not in allow:
-        _refuse(path, "dtypes", "does not fit", dtypes)
-    return fit
-
-
-def _refuse(path: Path, kind: str | None, what: str, lines: list[str]) -> None:
-    if lines:
-        shown = "; ".join(lines[:SHOWN]) + (f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
-        raise CheckpointMismatchError(
-            f"{path} {what}: {shown}",
-            hint="was the model or the config changed since?"
-            + (f" To continue all the same: checkpoint.allow=[{kind}]" if kind else ""),
-        )
+    shown = "; ".join(lines[:SHOWN]) + (f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
+    return CheckpointMismatchError(
+        f"{path} {what}: {shown}",
+        hint="was the model or the config changed since?"
+        + (f" To continue all the same: checkpoint.allow=[{kind}]" if kind else ""),
+    )
 
 
 def _is_under(key: str, others: Collection[str]) -> bool:

@@ -164,7 +164,7 @@ def make_plan(
     # All ranks together have to write as many elements of every tensor as it has.
     written = dict.fromkeys(plan.facts, 0)
     for piece in plan.pieces:
-        written[piece.name] += piece.box.numel
+        written[piece.name] += math.prod(piece.box.size)
     counts = zip(plan.facts.items(), ranks.sums([*written.values()]), strict=True)
     wrong = [(name, found, whole) for (name, fact), found in counts if found != (whole := math.prod(fact.shape))]
     if wrong:
@@ -263,14 +263,14 @@ def _make(
         else:
             group = sorted(holders[name])
         index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
-        if len(group) > 1 and box.numel and name not in of_first:
+        if len(group) > 1 and math.prod(box.size) and name not in of_first:
             compared[name] = f"{TENSORS} {short_digest(group)}", len(group)
         part: Box | None = box
         if name not in of_first:
             part = share(box, tensor.itemsize, name, index, len(group))
         elif index > 0:
             part = None
-        if part is not None and part.numel:
+        if part is not None and math.prod(part.size):
             written.append((name, box, part))
             if (called := piece_name(name, part, tensor.shape)) != name and called in holders:
                 raise CheckpointError(f"a part of {name} has the name of another tensor, {called}")
@@ -280,7 +280,7 @@ def _make(
     pieces, position = [], 0
     for name, box, part in written:
         dtype = tensors[name].dtype
-        end = position + part.numel * dtype.itemsize
+        end = position + math.prod(part.size) * dtype.itemsize
         pieces.append(TensorPiece(name, part, part.within(box), dtype, position, end))
         position = end
     longest = len(header(pieces, facts, own_bytes=10**15))

@@ -22,11 +22,12 @@ File systems: local disks, Lustre and NFS. No locks are taken. What another node
 NFS (nfs(5), "Data and metadata coherence"): a directory is changed before it is listed, which makes the client ask the
 server, and readers wait for files that rank 0 has named.
 
-This module knows files and directories; their contents are the business of `headers`, `state` and `checkpointer`.
+This module knows files and directories; their contents are the business of `format`, `state` and `checkpointer`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import time
@@ -35,9 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.checkpoint.errors import CheckpointError, SupersededError
-from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME, checkpoint_name, remove
-from slurmtrain.checkpoint.format.manifest import write_manifest
-from slurmtrain.system.files import fsync_directory, write_new
+from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, TEMPORARY_NAME, checkpoint_name, remove
+from slurmtrain.system.files import fsync_directory, write_new, write_synced
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.patience import refresh
 
@@ -92,7 +92,9 @@ def commit(temporary: Path, manifest: bytes, step: int, incarnation: Incarnation
     """
     directory = temporary.parent
     try:
-        write_manifest(temporary, manifest)
+        # COMPLETE says that all that is named in manifest.json is there. Each is on the disk when the next is written.
+        write_synced(temporary / MANIFEST, manifest)
+        write_synced(temporary / COMPLETE, hashlib.sha256(manifest).hexdigest().encode() + b"\n")
         fsync_directory(temporary)
     except FileNotFoundError:
         check_fence(directory, incarnation)  # a newer incarnation removes what older ones were writing

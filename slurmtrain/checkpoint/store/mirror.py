@@ -39,7 +39,7 @@ from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchErro
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import note_block
 from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, checkpoint_name, file_name, step_of
-from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_bytes
+from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_text
 from slurmtrain.checkpoint.store import commit, retention
 from slurmtrain.checkpoint.store.commit import wait_until_visible
 from slurmtrain.checkpoint.store.retention import UNKNOWN_SOUNDNESS, Keep, Kept, Soundness, surplus
@@ -103,15 +103,15 @@ class Mirror:
         Raises:
             CheckpointError: a file of the manifest is missing in the store, or has another size.
         """
-        text, expected = read_manifest_bytes(path)
+        text, expected = read_manifest_text(path)
         name, there = copy_name(path, order), self._sizes(copy_name(path, order))
-        for file, size in sorted(parse_manifest(path, text, expected).sizes.items()):
-            if there.get(file) != size:
+        for file, record in sorted(parse_manifest(path, text, expected).files.items()):
+            if there.get(file) != record.size:
                 raise CheckpointError(
                     f"{self.url}/{name} is not what was copied: {file} "
-                    + (f"has {there[file]} bytes instead of {size}" if file in there else "is missing")
+                    + (f"has {there[file]} bytes instead of {record.size}" if file in there else "is missing")
                 )
-        self._put(f"{name}/{MANIFEST}", text)
+        self._put(f"{name}/{MANIFEST}", text.encode())
         self._put(f"{name}/{COMPLETE}", f"{expected}\n".encode())
 
     # Reading.
@@ -131,7 +131,7 @@ class Mirror:
             text, complete = (self._fs.cat_file(f"{self._root}/{name}/{file}") for file in (MANIFEST, COMPLETE))
         expected = complete.decode(errors="replace").strip()
         try:
-            return text, parse_manifest(Path(name), text, expected)
+            return text, parse_manifest(Path(name), text.decode(errors="replace"), expected)
         except CheckpointError as error:
             raise type(error)(f"in {self.url}: {error.message}", hint=error.hint) from None
 
@@ -236,7 +236,7 @@ def copy_name(path: Path, order: int) -> str:
     Raises:
         CheckpointError: it is not committed.
     """
-    _, digest = read_manifest_bytes(path)
+    _, digest = read_manifest_text(path)
     return f"{checkpoint_name(step_of(path))}.{order}-{digest[:8]}"
 
 
