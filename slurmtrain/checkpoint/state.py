@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
-from slurmtrain.checkpoint.format.directory import OWN, own_name
-from slurmtrain.checkpoint.format.manifest import TensorFacts
+from slurmtrain.checkpoint.format.directory import OWN, TensorFacts, own_name
 from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
 from slurmtrain.checkpoint.module_state import (
     check_module,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.manifest import Box
+from slurmtrain.checkpoint.format.directory import Box
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -82,7 +82,7 @@ def box_of(name: str, tensor: Tensor) -> Box:
         )
     (chunk,) = tensor.__create_chunk_list__()
     box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-    if box.size != tuple(local(tensor).shape) and math.prod(box.size) != 0:
+    if box.size != tuple(local(tensor).shape) and 0 not in box.size:
         raise CheckpointError(f"{name}: {list(box.size)} of it should lie here, but {list(local(tensor).shape)} do")
     return box
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slurmtrain.checkpoint.errors import CheckpointError, UnreadableError
-from slurmtrain.checkpoint.format import blocks, directory
-from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, TEMPORARY_NAME
-from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
+from slurmtrain.checkpoint.format import directory
+from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, TEMPORARY_NAME, Manifest
+from slurmtrain.checkpoint.format.reading import find_damage, patiently, read_manifest
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.commit import CLAIMS, newest_claim
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
@@ -69,7 +69,7 @@ class Target(NamedTuple):
     def committed(self) -> list[Path]:
         if self.chosen is not None:
             return [self.chosen]
-        return blocks.patiently(partial(directory.committed, self.folder), self.folder)
+        return patiently(partial(directory.committed, self.folder), self.folder)
 
     def of_step(self, step: int | None) -> list[Path]:
         """Return the committed checkpoints of a step, or all.
@@ -226,7 +226,7 @@ def _compare_with_digests(path: Path) -> tuple[int, int, list[str]]:
         except CheckpointError as error:
             return 0, 0, [error.message.removeprefix(f"{path} is damaged: ")]
         with _progress_bar(path.name, manifest.size) as progress:
-            damage = blocks.find_damage(path, manifest.files, progress=progress)
+            damage = find_damage(path, manifest.files, progress=progress)
     return manifest.size, len(manifest.files), damage
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint.format.manifest import Box
+from slurmtrain.checkpoint.format.directory import Box
 from slurmtrain.checkpoint.tensors import box_of, local
 from slurmtrain.errors import ConfigError
 
@@ -117,7 +116,7 @@ def _tiles(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Box]]:
         range(first // extent, -(-(first + size) // extent))
         for first, size, extent in zip(box.start, box.size, extents, strict=False)
     ]
-    for place in itertools.product(*touched) if math.prod(box.size) else ():
+    for place in itertools.product(*touched) if 0 not in box.size else ():
         number = 0
         for at, whole, extent in zip(place, shape, extents, strict=False):
             number = number * -(-whole // extent) + at

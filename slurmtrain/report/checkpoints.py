@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from slurmtrain.checkpoint.errors import CheckpointError, UnreadableError
-from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
+from slurmtrain.checkpoint.format.directory import Manifest, committed
+from slurmtrain.checkpoint.format.reading import find_damage, patiently, read_manifest
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def complete_checkpoints(directory: Path) -> list[StoredCheckpoint]:
         UnreadableError: the storage fails, and after all retries still does.
     """
     found = []
-    for path in blocks.patiently(partial(committed, directory), directory):
+    for path in patiently(partial(committed, directory), directory):
         manifest, damage = inspect(path)
         if manifest is not None and not damage:
             found.append(
@@ -66,4 +65,4 @@ def inspect(path: Path) -> tuple[Manifest | None, list[str]]:
         raise
     except CheckpointError as error:
         return None, [error.message.removeprefix(f"{path} is damaged: ")]
-    return manifest, blocks.find_damage(path, manifest.files, contents=False, late_s=0.0)
+    return manifest, find_damage(path, manifest.files, contents=False, late_s=0.0)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.manifest import Box
+from slurmtrain.checkpoint.format.directory import Box
 from slurmtrain.checkpoint.tensors import box_of, local
 from slurmtrain.config import known_models
 from slurmtrain.config.known_models import is_our_decoder

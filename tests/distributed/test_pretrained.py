@@ -13,8 +13,7 @@ from msgspec.structs import replace
 
 from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.manifest import Box
+from slurmtrain.checkpoint.format.directory import Box, committed
 from slurmtrain.checkpoint.tensors import box_of, local
 from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import HUGGING_FACE, with_sizes

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.directory import committed, step_of
+from slurmtrain.checkpoint.format.directory import committed, step_of, write_file
+from slurmtrain.checkpoint.save import job
 from slurmtrain.rank.distributed_context import DistributedContext
 from slurmtrain.rank.stop_watcher import StopWatcher
 from slurmtrain.system import signals
@@ -97,13 +98,13 @@ def attempt(distributed: DistributedContext, run_path: Path, number: int, plan: 
         send: Callable[[], None] = partial(os.kill, os.getpid(), plan.number) if told else lambda: None
         at = plan.at if plan.when == "step" else -1
         stop, watch = Observed(distributed, lambda asked: send() if asked == at else None), Grace(plan.grace)
-        blocks.write = slow_write(plan, send)  # the process is this attempt's own
+        mock.patch.object(job, "write_file", slow_write(plan, send)).start()  # the process is this attempt's own
     return trainer(distributed, run_path, OVERRIDES, stop, number, stop_watcher=watch).fit()
 
 
 def slow_write(plan: Interruption, send: Callable[[], None]) -> Callable[..., Any]:
-    """As blocks.write, so slow that training goes on for some steps meanwhile; the signal comes at its beginning."""
-    write, begun = blocks.write, 0
+    """As write_file, so slow that training goes on for some steps meanwhile; the signal comes at its beginning."""
+    begun = 0
 
     def write_slowly(path: Path, *arguments: Any, **options: Any) -> Any:
         nonlocal begun
@@ -111,7 +112,7 @@ def slow_write(plan: Interruption, send: Callable[[], None]) -> Callable[..., An
         if plan.when == "save" and begun == plan.at:
             send()
         time.sleep(WRITE_S)
-        return write(path, *arguments, **options)
+        return write_file(path, *arguments, **options)
 
     return write_slowly
 

@@ -12,8 +12,9 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format import reading
 from slurmtrain.checkpoint.format.directory import checkpoint_name
+from slurmtrain.checkpoint.restore import reader
 from tests.faults.kills import NEWEST, OLDER, RANKS, check, facts
 from tests.faults.processes import Lane
 from tests.faults.rows import Outcome, Trial, row, row_of_many
@@ -210,9 +211,9 @@ def flip_and_restore(newest: Path, bits: list[tuple[str, int]], mutant: str) -> 
     """Flip, restore, flip back, each in turn; in one process, since a flip has to cost no more than a restore."""
     reports = []
     if mutant == "any digest":  # a restore that must be found out
-        compare = blocks.check_block
+        compare = reading.check_block
         mock.patch.object(
-            blocks, "check_block", lambda *words, **options: (compare(*words, **options), None)[1]
+            reader, "check_block", lambda *words, **options: (compare(*words, **options), None)[1]
         ).start()
     for name, bit in bits:
         flip(newest, name, bit)

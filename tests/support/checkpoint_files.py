@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import FileRecord
-from slurmtrain.checkpoint.format.manifest import FORMAT, Box, Manifest, TensorFacts
+from slurmtrain.checkpoint.format.directory import BLOCK_BYTES, FORMAT, Box, FileRecord, Manifest, TensorFacts
 from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.tensors import dtype_name
 
@@ -43,7 +41,7 @@ def header_of(pieces: Sequence[Piece]) -> bytes:
 def record_of(file: Path) -> FileRecord:
     """The size and digests of a file, block by block."""
     data = file.read_bytes()
-    parts = (data[begin : begin + blocks.BLOCK_BYTES] for begin in range(0, max(1, len(data)), blocks.BLOCK_BYTES))
+    parts = (data[begin : begin + BLOCK_BYTES] for begin in range(0, max(1, len(data)), BLOCK_BYTES))
     return FileRecord(len(data), "".join(hashlib.sha256(part).hexdigest() for part in parts))
 
 

@@ -1,1 +1,1 @@
-"""The files of a checkpoint: their names, their headers and manifest, and how blocks of them are read and digested."""
+"""The files of a checkpoint: their names, the manifest, and how blocks of them are written, read and digested."""

@@ -35,10 +35,19 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import DamagedError
-from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES, FileRecord
-from slurmtrain.checkpoint.format.directory import OWN_STATE, file_name, own_name
-from slurmtrain.checkpoint.format.manifest import DTYPE_BYTES, Box, Manifest, TensorFacts
+from slurmtrain.checkpoint.format.directory import (
+    BLOCK_BYTES,
+    DTYPE_BYTES,
+    OWN_STATE,
+    Box,
+    FileRecord,
+    Manifest,
+    TensorFacts,
+    each,
+    file_name,
+    own_name,
+)
+from slurmtrain.checkpoint.format.reading import cannot_be_read, check_block, open_file, patiently, read_into
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensors import box_of, bytes_of, dtype_of, local
 
@@ -105,7 +114,7 @@ def read_headers(path: Path, manifest: Manifest, names: Sequence[str]) -> tuple[
 
     Raises:
         DamagedError: a file is missing or cut off, or a header is not what was written. UnreadableError: see
-            `blocks.patiently`.
+            `patiently`.
     """
     files = {name: number for number, name in enumerate(sorted(manifest.files))}
     tensors = {name: number for number, name in enumerate(manifest.tensors)}
@@ -118,7 +127,7 @@ def read_headers(path: Path, manifest: Manifest, names: Sequence[str]) -> tuple[
 
     def read(name: str) -> Table:
         try:
-            header, size = blocks.patiently(partial(_read_header, path / name), path / name)
+            header, size = patiently(partial(_read_header, path / name), path / name)
             if hashlib.sha256(header).hexdigest() != manifest.headers.get(name):
                 raise ValueError("its digest differs")
             entries = json.loads(header[8:])
@@ -133,7 +142,7 @@ def read_headers(path: Path, manifest: Manifest, names: Sequence[str]) -> tuple[
                     number, edges = len(tensors) + files[name], [0, end - begin]
                 elif key in tensors:
                     number, edges = tensors[key], whole[tensors[key]]
-                else:  # see `manifest.piece_name`
+                else:  # see `piece_name`
                     tensor, _, text = key.removesuffix("]").rpartition("[")
                     if tensor not in tensors:
                         raise ValueError(f"{key[:100]} is no part of a tensor of the manifest")
@@ -153,19 +162,19 @@ def read_headers(path: Path, manifest: Manifest, names: Sequence[str]) -> tuple[
                 raise ValueError("a piece has more or fewer bytes than its elements")
             return table
         except OSError as error:
-            raise DamagedError(f"{path} is damaged: {blocks.cannot_be_read(name, error)}") from None
+            raise DamagedError(f"{path} is damaged: {cannot_be_read(name, error)}") from None
         except _WRONG as error:
             why = f"the header of {name} is not what was written: {error}"
             raise DamagedError(f"{path} is damaged: {why}") from None
 
     empty = np.empty((0, _EDGES + 2 * dimensions), dtype=np.int64)
-    table = np.concatenate([empty, *blocks.each(read, names)])
+    table = np.concatenate([empty, *each(read, names)])
     return table.shape[1], base64.b64encode(zlib.compress(table.tobytes(), level=1)).decode()
 
 
 def _read_header(file: Path) -> tuple[bytes, int]:
     """Return the header of a safetensors file, with its length in front, and the size of the file."""
-    with os.fdopen(blocks.open_file(file), "rb") as opened:
+    with os.fdopen(open_file(file), "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         prefix = opened.read(8)
         length = int.from_bytes(prefix, "little")
@@ -290,9 +299,9 @@ def share_out(spans: Iterable[Span], on_this_host: RankGroup) -> list[tuple[str,
             numbers[number] = numbers.get(number, 0) + end - begin
     needs = on_this_host.gather(lambda: {file: [*numbers.items()] for file, numbers in need.items()})
     wanted: dict[tuple[str, int], dict[int, int]] = {}
-    for who, its in enumerate(needs):
-        for file, numbers in its.items():
-            for number, count in numbers:
+    for who, counted in enumerate(needs):
+        for file, pairs in counted.items():
+            for number, count in pairs:
                 wanted.setdefault((file, number), {})[who] = count
     # A few bytes in the midst of another's, such as Adam's counts of steps, are no reason to read the other's block.
     ranked = {
@@ -336,13 +345,13 @@ def verify(
         parts = cut[file, number] = []
         direct = straight.get(file, [])
         for index in range(bisect_right(direct, position, key=lambda part: part[1]), len(direct)):
-            begin, end, memory = direct[index]
+            begin, end, target = direct[index]
             first, last = max(begin, position), min(end, stop)
             if first >= last:
                 break
             if position < first:
                 parts.append((position, first, None))
-            parts.append((first, last, memory[first - begin : last - begin]))
+            parts.append((first, last, target[first - begin : last - begin]))
             position = last
         if position < stop or not parts:
             parts.append((position, stop, None))
@@ -357,9 +366,9 @@ def verify(
 
     def check(block: tuple[str, int]) -> str | None:
         file, number = block
-        return blocks.check_block(path / file, records[file], number, [memory for _, _, memory in held[block]])
+        return check_block(path / file, records[file], number, [memory for _, _, memory in held[block]])
 
-    damage = dict.fromkeys(filter(None, blocks.each(check, held)))
+    damage = dict.fromkeys(filter(None, each(check, held)))
     if damage:
         raise DamagedError(f"{path} is damaged: {'; '.join(damage)}")
     return held
@@ -374,7 +383,7 @@ def fill(path: Path, held: Held, spans: Iterable[Span]) -> None:
 
     def fill_some(some: Sequence[Span]) -> None:
         """Fill the places of spans that are of one file."""
-        with os.fdopen(blocks.open_file(path / some[0].file), "rb", buffering=0) as file:
+        with os.fdopen(open_file(path / some[0].file), "rb", buffering=0) as file:
             for span in some:
                 target = span.memory
                 if target is None:
@@ -384,7 +393,7 @@ def fill(path: Path, held: Held, spans: Iterable[Span]) -> None:
                     first, last = max(span.begin, number * BLOCK_BYTES), min(span.end, (number + 1) * BLOCK_BYTES)
                     parts = held.get((span.file, number))
                     if parts is None:
-                        blocks.read_into(file.fileno(), target[first - span.begin : last - span.begin], first)
+                        read_into(file.fileno(), target[first - span.begin : last - span.begin], first)
                         continue
                     for begin, end, memory in () if span.straight else parts:  # what is straight is there already
                         a, b = max(first, begin), min(last, end)
@@ -393,7 +402,7 @@ def fill(path: Path, held: Held, spans: Iterable[Span]) -> None:
                 if span.memory is None:
                     span.place.copy_(rows[span.out])
 
-    blocks.each(lambda some: blocks.patiently(partial(fill_some, some), path / some[0].file), work.values())
+    each(lambda some: patiently(partial(fill_some, some), path / some[0].file), work.values())
 
 
 _local = threading.local()

@@ -22,9 +22,17 @@ from torch import Tensor
 
 from slurmtrain.checkpoint import module_state, state
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, DamagedError
-from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.directory import OWN, committed, damaged, own_name, set_aside, step_of
-from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_text
+from slurmtrain.checkpoint.format.directory import (
+    OWN,
+    Manifest,
+    committed,
+    damaged,
+    own_name,
+    parse_manifest,
+    set_aside,
+    step_of,
+)
+from slurmtrain.checkpoint.format.reading import patiently, read_manifest_text
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.restore.reader import read_contents, read_tensors
 from slurmtrain.checkpoint.store import retention
@@ -164,7 +172,7 @@ class Restorer:
         directory = self.identity.directory
         with suppress(OSError):
             refresh(directory)
-        found = blocks.patiently(partial(committed, directory), directory)
+        found = patiently(partial(committed, directory), directory)
         if self.at_most is not None:
             found = [path for path in found if step_of(path) <= self.at_most]
         return str(found[-1]) if found else None

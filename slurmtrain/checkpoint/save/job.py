@@ -21,10 +21,7 @@ from typing import Any
 import torch
 
 from slurmtrain.checkpoint.errors import CheckpointError, DiscardedError, NonFiniteError
-from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import FileRecord
-from slurmtrain.checkpoint.format.directory import file_name
-from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
+from slurmtrain.checkpoint.format.directory import FORMAT, FileRecord, Manifest, each, file_name, write_file
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.save.plan import PLAIN, TENSORS, SavePlan, short_digest
 from slurmtrain.checkpoint.save.staging import Image
@@ -165,12 +162,12 @@ class SaveJob:
         try:
             watched = [piece for piece in self.plan.pieces if piece.name in self.finite]
             tensors = data[self.plan.data_start :]
-            fine = blocks.each(
+            fine = each(
                 lambda each: bytes_are_finite(tensors[each.begin : each.end], each.dtype), watched, background=True
             )
             not_finite = [piece.name for piece, each in zip(watched, fine, strict=True) if not each]
             if not not_finite:
-                record = blocks.write(temporary / name, data, check=self._check_discarded)
+                record = write_file(temporary / name, data, check=self._check_discarded)
         except FileNotFoundError:
             # A newer incarnation removes what older ones were writing.
             check_fence(self.identity.directory, self.identity.incarnation)

@@ -21,8 +21,16 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import OWN, OWN_STATE, own_name
-from slurmtrain.checkpoint.format.manifest import DTYPE_BYTES, Box, TensorFacts, piece_name, share
+from slurmtrain.checkpoint.format.directory import (
+    DTYPE_BYTES,
+    OWN,
+    OWN_STATE,
+    Box,
+    TensorFacts,
+    own_name,
+    piece_name,
+    share,
+)
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, box_of, dtype_name, is_dtensor
 
@@ -263,14 +271,14 @@ def _make(
         else:
             group = sorted(holders[name])
         index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
-        if len(group) > 1 and math.prod(box.size) and name not in of_first:
+        if len(group) > 1 and 0 not in box.size and name not in of_first:
             compared[name] = f"{TENSORS} {short_digest(group)}", len(group)
         part: Box | None = box
         if name not in of_first:
             part = share(box, tensor.itemsize, name, index, len(group))
         elif index > 0:
             part = None
-        if part is not None and math.prod(part.size):
+        if part is not None and 0 not in part.size:
             written.append((name, box, part))
             if (called := piece_name(name, part, tensor.shape)) != name and called in holders:
                 raise CheckpointError(f"a part of {name} has the name of another tensor, {called}")
@@ -299,5 +307,5 @@ def _make(
 
 
 def short_digest(value: Any) -> str:
-    """Return a digest of JSON, to tell values of ranks apart; files on a disk are digested by `blocks`."""
+    """Return a digest of JSON, to tell values of ranks apart; files on a disk are digested by `format`."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

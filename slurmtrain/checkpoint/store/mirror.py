@@ -36,10 +36,17 @@ from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
-from slurmtrain.checkpoint.format import blocks
-from slurmtrain.checkpoint.format.blocks import note_block
-from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, checkpoint_name, file_name, step_of
-from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read_manifest_text
+from slurmtrain.checkpoint.format.directory import (
+    COMPLETE,
+    MANIFEST,
+    Manifest,
+    checkpoint_name,
+    each,
+    file_name,
+    parse_manifest,
+    step_of,
+)
+from slurmtrain.checkpoint.format.reading import note_block, read_manifest_text
 from slurmtrain.checkpoint.store import commit, retention
 from slurmtrain.checkpoint.store.commit import wait_until_visible
 from slurmtrain.checkpoint.store.retention import UNKNOWN_SOUNDNESS, Keep, Kept, Soundness, surplus
@@ -148,7 +155,7 @@ class Mirror:
                 finally:
                     os.close(descriptor)
 
-        blocks.each(fetch, files)  # several at a time: one connection does not fill a network
+        each(fetch, files)  # several at a time: one connection does not fill a network
         fsync_directory(directory)
 
     # Removing.

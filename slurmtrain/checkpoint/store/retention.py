@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import FINAL_NAME, TEMPORARY_NAME, step_of
-from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.format.reading import read_manifest
 from slurmtrain.choices import BestMode
 from slurmtrain.system.modes import folder_mode
 from slurmtrain.system.patience import refresh

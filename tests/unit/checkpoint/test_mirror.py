@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.directory import write_file
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.checkpoint.store.mirror import Mirror, copy_name
@@ -95,7 +95,7 @@ FIRST, SECOND = Incarnation(1, "first"), Incarnation(2, "second")
 def checkpoint(directory: Path, step: int, incarnation: Incarnation = FIRST, *, loss: float = 0.0) -> Path:
     claim(directory, incarnation)
     temporary = commit.begin(directory, step, incarnation)
-    records = {name: blocks.write(temporary / name, memoryview(data)) for name, data in FILES.items()}
+    records = {name: write_file(temporary / name, memoryview(data)) for name, data in FILES.items()}
     manifest = manifest_of(step, records, incarnation, world_size=WORLD, metrics={"valid_loss": loss})
     return commit.commit(temporary, text_of(manifest), step, incarnation)
 

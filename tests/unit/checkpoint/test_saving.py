@@ -26,7 +26,7 @@ from slurmtrain.checkpoint import host_memory
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError, NonFiniteError
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.checkpoint.format.manifest import read_manifest
+from slurmtrain.checkpoint.format.reading import read_manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save.job import PendingSave, SaveResult
 from slurmtrain.checkpoint.save.plan import make_plan

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.directory import write_file
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import claim
 from slurmtrain.cli import main
@@ -391,7 +391,7 @@ def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_
     assert run.attempt_numbers() == [1, 2]
     incarnation = claim(run.checkpoints, None)
     saving = commit.begin(run.checkpoints, 1, incarnation)
-    blocks.write(saving / "rank-0.safetensors", memoryview(b"weights"))
+    write_file(saving / "rank-0.safetensors", memoryview(b"weights"))
     files.write_synced(saving / "manifest.json", b"{}")
     run.update_info(steps=3)
 
