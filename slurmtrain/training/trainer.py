@@ -157,6 +157,7 @@ class Trainer:
         state.stopping = self._stop_check.finish().stop
         state.throughput.start()
         hooks.start(state)
+        state.phases.start()
         if self._is_due(self._train.eval_every):  # one that a stop has cut short; hooks hear of it, so all have started
             self._evaluation.evaluate(state)
         if state.counters.health.due and not state.stopping:  # an earlier attempt was stopped before it could
@@ -185,8 +186,8 @@ class Trainer:
         profiles, steps_left = self._profiles, state.total_steps - state.step
         hooks.before_step(state)
         began = time.perf_counter()
-        with phases.within(Phase.DATA):
-            data = next(self._loader)
+        phases.enter(Phase.DATA)
+        data = next(self._loader)
         data_wait_s = time.perf_counter() - began
         phases.enter(Phase.FORWARD_BACKWARD)
         sums = self._begin_sums(data)
@@ -203,19 +204,21 @@ class Trainer:
 
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
         # the optimiser works.
-        why = state.counters.health.due
+        why, schedule = state.counters.health.due, self._checkpointing.schedule
         self._stop_check.begin(
-            save=self._checkpointing.wants_save(state),
+            save=state.step + 1 >= schedule.step or time.monotonic() >= schedule.moment,
             roll_back=why is not None,
             profile=not profiles.left and steps_left > 1,
         )
-        with phases.within(Phase.OPTIMIZER):
-            norm = self._clip()
+        phases.enter(Phase.OPTIMIZER)
+        norm = self._clip()
+        phases.enter(Phase.OTHER)
         hooks.before_optimizer_step(state, norm)
-        with phases.within(Phase.OPTIMIZER):
-            self._update(norm)
-        with phases.waiting():
-            decision = self._stop_check.finish()
+        phases.enter(Phase.OPTIMIZER)
+        self._update(norm)
+        phases.enter(Phase.COMMUNICATION)
+        decision = self._stop_check.finish()
+        phases.enter(Phase.OTHER)
 
         state.advance(digest)
         samples = state.loader.samples_consumed - self._train.global_batch_size, state.loader.samples_consumed
@@ -251,7 +254,8 @@ class Trainer:
         if self._is_due(self._train.eval_every):
             self._evaluation.evaluate(state)
         hooks.after_step(state, result)
-        self._checkpointing.save_if_due(state)
+        if state.save_requested or self._checkpointing.pending_save is not None:
+            self._checkpointing.save_if_due(state)
 
     def _is_due(self, every: int) -> bool:
         """Return whether something that is done every so many steps (0: never), and after the last one, is due now."""
