@@ -94,10 +94,6 @@ class PhaseTimes:
     total_s: float
     seconds: Mapping[Phase, float]
 
-    def per_step(self, phase: Phase) -> float:
-        """Return the mean seconds of a part per step."""
-        return self.seconds[phase] / max(1, self.steps)
-
     @property
     def communication_share(self) -> float:
         """The share of the time in which the rank communicates and does nothing else; saves and evaluations left out."""
@@ -232,6 +228,23 @@ class _Step(NamedTuple):
     work: tuple[int, ...]
 
 
+class Speed(NamedTuple):
+    """How fast the last steps were.
+
+    Attributes:
+        tokens_per_s, samples_per_s, work_per_s: over all ranks; the last for each number of `work`.
+        step_time_s, data_wait_s: seconds of a step, and of its waiting for data.
+        settled: the window is full, so that the first steps, with their one-time costs, no longer stand out.
+    """
+
+    tokens_per_s: float
+    samples_per_s: float
+    work_per_s: list[float]
+    step_time_s: float
+    data_wait_s: float
+    settled: bool
+
+
 class Throughput:
     """A moving window over finished steps.
 
@@ -262,39 +275,14 @@ class Throughput:
         self._steps.append(_Step(seconds, tokens, data_wait_s, samples, work))
         return seconds
 
-    @property
-    def full(self) -> bool:
-        """Whether the window is full, so that the first steps, with their one-time costs, no longer stand out."""
-        return len(self._steps) == self._steps.maxlen
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The tokens per second over the window; 0 before the first step."""
-        return self._per_second(sum(step.tokens for step in self._steps))
-
-    @property
-    def samples_per_s(self) -> float:
-        """The samples per second over the window; 0 before the first step."""
-        return self._per_second(sum(step.samples for step in self._steps))
-
-    @property
-    def work_per_s(self) -> list[float]:
-        """Each of the numbers of `work` per second over the window."""
-        return [self._per_second(sum(each)) for each in zip(*(step.work for step in self._steps), strict=True)]
-
-    @property
-    def step_time_s(self) -> float:
-        """The mean seconds per step over the window; 0 before the first step."""
-        return self._seconds / len(self._steps) if self._steps else 0.0
-
-    @property
-    def data_wait_s(self) -> float:
-        """The mean seconds per step of waiting for data; 0 before the first step."""
-        return sum(step.data_wait_s for step in self._steps) / len(self._steps) if self._steps else 0.0
-
-    @property
-    def _seconds(self) -> float:
-        return sum(step.seconds for step in self._steps)
-
-    def _per_second(self, count: float) -> float:
-        return count / self._seconds if self._seconds > 0 else 0.0
+    def read(self) -> Speed:
+        """Return the means over the window; there has been a step."""
+        steps, seconds = self._steps, sum(step.seconds for step in self._steps)
+        return Speed(
+            sum(step.tokens for step in steps) / seconds,
+            sum(step.samples for step in steps) / seconds,
+            [sum(each) / seconds for each in zip(*(step.work for step in steps), strict=True)],
+            seconds / len(steps),
+            sum(step.data_wait_s for step in steps) / len(steps),
+            len(steps) == steps.maxlen,
+        )

@@ -95,7 +95,7 @@ class Checkpointing(TrainingHook):
         return True
 
     def _say_what_is_sound(self, state: TrainingState) -> None:
-        health = state.counters.health
+        health = state.health
         self._checkpointer.sound_step, self._checkpointer.unchecked_step = health.sound_step, health.checked_step
 
     def finish(self, state: TrainingState) -> None:
@@ -141,7 +141,7 @@ class Checkpointing(TrainingHook):
             self.schedule.saved(state.step, time.monotonic())
             return
         state.read_numbers()
-        metrics = state.metrics if state.counters.evaluated_at == state.step else None
+        metrics = state.metrics if state.evaluated_at == state.step else None
         pending = self._checkpointer.save(state.step, metrics=metrics, **state.objects())
         self._measure(state)  # the one before is decided by now
         self.pending_save = pending
