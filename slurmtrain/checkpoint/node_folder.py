@@ -25,8 +25,7 @@ from pathlib import Path
 
 from slurmtrain.checkpoint.errors import NodeFolderError
 from slurmtrain.checkpoint.host_memory import available_memory
-from slurmtrain.system.files import write_json
-from slurmtrain.system.modes import make_own_folder
+from slurmtrain.system.files import make_own_folder, write_json
 from slurmtrain.system.process import ProcessMark
 from slurmtrain.system.records import read_json
 

@@ -12,7 +12,6 @@ import errno
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.system.files import refresh
 
 log = logging.getLogger(__name__)
 
@@ -102,13 +102,6 @@ def patiently(
         if missing and late is not None:
             with suppress(OSError):  # read-only
                 refresh(late.parent)
-
-
-def refresh(directory: Path) -> None:
-    """Make an NFS client ask the server for the entries of `directory` again, by changing the directory."""
-    probe = directory / f".probe-{uuid.uuid4().hex}"
-    probe.touch(mode=0o600)
-    probe.unlink()
 
 
 def begin(function: Callable[[], T]) -> Future[T]:

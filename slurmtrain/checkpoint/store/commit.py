@@ -37,9 +37,7 @@ from pathlib import Path
 from slurmtrain.checkpoint.errors import CheckpointError, SupersededError
 from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME, checkpoint_name, remove
 from slurmtrain.checkpoint.format.manifest import write_manifest
-from slurmtrain.system.files import fsync_directory, write_new
-from slurmtrain.system.modes import folder_mode
-from slurmtrain.system.patience import refresh
+from slurmtrain.system.files import folder_mode, fsync_directory, refresh, write_new
 
 SPARE_SPACE = 1.2
 CLAIMS = ".incarnations"

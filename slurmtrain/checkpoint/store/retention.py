@@ -27,9 +27,7 @@ from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import FINAL_NAME, TEMPORARY_NAME, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.choices import BestMode
-from slurmtrain.system.modes import folder_mode
-from slurmtrain.system.patience import refresh
-from slurmtrain.system.trust import is_mine
+from slurmtrain.system.files import folder_mode, is_mine, refresh
 
 READERS = ".readers"
 HOLDS = ".held"
