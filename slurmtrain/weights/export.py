@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.headers import Contents
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
-from slurmtrain.checkpoint.host_memory import available_memory
 from slurmtrain.checkpoint.restore.reader import read_contents, read_whole
+from slurmtrain.checkpoint.save.staging import available_memory
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, dtype_name, dtype_of
 from slurmtrain.errors import UsageError, nearest
