@@ -383,23 +383,16 @@ def _page_lock(memory: Tensor) -> None:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this process may still use: of the host, and of the control group that SLURM put it in."""
+    """Return the bytes that this process may still use: of the host, and of the control groups that SLURM put it in."""
     found = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-        for limit, used, reclaimable in _cgroup_limits():
-            found.append(limit - used + reclaimable)
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except (OSError, ValueError, IndexError):
-        pass
-    return min(found, default=None)
-
-
-def _cgroup_limits() -> Iterable[tuple[int, int, int]]:
-    """Yield (limit, used, page cache) in bytes of this process's memory cgroup and those above it, version 2 or 1."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
+        groups = []
+    for _, controllers, path in groups:
+        if controllers == "":  # version 2
             base, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
             base = Path("/sys/fs/cgroup/memory")
@@ -407,12 +400,13 @@ def _cgroup_limits() -> Iterable[tuple[int, int, int]]:
         else:
             continue
         folder = base / path.lstrip("/")
-        while folder.is_relative_to(base):
+        while folder.is_relative_to(base):  # one above it may have a lower limit
             try:
                 limit, used = ((folder / name).read_text().strip() for name in names[:2])
                 statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 if limit != "max":
-                    yield int(limit), int(used), int(statistics.get(names[2], 0))
+                    found.append(int(limit) - int(used) + int(statistics.get(names[2], 0)))
             except (OSError, ValueError):
                 pass
             folder = folder.parent
+    return min(found, default=None)
