@@ -48,7 +48,7 @@ from slurmtrain.checkpoint.restore.restorer import Restored, Restorer
 from slurmtrain.checkpoint.save.job import PendingSave, SaveJob, SaveResult
 from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
 from slurmtrain.checkpoint.save.staging import Image, Staging
-from slurmtrain.checkpoint.store import commit, retention
+from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.commit import Incarnation, check_fence
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
 from slurmtrain.system.activity import RESTORE, SAVE, doing
@@ -551,7 +551,7 @@ class Checkpointer:
             self._ranks.all_do(lambda: folder.check_room(size, sharers, missing))
         self._ranks.all_do(lambda: self._staging.prepare(size, sharers=sharers))
         self._plan = plan
-        self._ranks.on_rank_0(partial(commit.check_space, self.directory, plan.total_bytes))
+        self._ranks.on_rank_0(partial(retention.check_space, self.directory, plan.total_bytes))
 
 
 def _as_plain(step: object, metrics: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
