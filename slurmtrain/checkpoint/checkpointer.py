@@ -183,8 +183,7 @@ class Checkpointer:
         are saved.
 
         Parameters that are trained, and the state of optimisers, have to be finite, else the save fails (NonFiniteError) and
-        the older checkpoints stay.
-        The copy is checked, in the background.
+        the older checkpoints stay. The copy is checked, in the background.
 
         Args:
             step: optimiser steps done.
@@ -231,8 +230,7 @@ class Checkpointer:
         changing = state.of_optimizers(optimizers, names, tensors)
         image: Image | CheckpointError
         try:
-            waiting = optimizers.values()
-            image = self._staging.stage(plan, tensors, own, changing, waiting, number=self._saves_begun)
+            image = self._staging.stage(plan, tensors, own, changing, optimizers.values(), number=self._saves_begun)
         except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
             image = self._ranks.explain(error)
         self._saves_begun += 1

@@ -211,24 +211,19 @@ def _make(
                 layouts[name].append(places[layout])
 
     groups: dict[tuple[int, ...], list[int]] = {}  # what ranks hold the same, by layouts
-
-    def holding_the_same(name: str) -> list[int]:
-        known = tuple(layouts[name])
-        if known not in groups:
-            groups[known] = replicas(ranks.global_rank, [different[place] for place in known])
-        return groups[known]
-
     written: list[tuple[str, Box, Box]] = []
     compared: dict[str, tuple[str, int]] = {}
     for name, tensor in tensors.items():
         box = box_of(name, tensor)
-        if name.startswith(OWN):
-            group = [ranks.rank]
-        elif is_dtensor(tensor):
-            group = holding_the_same(name)
-        else:
+        group, own = [ranks.rank], ranks.rank
+        if is_dtensor(tensor) and not name.startswith(OWN):
+            known = tuple(layouts[name])
+            if known not in groups:
+                groups[known] = replicas(ranks.global_rank, [different[place] for place in known])
+            group, own = groups[known], ranks.global_rank
+        elif not name.startswith(OWN):
             group = sorted(holders[name])
-        index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
+        index = group.index(own)
         if len(group) > 1 and box.numel and name not in of_first:
             compared[name] = f"{TENSORS} {hashlib.sha256(json.dumps(group).encode()).hexdigest()[:16]}", len(group)
         part: Box | None = box
@@ -249,10 +244,10 @@ def _make(
         dtype = tensors[name].dtype
         end = position + part.numel * dtype.itemsize
         pieces.append(TensorPiece(name, part, part.within(box), dtype, position, end))
-        known = SAFETENSORS_NAMES.get(dtype)
+        its_name = SAFETENSORS_NAMES.get(dtype)
         header[piece_name(name, part, facts[name].shape)] = {
-            "dtype": known or "U8",
-            "shape": list(part.size) if known else [end - position],
+            "dtype": its_name or "U8",
+            "shape": list(part.size) if its_name else [end - position],
             "data_offsets": [position, end],
         }
         position = end
