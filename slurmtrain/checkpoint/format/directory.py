@@ -27,8 +27,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from slurmtrain.checkpoint.errors import CheckpointMismatchError, DamagedError
-from slurmtrain.system.files import fsync_directory
-from slurmtrain.system.modes import file_mode
+from slurmtrain.system.files import file_mode, fsync_directory
 
 A = TypeVar("A")
 T = TypeVar("T")

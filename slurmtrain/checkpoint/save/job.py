@@ -23,7 +23,7 @@ import torch
 from slurmtrain.checkpoint.errors import CheckpointError, DiscardedError, NonFiniteError
 from slurmtrain.checkpoint.format.directory import FORMAT, FileRecord, Manifest, each, file_name, write_file
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
-from slurmtrain.checkpoint.save.plan import PLAIN, TENSORS, SavePlan, short_digest
+from slurmtrain.checkpoint.save.plan import PLAIN, TENSORS, SavePlan
 from slurmtrain.checkpoint.save.staging import Image
 from slurmtrain.checkpoint.state import merge_plain
 from slurmtrain.checkpoint.store import commit
@@ -173,8 +173,10 @@ class SaveJob:
             check_fence(self.identity.directory, self.identity.incarnation)
             raise
         fsync_directory(temporary)
-        plain = {key: zlib.crc32(json.dumps(value).encode()) for key, value in self.plain.items()}
-        self.image.fingerprints[f"{PLAIN} {self.plan.number}"] = plain
+        alike = self.image.fingerprints  # short digests are enough to tell ranks apart; blocks have longer ones
+        alike[f"{PLAIN} {self.plan.number}"] = {
+            key: zlib.crc32(json.dumps(value).encode()) for key, value in self.plain.items()
+        }
         return {
             "step": self.pending.step,
             "name": name,
@@ -182,7 +184,10 @@ class SaveJob:
             "header": hashlib.sha256(data[: self.plan.data_start]).hexdigest(),
             "plain": dict(self.plain) if self.ranks.rank in self.plan.group_leaders else None,
             "not_finite": not_finite,
-            "alike": {key: short_digest(sorted(values.items())) for key, values in self.image.fingerprints.items()},
+            "alike": {
+                key: hashlib.sha256(json.dumps(sorted(values.items())).encode()).hexdigest()[:16]
+                for key, values in alike.items()
+            },
         }
 
     def _commit(self, temporary: Path, parts: list[dict[str, Any]]) -> tuple[str, int, str]:

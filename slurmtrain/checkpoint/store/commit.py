@@ -37,11 +37,9 @@ from pathlib import Path
 
 from slurmtrain.checkpoint.errors import CheckpointError, SupersededError
 from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, TEMPORARY_NAME, checkpoint_name, remove
-from slurmtrain.system.files import fsync_directory, write_new, write_synced
-from slurmtrain.system.modes import folder_mode
-from slurmtrain.system.patience import refresh
+from slurmtrain.checkpoint.store.retention import check_space
+from slurmtrain.system.files import folder_mode, fsync_directory, refresh, write_new
 
-SPARE_SPACE = 1.2
 CLAIMS = ".incarnations"
 VISIBILITY_S = 60.0  # attribute caches of NFS clients are at most a minute old (acdirmax)
 
@@ -64,21 +62,6 @@ def begin(directory: Path, step: int, incarnation: Incarnation, *, size: int = 0
     return path
 
 
-def check_space(directory: Path, size: int) -> None:
-    """Raise CheckpointError if the disk has no room for `size` bytes and a reserve.
-
-    That is better than to fill the disk for everybody.
-    """
-    status = os.statvfs(directory)
-    free = status.f_bavail * status.f_frsize
-    if free < SPARE_SPACE * size:
-        raise CheckpointError(
-            f"{directory} has {free / 1e6:.1f} MB left, and a checkpoint of {size / 1e6:.1f} MB wants "
-            f"{SPARE_SPACE} times its size",
-            hint="free some space; `checkpoints RUN prune` removes checkpoints that are no longer needed",
-        )
-
-
 def commit(temporary: Path, manifest: bytes, step: int, incarnation: Incarnation) -> Path:
     """Do steps 4 to 6 of the protocol, on rank 0, with the given manifest.json.
 
@@ -93,8 +76,8 @@ def commit(temporary: Path, manifest: bytes, step: int, incarnation: Incarnation
     directory = temporary.parent
     try:
         # COMPLETE says that all that is named in manifest.json is there. Each is on the disk when the next is written.
-        write_synced(temporary / MANIFEST, manifest)
-        write_synced(temporary / COMPLETE, hashlib.sha256(manifest).hexdigest().encode() + b"\n")
+        write_new(temporary / MANIFEST, manifest)
+        write_new(temporary / COMPLETE, hashlib.sha256(manifest).hexdigest().encode() + b"\n")
         fsync_directory(temporary)
     except FileNotFoundError:
         check_fence(directory, incarnation)  # a newer incarnation removes what older ones were writing
