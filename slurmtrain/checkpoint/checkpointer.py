@@ -454,7 +454,7 @@ class Checkpointer:
         if self._node_folder is not None and not in_a_hurry():
             self._copy_to_node(self._node_folder, saved, job)
         try:
-            if self._uploader is not None and not ranks.maximum(int(in_a_hurry())):
+            if self._uploader is not None and not any(ranks.sums([in_a_hurry()])):
                 self._uploader.offer(ranks, saved.path, soundness)
             if ranks.rank == 0 and not in_a_hurry():
                 check_fence(self.directory, self._identity.incarnation)

@@ -177,7 +177,7 @@ class Restorer:
             return None
         folder = self.node_folder
         found = self.ranks_on_host.on_rank_0(lambda: str(folder.view(path, digest, manifest.files) or ""))
-        return Path(found or path) if self.ranks.maximum(int(found != "")) else None
+        return Path(found or path) if any(self.ranks.sums([found != ""])) else None
 
     def _load(self, path: Path, manifest: Manifest, folder: Path, **about: Any) -> Restored:
         """Fill the objects.
@@ -201,8 +201,8 @@ class Restorer:
             objects |= self.own_objects
         live = ranks.all_do(lambda: module_state.module_tensors(objects))
         on_any_rank = set(live)
-        if ranks.maximum(int(bool(of_modules(objects, manifest.tensors) - on_any_rank))):
-            on_any_rank = set().union(*ranks.gather(lambda: sorted(live)))
+        if any(ranks.sums([not of_modules(objects, manifest.tensors) <= on_any_rank])):
+            on_any_rank = set().union(*ranks.all_do(lambda: sorted(live), list))
 
         def find_targets() -> dict[str, Tensor]:
             """Return the tensors to fill on this rank, by name, after everything that differs was found to be allowed."""

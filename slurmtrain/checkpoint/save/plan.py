@@ -142,7 +142,7 @@ def make_plan(
     """
     signature = None if isinstance(tensors, CheckpointError) else _signature(tensors)
     changed = signature is None or known is None or known.signature != signature
-    if not ranks.maximum(int(changed)):
+    if not any(ranks.sums([changed])):
         assert known is not None
         return known
 
@@ -154,7 +154,7 @@ def make_plan(
     text = ranks.all_do(describe)
     assert signature is not None and not isinstance(tensors, CheckpointError)
     members: dict[str, list[int]] = {}
-    for rank, digest in enumerate(ranks.gather(lambda: hashlib.sha256(text.encode()).hexdigest())):
+    for rank, digest in enumerate(ranks.all_do(lambda: hashlib.sha256(text.encode()).hexdigest(), list)):
         members.setdefault(digest, []).append(rank)
     # Mostly there is one description, at most a few (pipeline stages): its lowest rank broadcasts each.
     texts = [ranks.broadcast(text, source=owners[0]) for owners in members.values()]
