@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import module_state, state
+from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.errors import (
     CheckpointError,
     DiscardedError,
@@ -49,6 +48,7 @@ from slurmtrain.checkpoint.restore.restorer import Restored, Restorer
 from slurmtrain.checkpoint.save.job import PendingSave, SaveJob, SaveResult
 from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
 from slurmtrain.checkpoint.save.staging import Image, Staging
+from slurmtrain.checkpoint.state import FlatState
 from slurmtrain.checkpoint.store import commit, retention
 from slurmtrain.checkpoint.store.commit import Incarnation, check_fence
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
@@ -201,26 +201,21 @@ class Checkpointer:
             raise CheckpointError(f"step {step} cannot be saved: the Checkpointer is closed", hint="create a new one")
         self._end_previous()
         numbers: dict[str, float] = {}
-        plain: dict[str, Any] = {}
         own = b""
-        tensors: dict[str, Tensor] | CheckpointError
+        flat: FlatState | CheckpointError
         try:
             step, numbers = _as_plain(step, metrics or {})
-            tensors, plain, own_plain = self._flatten(objects, per_rank)
-            own = json.dumps(own_plain).encode()
+            flat = self._flatten(objects, per_rank)
+            own = json.dumps(flat.own_plain).encode()
         except Exception as error:  # it may be of somebody's state_dict; the others must hear of it
-            tensors = self._ranks.explain(error)
-        plan = self._make_plan(tensors, objects, training=True)
-        assert not isinstance(tensors, CheckpointError)
-        parameters = module_state.parameters(objects)
-        names = {id(parameter): name for name, parameter in reversed(parameters.items())}
-        frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+            flat = self._ranks.explain(error)
+        plan = self._make_plan(flat, training=True)
+        assert isinstance(flat, FlatState)
         optimizers = {key: value for key, value in objects.items() if isinstance(value, Optimizer)}
-        changing = state.of_optimizers(optimizers, names, tensors)
         image: Image | CheckpointError
         try:
             waiting = optimizers.values()
-            image = self._staging.stage(plan, tensors, own, changing, waiting, number=self._saves_begun)
+            image = self._staging.stage(plan, flat.tensors, own, flat.guarded, waiting, number=self._saves_begun)
         except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
             image = self._ranks.explain(error)
         self._saves_begun += 1
@@ -232,10 +227,10 @@ class Checkpointer:
             pending=pending,
             plan=plan,
             image=image,
-            plain=plain,
+            plain=flat.plain,
             optimizers=optimizers.keys(),
             metrics=numbers,
-            finite=(parameters.keys() | changing) - frozen,
+            finite=flat.finite,
             discard=self._discard,
             report_drift=not self._drift_reported,
         )
@@ -245,27 +240,24 @@ class Checkpointer:
         return pending
 
     def _flatten(
-        self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-        """Return all tensors of this rank by their names in a checkpoint, the plain state of `objects`, and this rank's own.
+        self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None, *, expect: bool = False
+    ) -> FlatState:
+        """Return what is saved of all objects, see `state.flatten`.
 
         That it can be restored is checked once for the same objects with the same names: it takes longer than listing them.
         """
-        own_objects = state.per_rank_objects(per_rank, self._ranks.rank)
-        tensors, plain = state.flatten(objects)
-        own_tensors, own_plain = state.flatten(own_objects)
-        tensors.update(own_tensors)
-        found = (tuple((key, id(value)) for key, value in {**objects, **own_objects}.items()), tuple(tensors))
+        live = state.live_state(objects, per_rank or {}, self._ranks.rank)
+        flat = state.flatten(live, expect=expect)
+        found = (tuple((key, id(value)) for key, value in live.objects.items()), tuple(flat.tensors))
         if found != self._checked_objects:
-            state.check(objects, own_objects)
+            state.check(live)
             self._checked_objects = found
-        return tensors, plain, own_plain
+        return flat
 
-    def _make_plan(
-        self, tensors: dict[str, Tensor] | CheckpointError, objects: Mapping[str, Any], *, training: bool
-    ) -> SavePlan:
+    def _make_plan(self, flat: FlatState | CheckpointError, *, training: bool) -> SavePlan:
         """Agree with the other ranks on who writes what, and make room for it."""
-        plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: module_state.buffers(objects))
+        tensors, buffers = (flat.tensors, flat.buffers) if isinstance(flat, FlatState) else (flat, set())
+        plan = make_plan(tensors, self._ranks, self._plan, of_first=buffers)
         if plan is not self._plan or not training:
             folder, size, sharers = self._node_folder, plan.data_end, self._on_host.size
             if folder is not None and not training:  # before any rank allocates, while what is left can be seen
@@ -512,7 +504,6 @@ class Checkpointer:
             CheckpointMismatchError: there are checkpoints, but none fits or none is sound.
             CheckpointError: `path` is no checkpoint or is damaged; or tensors are handed in that could not be loaded.
         """
-        self._ranks.all_do(lambda: state.refuse_loose_tensors({**objects, **(per_rank or {})}))
         self._wait_idle()
         restored = Restorer(
             self._ranks,
@@ -523,7 +514,7 @@ class Checkpointer:
             self._node_folder,
             self._changed,
             objects,
-            {} if as_start else state.per_rank_objects(per_rank, self._ranks.rank),
+            None if as_start else per_rank or {},
             Path(path) if path is not None else None,
             allow,
             as_start,
@@ -548,13 +539,9 @@ class Checkpointer:
 
     def _reserve(self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None) -> None:
         """Reserve host memory and check the disk space for the first save, before the first step."""
-
-        def expect() -> dict[str, Tensor]:
-            tensors, _, _ = self._flatten(objects, per_rank)
-            return {**tensors, **state.expected_optimizer_state(objects)}
-
+        flat = self._ranks.all_do(lambda: self._flatten(objects, per_rank, expect=True))
         # If all state exists already, as after a restore, this is the first save's plan.
-        plan = self._make_plan(self._ranks.all_do(expect), objects, training=False)
+        plan = self._make_plan(flat, training=False)
         self._ranks.on_rank_0(partial(commit.check_space, self.directory, plan.total_bytes))
 
 

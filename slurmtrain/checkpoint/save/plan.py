@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,13 +128,13 @@ def make_plan(
     ranks: RankGroup,
     known: SavePlan | None,
     *,
-    of_first: Callable[[], Collection[str]] = frozenset,
+    of_first: Collection[str] = (),
 ) -> SavePlan:
     """Make the plan for `tensors`, by all ranks together, or return `known` if it is still valid on all of them.
 
     Args:
         tensors: tensors by name, or why this rank has none; that error is raised on all ranks.
-        of_first: returns the names of tensors that are no exact replicas (buffers): they are not compared, and the first
+        of_first: names of tensors that are no exact replicas (buffers): they are not compared, and the first
             rank that has one writes it.
 
     Raises:
@@ -160,7 +160,7 @@ def make_plan(
     texts = [ranks.broadcast(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
     described = list(zip(texts, members.values(), strict=True))
-    plan = ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first()))
+    plan = ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first))
     # All ranks together have to write as many elements of every tensor as it has.
     written = dict.fromkeys(plan.facts, 0)
     for piece in plan.pieces:
