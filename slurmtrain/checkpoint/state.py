@@ -210,47 +210,55 @@ def flatten(live: LiveState, *, expect: bool = False) -> FlatState:
             else:
                 plain[EXTRA + name] = encode(entry, name, tensors)
         flat.buffers.update(module.held.keys() - live.parameters.keys())
-    flat.finite.update(
-        name for name, each in live.parameters.items() if each.requires_grad and not name.startswith(OWN)
-    )
+    trained = {name for name, parameter in live.parameters.items() if parameter.requires_grad}
+    flat.finite.update(name for name in trained if not name.startswith(OWN))
     for key, value in live.objects.items():
-        if isinstance(value, nn.Module):
-            continue
-        plain = flat.own_plain if key.startswith(OWN) else flat.plain
+        is_own = key.startswith(OWN)
+        plain = flat.own_plain if is_own else flat.plain
         if isinstance(value, Optimizer):
-            groups: list[dict[str, Any]] = []
-            fields: dict[str, Any] = {}
-            for group in value.param_groups:
-                keys = [live.names[id(parameter)] for parameter in group["params"]]
-                groups.append({**group, "params": keys})
-                for name, parameter in zip(keys, group["params"], strict=True):
-                    if parameter in value.state:
-                        held = value.state[parameter]
-                        if not isinstance(held, Mapping):
-                            raise CheckpointError(
-                                f"{key} ({type(value).__name__}) keeps a {type(held).__name__} for {name}, and not a dict",
-                                hint="keep a dict of named values for each parameter, as torch's optimisers do",
-                            )
-                        fields[name] = dict(held)
-                    elif expect and not value.state and parameter.requires_grad:
-                        moments = 2 if "betas" in value.defaults else 1  # Adam's two, or a momentum
-                        expected = [f"{key}.state.{name}.{number}" for number in range(moments)]
-                        tensors.update(dict.fromkeys(expected, parameter.detach()))
-                if not key.startswith(OWN):
-                    flat.guarded.update(keys)
-            beside = {name: each for name, each in value.state.items() if not isinstance(name, Tensor)}
-            plain[key] = encode({"state": fields, "param_groups": groups, "beside": beside}, key, tensors)
-            if not key.startswith(OWN):
-                own_state = {name for name in tensors if name.startswith(f"{key}.state.")}
-                flat.guarded |= own_state
-                flat.finite |= own_state
+            plain[key] = flatten_optimizer(key, value, live.names, tensors, expect=expect)
+            if not is_own:
+                its = {name for name in tensors if name.startswith(f"{key}.state.")}
+                flat.finite.update(its)
+                flat.guarded.update(
+                    its, (live.names[id(each)] for group in value.param_groups for each in group["params"])
+                )
         elif key in live.values:
             plain[key] = live.values[key]
-        else:
+        elif not isinstance(value, nn.Module):
             state = value.state_dict()
             # All of its tensors have names that begin with "key.".
             plain[key] = encode(state, f"{key}.state" if isinstance(state, Tensor) else key, tensors)
     return flat
+
+
+def flatten_optimizer(
+    key: str, optimizer: Optimizer, names: Mapping[int, str], tensors: dict[str, Tensor], *, expect: bool = False
+) -> Any:
+    """Return JSON of the state and the groups, by the names of parameters; tensors are moved to `tensors`, as `encode` does.
+
+    Raises:
+        CheckpointError: what it keeps for a parameter has no names.
+    """
+    groups: list[dict[str, Any]] = []
+    fields: dict[str, Any] = {}
+    moments = 2 if "betas" in optimizer.defaults else 1  # Adam's two of a parameter's shape, or a momentum
+    for group in optimizer.param_groups:
+        keys = [names[id(parameter)] for parameter in group["params"]]
+        groups.append({**group, "params": keys})
+        for name, parameter in zip(keys, group["params"], strict=True):
+            if parameter in optimizer.state:
+                held = optimizer.state[parameter]
+                if not isinstance(held, Mapping):
+                    raise CheckpointError(
+                        f"{key} ({type(optimizer).__name__}) keeps a {type(held).__name__} for {name}, and not a dict",
+                        hint="keep a dict of named values for each parameter, as torch's optimisers do",
+                    )
+                fields[name] = dict(held)
+            elif expect and not optimizer.state and parameter.requires_grad:
+                fields[name] = dict.fromkeys(range(moments), parameter.detach())
+    beside = {field: value for field, value in optimizer.state.items() if not isinstance(field, Tensor)}
+    return encode({"state": fields, "param_groups": groups, "beside": beside}, key, tensors)
 
 
 def merge_plain(everyones: Sequence[Mapping[str, Any]], optimizers: Collection[str]) -> dict[str, Any]:
