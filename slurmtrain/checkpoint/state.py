@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format.directory import OWN, own_name
 from slurmtrain.checkpoint.format.manifest import TensorFacts
-from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
-from slurmtrain.checkpoint.save.staging import fingerprint
+from slurmtrain.checkpoint.save.staging import ask_for_huge_pages, fingerprint
 from slurmtrain.checkpoint.tensors import (
     EXTRA_KEY,
     ModuleState,
@@ -180,6 +179,7 @@ class FlatState:
         buffers: names of tensors that may differ between data parallel ranks by design; the lowest rank's count.
         guarded: names of tensors that only the steps of optimisers change: their parameters, and their own state.
         finite: names of tensors that have to be finite: parameters that are trained, and optimisers' state.
+        error: why it cannot be saved.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -188,6 +188,7 @@ class FlatState:
     buffers: set[str] = field(default_factory=set)
     guarded: set[str] = field(default_factory=set)
     finite: set[str] = field(default_factory=set)
+    error: CheckpointError | None = None
 
 
 def flatten(live: LiveState, *, expect: bool = False) -> FlatState:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import msgspec
+import psutil
 
 from slurmtrain.system import process
 from slurmtrain.system.patience import begin
@@ -29,12 +30,11 @@ WATCHING_THREADS = ("watchdog", "heartbeats", "watch", "stop-signals")
 DUMP_WAIT_S = 1.0
 DUMP_LIMIT_S = 2.0  # for torch to tell its last collectives
 DUMP_BYTES = 200_000
-STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "waits in the kernel for a disk, file system or driver (state D)",
-    "T": "stopped (SIGSTOP)",
-    "t": "stopped by a debugger",
+IN_KERNEL = psutil.STATUS_DISK_SLEEP
+HELD = {  # what keeps a process from going on
+    IN_KERNEL: "waits in the kernel for a disk, file system or driver (state D)",
+    psutil.STATUS_STOPPED: "was stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "was stopped by a debugger",
 }
 GONE = "gone"
 _DUMPED = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -164,11 +164,9 @@ def _read_from(file: Path, begin: int) -> str:
 
 
 def state_of(pid: int, born: str | None) -> str:
-    """Return the state of a process of this machine: its letter, or `GONE`. A process that began at another time is another."""
-    found = process.stat(pid)
-    if found is None or (born is not None and str(found.start) != born):
-        return GONE
-    return found.state
+    """Return what a process of this machine does, or `GONE`. A process that began at another time is another."""
+    state = process.state(pid)
+    return GONE if state is None or state in process.ENDED or born not in (None, process.born(pid)) else state
 
 
 def describe_processes(pids: Iterable[int], file: Path | None, number: int = DUMP_SIGNAL) -> list[dict[str, Any]]:
@@ -179,25 +177,24 @@ def describe_processes(pids: Iterable[int], file: Path | None, number: int = DUM
     """
     found = []
     for pid in pids:
-        its = process.stat(pid)
-        if its is not None and not its.ended:
-            stacks = ask_for_stacks(pid, file, number) if its.state not in "Tt" else ""
-            found.append({"pid": pid, "state": its.state, "command": process.command_line(pid), "stacks": stacks})
+        state = process.state(pid)
+        if state not in process.ENDED:
+            stacks = "" if state in HELD and state != IN_KERNEL else ask_for_stacks(pid, file, number)
+            found.append({"pid": pid, "state": state, "command": process.command_line(pid), "stacks": stacks})
     return found
 
 
 def describe(worker: Mapping[str, Any]) -> str:
-    """Return what such a process does, as "is stopped (SIGSTOP)" or "is in load (data.py:7)"."""
+    """Return what such a process does, as "was stopped (SIGSTOP)" or "is in load (data.py:7)"."""
     stack = parse_dump(worker["stacks"])
-    if stack and worker["state"] not in "TtD":
+    if stack and worker["state"] not in HELD:
         return f"is in {where(stack)}"
-    said = STATES.get(worker["state"], worker["state"])
-    return said if worker["state"] == "D" else f"is {said}"
+    return HELD.get(worker["state"], f"is {worker['state']}")
 
 
 def kill_tree(pid: int, born: str | None) -> bool:
     """End a process of this machine that hangs, and all below it, at once; return False if it was gone already."""
-    if state_of(pid, born) in (GONE, "Z", "X"):
+    if state_of(pid, born) == GONE:
         return False
     process.send(signal.SIGKILL, (pid, *process.living_descendants(pid)))
     return True

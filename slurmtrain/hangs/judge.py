@@ -185,9 +185,9 @@ def silent_culprit(
     phase, where = beat.phase if beat is not None else "phase not known", ""
     if beat is not None and steps and (beat.step is None or beat.step < min(steps)) and not dump:
         phase = f"last seen{beat.in_step}, {phase}"
-    if state in ("T", "t", "D"):
-        what = f"was {evidence.STATES[state]}" if state != "D" else evidence.STATES[state]
-    elif state in (evidence.GONE, "Z", "X"):
+    if state in evidence.HELD:
+        what = evidence.HELD[state]
+    elif state == evidence.GONE:
         what = "ended without a word"
     elif dump or state is not None:
         what = "is in a call that holds Python's interpreter lock"
@@ -204,7 +204,7 @@ def _live_culprit(report: Report, what: str) -> Culprit:
     if beat.phase == "data":
         what = "waits for data"
         if report.workers:
-            worker = min(report.workers, key=lambda each: (each["state"] not in "TtD", not each["stacks"]))
+            worker = min(report.workers, key=lambda each: (each["state"] not in evidence.HELD, not each["stacks"]))
             where = f"its data worker {worker['pid']} {evidence.describe(worker)}"
     elif beat.waits and what != "did not get on":
         what = "waits for others, but not in what they wait in,"

@@ -32,7 +32,7 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
 from slurmtrain.supervise.end_of_attempt import close_abandoned, progress_shown
 from slurmtrain.system import process
-from slurmtrain.system.modes import make_own_folder
+from slurmtrain.system.files import make_own_folder
 from slurmtrain.system.process import ProcessMark
 
 log = logging.getLogger(__name__)
@@ -227,8 +227,7 @@ class Timeline:
 
 
 def process_age_s() -> float:
-    """Return the seconds since the kernel started this process (`man 5 proc`, starttime of /proc/pid/stat)."""
-    this = process.stat("self")
-    assert this is not None, "/proc is not mounted"
-    started = this.start / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    """Return the seconds since the kernel started this process."""
+    began = process.born(os.getpid())
+    assert began is not None, "/proc is not mounted"
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - float(began)
