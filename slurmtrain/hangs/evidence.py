@@ -14,6 +14,8 @@ from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
 
+import psutil
+
 from slurmtrain.system import process
 from slurmtrain.system.process import ProcessMark
 
@@ -22,12 +24,11 @@ from slurmtrain.system.process import ProcessMark
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 WATCHING_THREADS = ("watchdog", "heartbeats", "watch", "stop-signals")
 DUMP_WAIT_S = 1.0
-STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "waits in the kernel for a disk, file system or driver (state D)",
-    "T": "stopped (SIGSTOP)",
-    "t": "stopped by a debugger",
+IN_KERNEL = psutil.STATUS_DISK_SLEEP
+HELD = {  # what keeps a process from going on
+    IN_KERNEL: "waits in the kernel for a disk, file system or driver (state D)",
+    psutil.STATUS_STOPPED: "was stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "was stopped by a debugger",
 }
 GONE = "gone"
 _DUMPED = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -99,10 +100,10 @@ def describe_processes(pids: Iterable[int], file: Path) -> list[dict[str, Any]]:
     """
     found = []
     for pid in pids:
-        its = process.stat(pid)
-        if its is not None and not its.ended:
-            stacks = _ask_for_stacks(pid, file) if its.state not in "Tt" else ""
-            found.append({"pid": pid, "state": its.state, "command": process.command_line(pid), "stacks": stacks})
+        state = process.state(pid)
+        if state not in process.ENDED:
+            stacks = "" if state in HELD and state != IN_KERNEL else _ask_for_stacks(pid, file)
+            found.append({"pid": pid, "state": state, "command": process.command_line(pid), "stacks": stacks})
     return found
 
 
@@ -121,15 +122,13 @@ def _ask_for_stacks(pid: int, file: Path) -> str:
 
 
 def describe(worker: Mapping[str, Any]) -> str:
-    """Return what such a process does, as "is stopped (SIGSTOP)" or "is in load (data.py:7)"."""
+    """Return what such a process does, as "was stopped (SIGSTOP)" or "is in load (data.py:7)"."""
     stack = parse_dump(worker["stacks"])
-    if stack and worker["state"] not in "TtD":
+    if stack and worker["state"] not in HELD:
         return f"is in {where(stack)}"
-    said = STATES.get(worker["state"], worker["state"])
-    return said if worker["state"] == "D" else f"is {said}"
+    return HELD.get(worker["state"], f"is {worker['state']}")
 
 
 def state_of(mark: ProcessMark) -> str:
-    """Return the state of a process of this machine: its letter in the kernel, or `GONE`."""
-    found = process.stat(mark.pid)
-    return found.state if found is not None and mark.lives() else GONE
+    """Return what a process of this machine does, as psutil calls it, or `GONE`."""
+    return (process.state(mark.pid) if mark.lives() else None) or GONE

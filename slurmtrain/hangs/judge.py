@@ -156,8 +156,8 @@ def silent_culprit(rank: int, node: str, beat: Beat | None, state: str | None, d
         dump: the stack that its timer has written.
     """
     doing, where = f"{beat.in_step}, {beat.phase}" if beat is not None else ", phase not known", ""
-    if state in ("T", "t", "D"):
-        what = f"was {evidence.STATES[state]}" if state != "D" else evidence.STATES[state]
+    if state in evidence.HELD:
+        what = evidence.HELD[state]
     elif state == evidence.GONE:
         what = "ended without a word"
     elif dump or state is not None:
@@ -176,7 +176,7 @@ def _live_culprit(report: Report, what: str) -> Culprit:
     if beat.phase == "data":
         what = "waits for data"
         if report.workers:
-            worker = min(report.workers, key=lambda each: (each["state"] not in "TtD", not each["stacks"]))
+            worker = min(report.workers, key=lambda each: (each["state"] not in evidence.HELD, not each["stacks"]))
             where = f"its data worker {worker['pid']} {evidence.describe(worker)}"
     elif beat.waits and what != "did not get on":
         what = "waits for others, but not in what they wait in,"

@@ -3,20 +3,18 @@
 The node exporter reads *.prom in the folder that its --collector.textfile.directory names, here that of rank 0's node. The
 file is replaced in one step, and removed at the end. A kill leaves it behind: the next run on that node removes it when it is a
 day old.
-
-Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from slurmtrain.errors import ConfigError
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
 from slurmtrain.slurm.environment import own_node_name
 from slurmtrain.system.files import replace_file
@@ -32,9 +30,20 @@ class TextFileLogger(Logger):
 
     Args:
         folder: of the node exporter.
+
+    Raises:
+        ConfigError: prometheus-client is not installed.
     """
 
     def __init__(self, folder: str):
+        try:
+            import prometheus_client
+        except ImportError:
+            raise ConfigError(
+                f"observe.textfile_dir={folder}, but prometheus-client is not installed where the job runs",
+                hint="pip install 'slurmtrain[prometheus]'",
+            ) from None
+        self._prometheus = prometheus_client
         self._folder = Path(folder)
         self._values: dict[str, float] = {}
 
@@ -42,7 +51,7 @@ class TextFileLogger(Logger):
         self._path = self._folder / f"{PREFIX}{run.id}.prom"
         self._labels = {
             "run": run.id,
-            "job": run.name,
+            "job": redact(run.name),
             "user": run.user,
             "node": own_node_name() or os.uname().nodename,
         }
@@ -54,21 +63,15 @@ class TextFileLogger(Logger):
         return Held()  # the file is gone: the newest numbers of metrics.jsonl are shown anew
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._values |= {**values, "step": step, "logged_timestamp_seconds": round(time.time(), 3)}
+        self._values |= {re.sub(r"[^a-zA-Z0-9_]", "_", name): value for name, value in values.items()}
+        self._values |= {"step": step, "logged_timestamp_seconds": round(time.time(), 3)}
 
     def flush(self) -> None:
-        replace_file(self._path, render(self._values, self._labels).encode(), mode=MODE, durable=False)
+        registry = self._prometheus.CollectorRegistry()
+        for name, value in self._values.items():
+            gauge = self._prometheus.Gauge(PREFIX + name, name, [*self._labels], registry=registry)
+            gauge.labels(**self._labels).set(value)
+        replace_file(self._path, self._prometheus.generate_latest(registry), mode=MODE, durable=False)
 
     def close(self, ending: Ending) -> None:
         self._path.unlink(missing_ok=True)
-
-
-def render(values: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    """Return the text for numbers by their names, each a gauge with these labels."""
-    # A label's value is escaped as a string in JSON is.
-    shown = ",".join(f"{name}={json.dumps(redact(value), ensure_ascii=False)}" for name, value in labels.items())
-    lines = []
-    for name, value in sorted(values.items()):
-        metric = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-        lines += [f"# TYPE {metric} gauge", f"{metric}{{{shown}}} {float(value)!r}"]
-    return "\n".join(lines) + "\n"

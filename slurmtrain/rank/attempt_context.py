@@ -227,8 +227,7 @@ class Timeline:
 
 
 def process_age_s() -> float:
-    """Return the seconds since the kernel started this process (`man 5 proc`, starttime of /proc/pid/stat)."""
-    this = process.stat("self")
-    assert this is not None, "/proc is not mounted"
-    started = this.start / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    """Return the seconds since the kernel started this process."""
+    began = process.born(os.getpid())
+    assert began is not None, "/proc is not mounted"
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - float(began)

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import psutil
+
 from slurmtrain.choices import Backend
 from slurmtrain.runs.attempts import Attempt, claimed_at
 from slurmtrain.runs.run_dir import RunDir
@@ -137,13 +139,13 @@ def signal_ranks(run_dir: RunDir, attempt: Attempt, number: int) -> None:
     Raises:
         ProcessLookupError, PermissionError: rank 0 has left, or is somebody else's.
     """
-    rank_0 = None if attempt.pid is None else process.stat(attempt.pid)
-    if attempt.pid is None or rank_0 is None:
+    if attempt.pid is None or process.state(attempt.pid) is None:
         raise ProcessLookupError(errno.ESRCH, "no rank 0 has begun, or it has left")
     if run_dir.info()["backend"] != Backend.LOCAL or os.getpgid(attempt.pid) != attempt.pid:
         os.kill(attempt.pid, number)
         return
-    siblings = [pid for pid, known in process.stats().items() if known.parent == rank_0.parent and pid != attempt.pid]
+    launcher = psutil.Process(attempt.pid).parent()
+    siblings = [] if launcher is None else [each.pid for each in launcher.children() if each.pid != attempt.pid]
     os.killpg(attempt.pid, number)
     for pid in siblings:
         if f" train {run_dir.path}" in process.command_line(pid):

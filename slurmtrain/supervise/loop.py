@@ -160,7 +160,7 @@ def _watch_rank(attempt_dir: AttemptDir, closed: threading.Event) -> None:
         if beat is None or not judge.hangs_alone(beat, now - since):
             continue
         state = evidence.state_of(beat.process)
-        if state in (evidence.GONE, "t"):
+        if state == evidence.GONE:
             since = now
             continue
         dump = evidence.dump_of_timer(attempt_dir.stacks_file(beat.rank))

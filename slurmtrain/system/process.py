@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from slurmtrain.system.records import Count, typed_or_none
 from slurmtrain.system.redaction import redact
 
@@ -25,90 +27,59 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # linux/pr
 POLL_S = 0.02
 FIRST_LOOK_S, LATER_LOOKS_S = 0.1, 1.0  # the kernel has no event for the end of a grandchild
 KILL_AFTER_S = 5.0  # from TERM to KILL of what is left behind
+ENDED = (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # as `state` says it
 
 
-@dataclass(frozen=True)
-class Stat:
-    """The contents of /proc/<pid>/stat (`man 5 proc`).
-
-    Attributes:
-        state: a letter; Z is a zombie, which has ended and waits for its parent to ask.
-        parent: pid of the parent.
-        session: pid of the process that began its session (setsid(2)).
-        start: start time in clock ticks since boot; together with the pid, it is never used twice.
-    """
-
-    state: str
-    parent: int
-    session: int
-    start: int
-
-    @property
-    def ended(self) -> bool:
-        return self.state in "ZX"
-
-
-def stat(pid: int | str) -> Stat | None:
-    """Return the facts of a process, or None if it does not exist or is hidden.
-
-    A machine may hide processes of other users (hidepid=1).
-    """
+def state(pid: int) -> str | None:
+    """Return what a process does, as psutil calls it ("running", "stopped", "zombie"); None: it is not there, or hidden."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return psutil.Process(pid).status()
+    except psutil.Error:
         return None
-    fields = text.rpartition(")")[2].split()  # the name in parentheses may hold anything, also spaces
-    return Stat(fields[0], int(fields[1]), int(fields[3]), int(fields[19]))
 
 
-def stats() -> dict[int, Stat]:
-    """Return the facts of every process, including zombies, by pid."""
-    found = {int(entry): stat(entry) for entry in os.listdir("/proc") if entry.isdigit()}
-    return {pid: known for pid, known in found.items() if known is not None}
-
-
-def descendants(roots: Iterable[int]) -> dict[int, Stat]:
-    """Return the facts of all processes below `roots`, without these, including zombies; a parent comes before its children."""
-    known, roots = stats(), set(roots)
-    found: dict[int, Stat] = {}
-    reached = roots
-    while reached := {pid for pid, its in known.items() if its.parent in reached and pid not in found} - roots:
-        found |= {pid: known[pid] for pid in sorted(reached)}
+def descendants(roots: Collection[int]) -> list[int]:
+    """Return all processes below `roots`, without these, including zombies; a parent comes before its children."""
+    parents = {each.pid: each.info["ppid"] for each in psutil.process_iter(["ppid"]) if each.pid not in roots}
+    found: list[int] = []
+    reached = set(roots)
+    while reached := {pid for pid, parent in parents.items() if parent in reached}:
+        found += sorted(reached)
     return found
 
 
-def living_descendants(pid: int) -> dict[int, Stat]:
-    """Return the facts of all processes below one that have not ended; a parent comes before its children."""
-    return {child: its for child, its in descendants([pid]).items() if not its.ended}
+def living_descendants(pid: int) -> list[int]:
+    """Return all processes below one that have not ended; a parent comes before its children."""
+    return [each for each in descendants([pid]) if state(each) not in ENDED]
 
 
-def living_in_sessions(leaders: Collection[int]) -> dict[int, Stat]:
-    """Return the facts of all processes that have not ended of the sessions that these processes have begun, by pid."""
-    return {pid: its for pid, its in stats().items() if its.session in leaders and not its.ended}
+def living_in_sessions(leaders: Collection[int]) -> list[int]:
+    """Return all processes that have not ended of the sessions that these have begun."""
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) in leaders and state(pid) not in ENDED:
+                found.append(pid)
+    return found
 
 
 def command_line(pid: int) -> str:
     """Return the words of a process without secrets, up to 200 characters; empty if it is gone."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
+        words = " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
         return ""
     return redact(words).strip()[:200]  # a secret that is cut would not be found any more
 
 
-def status_of(pid: int | str, field: str) -> str:
-    """Return a field of /proc/PID/status; "" if the process has ended, or has no such field."""
+def caught_signals(pid: int) -> frozenset[int]:
+    """Return the numbers of the signals for which a process has handlers (SigCgt of /proc/PID/status, `man 5 proc`)."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith(f"{field}:"):
-                return line.split(maxsplit=1)[1].strip()
-    return ""
-
-
-def caught_signals(pid: int | str) -> frozenset[int]:
-    """Return the numbers of the signals for which a process has handlers (SigCgt, `man 5 proc`)."""
-    mask = int(status_of(pid, "SigCgt") or "0", 16)
-    return frozenset(number for number in range(1, 65) if mask >> (number - 1) & 1)
+            if line.startswith("SigCgt:"):
+                mask = int(line.split()[1], 16)
+                return frozenset(number for number in range(1, 65) if mask >> (number - 1) & 1)
+    return frozenset()
 
 
 def lives(pid: int) -> bool:
@@ -122,14 +93,19 @@ def lives(pid: int) -> bool:
         return True
     except (ProcessLookupError, OverflowError):
         return False
-    found = stat(pid)
-    return found is not None and not found.ended
+    return state(pid) not in ENDED
 
 
 def born(pid: int) -> str | None:
-    """Return the start time of a process, which with its pid is never used twice; None: the process does not exist."""
-    found = stat(pid)
-    return None if found is None or found.ended else str(found.start)
+    """Return the start of a process in seconds after the machine's, with its pid never used twice; None: there is none.
+
+    Its start by the clock, as psutil has it, would change when the clock is set.
+    """
+    try:
+        booted = psutil.boot_time()
+        return f"{psutil.Process(pid).create_time() - booted:.2f}" if state(pid) not in ENDED else None
+    except psutil.Error:
+        return None
 
 
 @dataclass(frozen=True)
@@ -196,7 +172,7 @@ def pid_namespace() -> str | None:
 
 def below(roots: Iterable[ProcessMark]) -> list[ProcessMark]:
     """Return all processes below `roots`, without them, including zombies; a parent comes before its children."""
-    return [ProcessMark.of(pid) for pid in descendants(each.pid for each in roots)]
+    return [ProcessMark.of(pid) for pid in descendants([each.pid for each in roots])]
 
 
 def kill_trees(roots: Iterable[ProcessMark]) -> None:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.system.process import stat
+from slurmtrain.system.process import state
 from tests.faults.kills import LATER, NEWEST, OLDER, RANKS, check
 from tests.faults.layer import FileLayer
 from tests.faults.processes import HANG_S, Lane, UnexplainedError
@@ -237,7 +238,7 @@ def freeze(lane: Lane) -> Trial:
     ranks = lane.ranks(RANKS, save_and_freeze, directory, frozen, call, timeout_s=TIMEOUT_S)
     detail = f"rank {frozen} at call {call} of {calls[frozen]}"
     deadline = time.monotonic() + HANG_S
-    while (known := stat(ranks[frozen].pid)) is None or known.state != "T":
+    while state(ranks[frozen].pid) != psutil.STATUS_STOPPED:
         if time.monotonic() > deadline:
             raise UnexplainedError(f"{ranks[frozen].log.stem} has not stopped itself")
         time.sleep(0.005)

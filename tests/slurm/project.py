@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -164,9 +165,9 @@ class Run(SeenRun):
     def supervisor_pids(self) -> list[int]:
         """The batch process of its job, and then the srun of its ranks."""
         path = str(self.run_dir.path)
-        supervise = [pid for pid in process.stats() if f" supervise {path}" in process.command_line(pid)]
+        supervise = [pid for pid in psutil.pids() if f" supervise {path}" in process.command_line(pid)]
         (batch,) = (
-            pid for pid in supervise if process.command_line(process.stats()[pid].parent).startswith("slurmstepd")
+            pid for pid in supervise if process.command_line(psutil.Process(pid).ppid()).startswith("slurmstepd")
         )
         return [batch, *(pid for pid in children(batch) if process.command_line(pid).startswith("srun "))]
 

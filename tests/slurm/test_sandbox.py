@@ -117,7 +117,7 @@ def cmdline(process: ProcessMark) -> bytes:
 def test_down_works_after_the_supervisor_was_killed() -> None:
     sandbox = up(SMALL, default_directory(f"orphan-{os.getpid()}"), ends_with=os.getpid())
     everybody = everybody_in(sandbox)
-    supervisor = min(everybody, key=lambda p: int(p.born or 0))
+    supervisor = min(everybody, key=lambda p: float(p.born or 0))
     os.kill(supervisor.pid, signal.SIGKILL)
     with pytest.raises(ClusterError, match="already") as caught:
         up(SMALL, sandbox.directory)

@@ -1,18 +1,17 @@
-"""The processes below another one.
-
-/proc/<pid>/task/<task>/children is not asked: a thread that ends between the listing and the reading takes its file
-along, and the kernel promises a complete list of those processes only that stand still (`man 5 proc`).
-"""
+"""The processes below another one."""
 
 from __future__ import annotations
 
-from slurmtrain.system import process
+import psutil
 
 
 def children(pid: int) -> list[int]:
     """In the order of their start, zombies included."""
-    found = [(known.start, child) for child, known in process.stats().items() if known.parent == pid]
-    return [child for _, child in sorted(found)]
+    try:
+        found = psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        return []
+    return [child.pid for child in sorted(found, key=psutil.Process.create_time)]
 
 
 def descendants(pid: int) -> list[int]:

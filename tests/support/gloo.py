@@ -19,7 +19,7 @@ from slurmtrain.config.schema import ClusterConfig
 from slurmtrain.rank.distributed_context import init_distributed
 from slurmtrain.slurm.environment import LAUNCHER_VARIABLE, Environment
 from slurmtrain.system import signals
-from slurmtrain.system.process import be_killed_with, stat
+from slurmtrain.system.process import be_killed_with, state
 
 Result = TypeVar("Result")
 
@@ -69,7 +69,7 @@ class Ranks:
             waiting = [reader for reader, rank in by_reader.items() if rank not in found]
             ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
             late = sorted(self._readers.keys() - found.keys())
-            states = {rank: stat(self.pid(rank)) for rank in late} if not ready else {}
+            states = {rank: state(self.pid(rank)) for rank in late} if not ready else {}
             assert ready, f"ranks {late} are not done after {timeout_s} s: {states}"
             for reader in ready:
                 rank = by_reader[reader]  # type: ignore[index]

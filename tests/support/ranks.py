@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+import contextlib
+import math
+
+import psutil
 
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import process
 
 
 def rank_pids(run_dir: RunDir) -> dict[int, int]:
     """Return the processes by rank, in order, told by their command line. Data workers, which are later children, are none."""
-    found: dict[int, tuple[int, int]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
+    found: dict[int, tuple[float, int]] = {}
+    for each in psutil.process_iter(["cmdline"]):
+        words = each.info["cmdline"] or [""]
+        if "train" not in words or str(run_dir.path) not in words or "python" not in words[0]:
             continue
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"train" not in words or str(run_dir.path).encode() not in words or b"python" not in words[0]:
-                continue
-            variables = dict(v.split(b"=", 1) for v in (entry / "environ").read_bytes().split(b"\0") if b"=" in v)
-        except OSError:
-            continue
-        rank, known = variables.get(b"RANK", variables.get(b"SLURM_PROCID")), process.stat(entry.name)
-        if rank is not None and known is not None:  # told by their start: the kernel may begin again with small numbers
-            found[int(rank)] = min(found.get(int(rank), (sys.maxsize, 0)), (known.start, int(entry.name)))
+        with contextlib.suppress(psutil.Error):
+            variables, began = each.environ(), each.create_time()
+            rank = variables.get("RANK", variables.get("SLURM_PROCID"))
+            if rank is not None:  # told by their start: the kernel may begin again with small numbers
+                found[int(rank)] = min(found.get(int(rank), (math.inf, 0)), (began, each.pid))
     return {rank: found[rank][1] for rank in sorted(found)}

@@ -17,6 +17,8 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from slurmtrain.config.schema import JobConfig
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.rank.attempt_context import AttemptContext
@@ -105,8 +107,8 @@ class ProgramStopper:
 def _processes() -> list[ProgramProcess]:
     found = []
     for pid in process.living_descendants(os.getpid()):
-        if process.status_of(pid, "Name") not in HELPERS:
-            with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if psutil.Process(pid).name() not in HELPERS:
                 found.append(ProgramProcess(pid, os.getpgid(pid), process.caught_signals(pid)))
     return found
 

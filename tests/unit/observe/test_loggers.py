@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from slurmtrain.choices import WandbMode
 from slurmtrain.observe import Ending, Held, LoggedRun, Logger, logger_thread
 from slurmtrain.observe.logger_thread import LoggerThread
 from slurmtrain.observe.metrics import MetricsLog
-from slurmtrain.observe.textfile import TextFileLogger, render
+from slurmtrain.observe.textfile import TextFileLogger
 from slurmtrain.observe.wandb_logger import why_offline
 from slurmtrain.rank.leaving import close_client_loggers
 
@@ -170,30 +171,22 @@ def test_wandb_is_online_only_where_it_can_be(
     assert found is None if why is None else found is not None and why in found
 
 
-def test_the_text_for_prometheus_has_one_labelled_gauge_for_each_number() -> None:
-    text = render({"step": 3, "valid/loss": float("nan"), "mfu": float("inf")}, {"run": "r", "job": 'a"b\\c\nd'})
-    labels = '{run="r",job="a\\"b\\\\c\\nd"}'
-    assert [line for line in text.splitlines() if not line.startswith("#")] == [
-        f"slurmtrain_mfu{labels} inf",
-        f"slurmtrain_step{labels} 3.0",
-        f"slurmtrain_valid_loss{labels} nan",
-    ]
-    assert text.count("# TYPE") == 3
-
-
 def test_the_text_file_is_whole_readable_by_all_and_removed_at_the_end(tmp_path: Path) -> None:
     old, new = tmp_path / "slurmtrain_gone.prom", tmp_path / "slurmtrain_other.prom"
     for path in (old, new):
         path.touch()
     os.utime(old, (0, 0))
     logger, path = TextFileLogger(str(tmp_path)), tmp_path / "slurmtrain_r.prom"
-    logger.open(LoggedRun("r", "lm", "jane", tmp_path, 2, {"train": {"steps": 9}}))
+    logger.open(LoggedRun("r", 'a"b\\c\nd', "jane", tmp_path, 2, {"train": {"steps": 9}}))
     for step in (1, 2):
-        logger.log(step, {"loss": 0.5})
+        logger.log(step, {"loss": 0.5, "valid/loss": float("inf")})
         logger.flush()
-        values = {line.partition("{")[0]: line.rpartition(" ")[2] for line in path.read_text().splitlines()}
-        assert values["slurmtrain_step"] == f"{step}.0" and values["slurmtrain_steps"] == "9.0"
-        assert values["slurmtrain_loss"] == "0.5" and values["slurmtrain_attempt"] == "2.0"
+        samples = [each for family in text_string_to_metric_families(path.read_text()) for each in family.samples]
+        values = {each.name.removeprefix("slurmtrain_"): each.value for each in samples}
+        assert values.pop("logged_timestamp_seconds") > 1e9
+        assert values == {"attempt": 2, "steps": 9, "step": step, "loss": 0.5, "valid_loss": float("inf")}
+        labels = [each.labels for each in samples]
+        assert labels == [{"run": "r", "job": 'a"b\\c\nd', "user": "jane", "node": os.uname().nodename}] * 6
     assert path.stat().st_mode & 0o777 == 0o644
     logger.close(Ending.FINISHED)
     assert [path.name for path in tmp_path.iterdir()] == [new.name]  # that of a run of before is gone, too

@@ -154,14 +154,23 @@ def but(rank: int, report: Report, **values: Any) -> dict[int, Report]:
     return {**reports(0, 1, 2, 3, **values), rank: report}
 
 
-SILENT = {state: reports(0, 2, 3, states={1: state}, heard={1: beat(1)}) for state in ("T", "D", "gone", "S")}
-STOPPED_WORKER = {"pid": 99, "state": "T", "command": "python", "stacks": ""}
+SILENT = {
+    state: reports(0, 2, 3, states={1: state}, heard={1: beat(1)})
+    for state in ("stopped", "disk-sleep", "gone", "sleeping")
+}
+STOPPED_WORKER = {"pid": 99, "state": "stopped", "command": "python", "stacks": ""}
 HOLDS = "is in a call that holds Python's interpreter lock"
 BLAMED = {
-    "stopped": (SILENT["T"], "rank 1 on n1 was stopped (SIGSTOP) in step 17, forward/backward; 3 other ranks waited"),
-    "in the kernel": (SILENT["D"], "rank 1 on n1 waits in the kernel for a disk, file system or driver (state D) in"),
+    "stopped": (
+        SILENT["stopped"],
+        "rank 1 on n1 was stopped (SIGSTOP) in step 17, forward/backward; 3 other ranks waited",
+    ),
+    "in the kernel": (
+        SILENT["disk-sleep"],
+        "rank 1 on n1 waits in the kernel for a disk, file system or driver (state D) in",
+    ),
     "gone": (SILENT["gone"], "rank 1 on n1 ended without a word in step 17"),
-    "holds the lock": (SILENT["S"], f"rank 1 on n1 {HOLDS} in step 17"),
+    "holds the lock": (SILENT["sleeping"], f"rank 1 on n1 {HOLDS} in step 17"),
     "holds the lock in a function": (
         reports(0, 2, 3, heard={1: beat(1)}),
         f"rank 1 on n1 {HOLDS} in step 17, forward/backward: forward (model.py:12); 3 other ranks waited",
@@ -180,7 +189,7 @@ BLAMED = {
     ),
     "has a stopped data worker": (
         but(1, Report(beat(1, waits=False, phase="data"), workers=[STOPPED_WORKER])),
-        "rank 1 on n1 waits for data in step 17, data: its data worker 99 is stopped (SIGSTOP); 3 other ranks waited",
+        "rank 1 on n1 waits for data in step 17, data: its data worker 99 was stopped (SIGSTOP); 3 other ranks waited",
     ),
     "has done fewer steps": (
         but(2, Report(beat(2, step=15))),
