@@ -26,6 +26,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.environment import NODES_VARIABLE, Environment
 from slurmtrain.system import signals
 from slurmtrain.system.files import write_json
+from slurmtrain.system.process_facts import gather_facts
 from tests.support.gloo import GlooRanks, cluster_config
 
 NODES = ("n0", "n1", "n2", "n3")
@@ -82,7 +83,7 @@ class Ranks:
 
 def everything(directory: Path) -> dict[str, Said]:
     ranks = Ranks(directory)
-    sound, now = facts.gather_facts(), time.time
+    sound, now = gather_facts(), time.time
     asks_gpus = structs.replace(ranks.config, cluster=structs.replace(ranks.config.cluster, gpus_per_node=2))
     older = replace(sound, packages={**sound.packages, "numpy": "1.0.0"})
     no_driver = {"has_gpu_files": lambda: True, "ask_gpus": lambda _: (None, "Driver/library version mismatch")}

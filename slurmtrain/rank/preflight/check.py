@@ -66,7 +66,7 @@ def run_preflight(config: Config, distributed: DistributedContext, context: Atte
 
 def _gather(config: Config, distributed: DistributedContext, context: AttemptContext) -> Sequence[RankFacts]:
     """Return the facts of all ranks, on rank 0; none on the others."""
-    environment, own = distributed.environment, rank_facts(config, distributed.environment)
+    environment = distributed.environment
     probe, begin = context.attempt_dir.path / "preflight-began.json", None
     if environment.rank == 0:
         token = secrets.token_hex(8)
@@ -77,8 +77,8 @@ def _gather(config: Config, distributed: DistributedContext, context: AttemptCon
         begin = json.dumps([token, time.time()])
     # The ranks have just made their groups together, so that this takes less time than clocks may differ.
     token, clock_of_rank_0 = json.loads(distributed.broadcast_text(begin))
+    ahead_s, own = time.time() - clock_of_rank_0, rank_facts(config, environment)
     if environment.local_rank == 0:
-        ahead_s = time.time() - clock_of_rank_0
         after_s = seconds_until_seen(probe, token) if token else 0.0
         of_node = node_facts(config, context.run_dir)
         own = replace(own, of_node=replace(of_node, clock_ahead_s=ahead_s, folder_after_s=after_s))
