@@ -17,8 +17,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +48,7 @@ from slurmtrain.checkpoint.restore.restorer import Restored, Restorer
 from slurmtrain.checkpoint.save.job import PendingSave, SaveJob, SaveResult
 from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
 from slurmtrain.checkpoint.save.staging import Image, Staging
-from slurmtrain.checkpoint.store import commit, retention
+from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.commit import Incarnation, check_fence
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
 from slurmtrain.system.activity import RESTORE, SAVE, doing
@@ -138,6 +137,7 @@ class Checkpointer:
         self.sound_step: int | None = None
         self.unchecked_step: int | None = None
         self._writer = threading.Thread()  # of the last save; this one has ended
+        self._writer.start()
         self._discard, self._hurried, self._closed = threading.Event(), threading.Event(), False
         self._pending: PendingSave | None = None
         self._plan: SavePlan | None = None
@@ -183,8 +183,7 @@ class Checkpointer:
         are saved.
 
         Parameters that are trained, and the state of optimisers, have to be finite, else the save fails (NonFiniteError) and
-        the older checkpoints stay.
-        The copy is checked, in the background.
+        the older checkpoints stay. The copy is checked, in the background.
 
         Args:
             step: optimiser steps done.
@@ -199,19 +198,31 @@ class Checkpointer:
         begun = time.monotonic()
         if self._closed:
             raise CheckpointError(f"step {step} cannot be saved: the Checkpointer is closed", hint="create a new one")
-        self._end_previous()
+        previous = self._wait_idle()
+        failed = previous.error if previous is not None else None
+        if isinstance(failed, (LostPeersError, SupersededError)):
+            raise failed  # the group cannot be used any more, and another attempt has a new one; or no later save is committed
+        if (
+            previous is not None
+            and isinstance(failed, CheckpointError)
+            and 0 < self._max_failures <= self._failures_in_a_row
+        ):
+            kind = NonFiniteError if isinstance(failed, NonFiniteError) else CheckpointError
+            raise kind(
+                f"{self._failures_in_a_row} saves in a row have failed, the last of step {previous.step}: {failed.message}",
+                hint=failed.hint or "checkpoint.max_failures says how many are put up with",
+            )
         numbers: dict[str, float] = {}
-        plain: dict[str, Any] = {}
-        own = b""
-        tensors: dict[str, Tensor] | CheckpointError
+        tensors, plain, own = self._flatten(objects, per_rank)
         try:
             step, numbers = _as_plain(step, metrics or {})
-            tensors, plain, own_plain = self._flatten(objects, per_rank)
-            own = json.dumps(own_plain).encode()
-        except Exception as error:  # it may be of somebody's state_dict; the others must hear of it
+        except Exception as error:
             tensors = self._ranks.explain(error)
-        plan = self._make_plan(tensors, objects, training=True)
+        plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: module_state.buffers(objects))
         assert not isinstance(tensors, CheckpointError)
+        if plan is not self._plan:
+            self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_host.size))
+            self._plan = plan
         parameters = module_state.parameters(objects)
         names = {id(parameter): name for name, parameter in reversed(parameters.items())}
         frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
@@ -219,8 +230,7 @@ class Checkpointer:
         changing = state.of_optimizers(optimizers, names, tensors)
         image: Image | CheckpointError
         try:
-            waiting = optimizers.values()
-            image = self._staging.stage(plan, tensors, own, changing, waiting, number=self._saves_begun)
+            image = self._staging.stage(plan, tensors, own, changing, optimizers.values(), number=self._saves_begun)
         except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
             image = self._ranks.explain(error)
         self._saves_begun += 1
@@ -245,53 +255,32 @@ class Checkpointer:
         return pending
 
     def _flatten(
-        self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None
-    ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-        """Return all tensors of this rank by their names in a checkpoint, the plain state of `objects`, and this rank's own.
+        self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None, *, expected: bool = False
+    ) -> tuple[dict[str, Tensor] | CheckpointError, dict[str, Any], bytes]:
+        """Return all tensors of this rank by their names in a checkpoint, the plain state of `objects`, and JSON of its own.
+
+        Instead of tensors it returns why there are none, for `make_plan`: it may be an error of somebody's state_dict, and all
+        ranks must hear of it.
 
         That it can be restored is checked once for the same objects with the same names: it takes longer than listing them.
+
+        Args:
+            expected: with stand-ins for what optimisers will have after their first step.
         """
-        own_objects = state.per_rank_objects(per_rank, self._ranks.rank)
-        tensors, plain = state.flatten(objects)
-        own_tensors, own_plain = state.flatten(own_objects)
-        tensors.update(own_tensors)
-        found = (tuple((key, id(value)) for key, value in {**objects, **own_objects}.items()), tuple(tensors))
-        if found != self._checked_objects:
-            state.check(objects, own_objects)
-            self._checked_objects = found
-        return tensors, plain, own_plain
-
-    def _make_plan(
-        self, tensors: dict[str, Tensor] | CheckpointError, objects: Mapping[str, Any], *, training: bool
-    ) -> SavePlan:
-        """Agree with the other ranks on who writes what, and make room for it."""
-        plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: module_state.buffers(objects))
-        if plan is not self._plan or not training:
-            folder, size, sharers = self._node_folder, plan.data_end, self._on_host.size
-            if folder is not None and not training:  # before any rank allocates, while what is left can be seen
-                missing = sharers * self._staging.missing_bytes(size)
-                self._ranks.all_do(lambda: folder.check_room(size, sharers, missing))
-            self._ranks.all_do(lambda: self._staging.prepare(size, sharers=sharers))
-            self._plan = plan
-        return plan
-
-    def _end_previous(self) -> None:
-        """Wait for the save in flight, and count it if it failed: its state is saved again with the next save."""
-        self._wait_for_writer()
-        if self._pending is None:
-            return
-        step, most = self._pending.step, self._max_failures
         try:
-            self.wait()
-        except (LostPeersError, SupersededError):
-            raise  # the group cannot be used any more, and another attempt has a new one; or no later save can be committed
-        except CheckpointError as error:
-            if most and self._failures_in_a_row >= most:
-                kind = NonFiniteError if isinstance(error, NonFiniteError) else CheckpointError
-                raise kind(
-                    f"{self._failures_in_a_row} saves in a row have failed, the last of step {step}: {error.message}",
-                    hint=error.hint or "checkpoint.max_failures says how many are put up with",
-                ) from None
+            own_objects = state.per_rank_objects(per_rank, self._ranks.rank)
+            tensors, plain = state.flatten(objects)
+            own_tensors, own_plain = state.flatten(own_objects)
+            tensors.update(own_tensors)
+            found = (tuple((key, id(value)) for key, value in {**objects, **own_objects}.items()), tuple(tensors))
+            if found != self._checked_objects:
+                state.check(objects, own_objects)
+                self._checked_objects = found
+            if expected:
+                tensors.update(state.expected_optimizer_state(objects))
+            return tensors, plain, json.dumps(own_plain).encode()
+        except Exception as error:
+            return self._ranks.explain(error), {}, b""
 
     # What becomes of a save.
 
@@ -371,17 +360,16 @@ class Checkpointer:
             self._ranks.all_do(self._node_folder.remove)
 
     @doing(SAVE)
-    def _wait_idle(self) -> None:
-        """Wait until nothing is being written, copied or cleaned up; how the save in flight ends has been reported."""
-        with suppress(CheckpointError):
-            self.wait()
-        self._wait_for_writer()
+    def _wait_idle(self) -> PendingSave | None:
+        """Wait until nothing is being written, copied or cleaned up, and return the save that was in flight.
 
-    def _wait_for_writer(self, timeout_s: float | None = None) -> bool:
-        """Wait for the writing thread; return False if it has not ended after `timeout_s` seconds."""
-        if self._writer.is_alive():
-            self._writer.join(timeout_s)
-        return not self._writer.is_alive()
+        If it has failed, it is counted, and its state is saved again with the next save.
+        """
+        self._writer.join()
+        ended = self._pending
+        if ended is not None:
+            self._count(ended)
+        return ended
 
     @doing(SAVE)
     def close(self, grace_s: float | None = None) -> None:
@@ -412,9 +400,10 @@ class Checkpointer:
             _open.discard(self)
             if self._uploader is not None:
                 if grace_s is None:
-                    self._wait_for_writer()
+                    self._writer.join()
                 self._uploader.close(self._ranks, left())
-            if self._wait_for_writer(left()):
+            self._writer.join(left())
+            if not self._writer.is_alive():
                 self._staging.release()
                 self._writing.end()
 
@@ -422,29 +411,30 @@ class Checkpointer:
 
     def _carry_out(self, job: SaveJob) -> None:
         """Write and commit; then do what only the next save waits for."""
-        pending = job.pending
+        ending: SaveResult | CheckpointError
         try:
-            saved = job.write()
-        except BaseException as error:
-            if not isinstance(error, CheckpointError):  # a bug of ours must not look like a save that never ends
-                traceback.print_exc()
-                error = CheckpointError(f"{type(error).__name__}: {error}")
-            if not isinstance(error, DiscardedError):
-                if self._ranks.rank == 0:
-                    what = "the save of step %d failed, older checkpoints are as they were: %s"
-                    log.warning(what, pending.step, error.message)
-                with _surviving():
-                    self._on_ending(error)
-            pending.set_exception(error)
-            return
-        with _surviving():
-            if job.drift:
+            ending = job.write()
+        except CheckpointError as error:
+            ending = error
+        except BaseException as error:  # a bug of ours must not look like a save that never ends
+            traceback.print_exc()
+            ending = CheckpointError(f"{type(error).__name__}: {error}")
+        try:
+            if isinstance(ending, CheckpointError) and self._ranks.rank == 0 and not isinstance(ending, DiscardedError):
+                what = "the save of step %d failed, older checkpoints are as they were: %s"
+                log.warning(what, job.pending.step, ending.message)
+            if job.drift and isinstance(ending, SaveResult):
                 self._drift_reported = True
                 log.warning(job.drift)
-            self._on_ending(saved)  # before anybody who waits for the commit may end the process
-        pending.set_result(saved)
-        with _surviving():
-            self._finish(saved, job)
+            if not isinstance(ending, DiscardedError):
+                self._on_ending(ending)  # before anybody who waits for the commit may end the process
+        except Exception:  # beside the commit: it must leave nobody waiting
+            traceback.print_exc()
+        if isinstance(ending, CheckpointError):
+            job.pending.set_exception(ending)
+            return
+        job.pending.set_result(ending)
+        self._finish(ending, job)
 
     def _finish(self, saved: SaveResult, job: SaveJob) -> None:
         """Copy what was committed to the node and to the mirror, and remove what is no longer kept."""
@@ -547,26 +537,19 @@ class Checkpointer:
         return restored
 
     def _reserve(self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None) -> None:
-        """Reserve host memory and check the disk space for the first save, before the first step."""
+        """Reserve host memory and check the disk space for the first save, before the first step.
 
-        def expect() -> dict[str, Tensor]:
-            tensors, _, _ = self._flatten(objects, per_rank)
-            return {**tensors, **state.expected_optimizer_state(objects)}
-
-        # If all state exists already, as after a restore, this is the first save's plan.
-        plan = self._make_plan(self._ranks.all_do(expect), objects, training=False)
-        self._ranks.on_rank_0(partial(commit.check_space, self.directory, plan.total_bytes))
-
-
-@contextmanager
-def _surviving() -> Iterator[None]:
-    """Print errors of the block: what fails beside or after the commit must leave nobody waiting for it."""
-    try:
-        yield
-    except LostPeersError:
-        pass  # the next save says so
-    except Exception:
-        traceback.print_exc()
+        If all state exists already, as after a restore, this is the first save's plan.
+        """
+        tensors, _, _ = self._flatten(objects, per_rank, expected=True)
+        plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: module_state.buffers(objects))
+        folder, size, sharers = self._node_folder, plan.data_end, self._on_host.size
+        if folder is not None:  # before any rank allocates, while what is left can be seen
+            missing = sharers * self._staging.missing_bytes(size)
+            self._ranks.all_do(lambda: folder.check_room(size, sharers, missing))
+        self._ranks.all_do(lambda: self._staging.prepare(size, sharers=sharers))
+        self._plan = plan
+        self._ranks.on_rank_0(partial(retention.check_space, self.directory, plan.total_bytes))
 
 
 def _as_plain(step: object, metrics: Mapping[str, Any]) -> tuple[int, dict[str, float]]:

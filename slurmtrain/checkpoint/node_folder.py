@@ -24,9 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from slurmtrain.checkpoint.errors import NodeFolderError
-from slurmtrain.checkpoint.host_memory import available_memory
-from slurmtrain.system.files import write_json
-from slurmtrain.system.modes import make_own_folder
+from slurmtrain.system.files import make_own_folder, write_json
 from slurmtrain.system.process import ProcessMark
 from slurmtrain.system.records import read_json
 
@@ -83,6 +81,8 @@ class NodeFolder:
         Raises:
             NodeFolderError: there is not that much room.
         """
+        from slurmtrain.checkpoint.save.staging import available_memory  # with torch, which a supervisor loads none of
+
         there = 0
         for file in self.path.glob("*/*"):
             with suppress(OSError):  # another rank of this node has just removed or renamed it

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from slurmtrain.checkpoint.format.directory import OWN, own_name
 from slurmtrain.checkpoint.format.manifest import TensorFacts
-from slurmtrain.checkpoint.host_memory import ask_for_huge_pages
 from slurmtrain.checkpoint.module_state import (
     check_module,
     entries,
@@ -31,7 +30,7 @@ from slurmtrain.checkpoint.module_state import (
     parameters,
     unwrap,
 )
-from slurmtrain.checkpoint.save.staging import fingerprint
+from slurmtrain.checkpoint.save.staging import ask_for_huge_pages, fingerprint
 from slurmtrain.checkpoint.tensors import dtype_of, local
 
 # Settings of how a step is computed, which belong to this run's layout and device, not to the checkpoint's.

@@ -33,12 +33,11 @@ from slurmtrain.report.page.units import plural
 from slurmtrain.runs import lookup, ownership
 from slurmtrain.runs.attempts import all_attempts
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import records, trust
-from slurmtrain.system.files import disk_usage
+from slurmtrain.system import records
+from slurmtrain.system.files import disk_usage, is_mine, user_in_words
 from slurmtrain.system.paths import runs_root
 from slurmtrain.system.records import printable
 from slurmtrain.system.texts import roughly
-from slurmtrain.system.trust import user_in_words
 
 HEADER = ("checkpoint", "size", "age", "layout", "metrics", "state")
 # Fields of the section `checkpoint` of a config, by the field of Keep.
@@ -260,7 +259,7 @@ def _prune(target: Target, options: argparse.Namespace) -> int:
         ownership.require_own(target.run)
         ownership.check_not_linked(target.run)
         say_which(options.run, target.run)
-    if folder.exists() and not trust.is_mine(folder):
+    if folder.exists() and not is_mine(folder):
         owner = user_in_words(folder.lstat().st_uid)
         raise UsageError(f"{folder} belongs to {owner}: only they may prune it")
     keep, found = _keep(target, options), target.committed()

@@ -50,11 +50,9 @@ from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.sweep.folder import create_sweep
 from slurmtrain.sweep.jobs import cancel, require_own, states_of, submit_arrays, trusted_client
 from slurmtrain.sweep.plan import SweepPlan
-from slurmtrain.system.files import replace_file
-from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.files import folder_mode, replace_file, user_in_words
 from slurmtrain.system.records import open_regular
 from slurmtrain.system.redaction import redact
-from slurmtrain.system.trust import user_in_words
 
 log = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.runs.software import CodeRecord, read_code_record, record_of
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files, records
-from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.files import folder_mode
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

@@ -39,7 +39,7 @@ from slurmtrain.runs.run_dir import RunDir, made_at
 from slurmtrain.runs.software import CodeRecord
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.system import files
-from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.files import folder_mode
 
 
 def prepare(

@@ -32,7 +32,7 @@ from slurmtrain.runs.sweep_dir import Sweep
 from slurmtrain.slurm.client import INSTALL_HINT, SlurmClient
 from slurmtrain.slurm.command_environment import clean_environment
 from slurmtrain.slurm.job_facts import GONE
-from slurmtrain.system import files, trust
+from slurmtrain.system import files
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ def settle(run_dir: RunDir) -> None:
         facts |= {"copied_from": None, "copy": secrets.token_hex(3), "packed": False}
     if run_dir.code.is_symlink() and not run_dir.code.exists():  # a point that has left its sweep, whose code it shares
         code = os.path.join(os.path.dirname(made), "code")
-        if not trust.is_mine(Path(code)):  # it would run as this user, and its owner could still change it
+        if not files.is_mine(Path(code)):  # it would run as this user, and its owner could still change it
             raise UsageError(
                 f"the code of run {run_dir.id} is {code}, which is gone or is not yours",
                 hint=f"copy it to {run_dir.code}, in place of the link there",

@@ -21,7 +21,7 @@ from slurmtrain.runs import lookup
 from slurmtrain.runs.create import folder_of
 from slurmtrain.runs.run_dir import DRILLS, RunDir
 from slurmtrain.runs.software import CodeRecord, read_code_record, write_code_record
-from slurmtrain.system.modes import folder_mode, forbid_others_to_write, inherit_group
+from slurmtrain.system.files import folder_mode, forbid_others_to_write, inherit_group
 from slurmtrain.system.process_facts import without_user
 
 Answer = subprocess.CompletedProcess[str]

@@ -25,10 +25,10 @@ from slurmtrain.runs.create import create_run_dir
 from slurmtrain.runs.run_dir import RunDir, made_at
 from slurmtrain.runs.software import CodeRecord
 from slurmtrain.system import files
+from slurmtrain.system.files import own_user
 from slurmtrain.system.node_copies import shared_interpreter
 from slurmtrain.system.process_facts import fingerprint_of, login_facts
 from slurmtrain.system.redaction import redacted
-from slurmtrain.system.trust import own_user
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from slurmtrain.errors import ConfigError, why_not_built
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import records
-from slurmtrain.system.files import write_json
-from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.files import folder_mode, write_json
 from slurmtrain.system.records import read_json
 from slurmtrain.system.redaction import redact, redacted
 

@@ -15,8 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.files import temporary_beside, write_text
-from slurmtrain.system.modes import file_mode, folder_mode
+from slurmtrain.system.files import file_mode, folder_mode, temporary_beside, write_text
 from slurmtrain.system.records import printable
 
 log = logging.getLogger(__name__)

@@ -28,8 +28,7 @@ from slurmtrain.choices import WandbMode
 from slurmtrain.config.schema import WandbConfig
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
-from slurmtrain.system.files import write_json
-from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.files import folder_mode, write_json
 from slurmtrain.system.records import read_json, typed_or_none
 
 log = logging.getLogger(__name__)

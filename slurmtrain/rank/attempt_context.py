@@ -32,7 +32,7 @@ from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.slurm.environment import Environment, own_job_id
 from slurmtrain.supervise.end_of_attempt import close_abandoned, progress_shown
 from slurmtrain.system import process
-from slurmtrain.system.modes import make_own_folder
+from slurmtrain.system.files import make_own_folder
 from slurmtrain.system.process import ProcessMark
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.command_environment import belongs_to_a_job
-from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.files import folder_mode
 from slurmtrain.system.node_copies import shared_interpreter, without_copies
 from slurmtrain.system.patience import BestEffort
 from slurmtrain.system.records import read_json

@@ -22,9 +22,8 @@ from slurmtrain.report.status.state import RunState, RunStatus, states
 from slurmtrain.runs.lookup import all_runs
 from slurmtrain.runs.ownership import is_own
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system.files import disk_usage
+from slurmtrain.system.files import disk_usage, is_mine
 from slurmtrain.system.paths import located
-from slurmtrain.system.trust import is_mine
 
 # Nobody runs it any more.
 ENDED = (RunStatus.FINISHED, RunStatus.STOPPED, RunStatus.PRUNED, RunStatus.FAILED, RunStatus.LOST)

@@ -17,8 +17,8 @@ from slurmtrain.report.gpu_hours import History, of_history, read_history
 from slurmtrain.report.status.state import RunStatus, states
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.files import name_of
 from slurmtrain.system.process import be_killed_with
-from slurmtrain.system.trust import name_of
 
 Part = tuple[RunDir, Goodput]  # what adds up to a row
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmtrain.errors import ConfigError
-from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.files import folder_mode, is_mine, others_may_write, own_user, user_in_words
 from slurmtrain.system.paths import located
-from slurmtrain.system.trust import is_mine, others_may_write, own_user, user_in_words
 
 if TYPE_CHECKING:  # a dry run needs only the names of folders
     from slurmtrain.runs.run_dir import RunDir

@@ -14,8 +14,8 @@ from slurmtrain.errors import UnreadableRecordError, UsageError
 from slurmtrain.runs.create import run_id_at
 from slurmtrain.runs.ownership import check_parts, foreign_link, is_own
 from slurmtrain.runs.run_dir import RunDir
+from slurmtrain.system.files import user_in_words
 from slurmtrain.system.paths import absolute, located, runs_root
-from slurmtrain.system.trust import user_in_words
 
 if TYPE_CHECKING:
     from slurmtrain.runs.sweep_dir import Sweep

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError, UsageError
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.system import trust
-from slurmtrain.system.trust import user_in_words
+from slurmtrain.system.files import is_mine, user_in_words
 
 if TYPE_CHECKING:
     from slurmtrain.runs.sweep_dir import Sweep
@@ -26,7 +25,7 @@ def foreign_link(path: Path | os.DirEntry[str]) -> bool:
 
 def is_own(found: RunDir | Sweep) -> bool:
     """Return whether the folder of a run or sweep, and its run.json or sweep.json, belong to this user."""
-    return all(trust.is_mine(path) for path in (found.path, found.info_file))
+    return all(is_mine(path) for path in (found.path, found.info_file))
 
 
 def check_parts(run_dir: RunDir) -> None:
@@ -68,7 +67,7 @@ def require_own(run_dir: RunDir) -> None:
         parts = (each.info_file, each.config_file, each.script, each.events_file, each.metrics_file, each.request_file)
         folders = (each.attempts, each.checkpoints, each.evaluations, each.code)
         for path in (each.path, *parts, *folders):
-            if os.path.lexists(path) and not trust.is_mine(path):
+            if os.path.lexists(path) and not is_mine(path):
                 whose = user_in_words(os.lstat(path).st_uid)
                 raise UsageError(
                     f"{path} belongs to {whose}: only the user who submitted a run may change or restart it",

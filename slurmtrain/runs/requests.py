@@ -20,9 +20,8 @@ from slurmtrain.choices import Backend
 from slurmtrain.runs.attempts import Attempt, claimed_at
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.system import process
-from slurmtrain.system.files import write_json
+from slurmtrain.system.files import own_user, write_json
 from slurmtrain.system.records import Count, Time, read_json, typed_or_none
-from slurmtrain.system.trust import own_user
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from slurmtrain.runs.attempt_dir import AttemptDir, path_below
 from slurmtrain.runs.reasons import Event
 from slurmtrain.slurm.command_environment import trusted_slurm_conf
 from slurmtrain.system import records
-from slurmtrain.system.files import write_json
-from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.files import folder_mode, write_json
 from slurmtrain.system.records import Count, JobId, Time, finite, read_json
 from slurmtrain.system.redaction import redacted
 

@@ -18,7 +18,7 @@ from slurmtrain.sandbox.directory import PLAN, Daemon, Plan
 from slurmtrain.sandbox.spec import EPILOG, GPU_DEVICES, SandboxSpec, Site, epilog, gres_conf, slurm_conf
 from slurmtrain.slurm.command_environment import PREFIX_FILE, path_with
 from slurmtrain.slurm.parse_values import CGROUP_PLUGIN_DISABLED, Version, does, parse_version
-from slurmtrain.system.trust import name_of
+from slurmtrain.system.files import name_of
 
 _CLIENTS = ("sinfo", "squeue", "scontrol", "scancel", "sbatch", "srun")
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slurmtrain.errors import ClusterError
-from slurmtrain.system import trust
+from slurmtrain.system import files
 from slurmtrain.system.node_copies import without_copies
 
 # Variables that the commands read, by the getenv() calls of SLURM's sources (22.05 to 26.05). First those that say
@@ -117,18 +117,18 @@ def trusted_slurm_conf(conf: str | None, *, named_by: Path, known: dict[str, str
     Args:
         conf: its path; None: this machine's own.
         named_by: the record.
-        known: as for `trust.why_distrusted`.
+        known: as for `files.why_distrusted`.
 
     Raises:
         ClusterError: somebody else can have written one of them.
     """
     if conf is None or conf == os.environ.get("SLURM_CONF"):
         return conf
-    why = trust.why_distrusted(named_by, known)
-    if why is not None and trust.only_mine(named_by):
+    why = files.why_distrusted(named_by, known)
+    if why is not None and files.only_mine(named_by):
         why = None
     if why is None and os.path.lexists(conf):
-        why = trust.why_distrusted(conf, known)
+        why = files.why_distrusted(conf, known)
     if why is not None:
         raise ClusterError(
             f"{named_by} names {conf}, which is not used, because it may be somebody else's work: {why}",

@@ -25,7 +25,7 @@ from typing import Annotated
 import msgspec
 
 from slurmtrain.errors import UnreadableRecordError
-from slurmtrain.system import records, trust
+from slurmtrain.system import files, records
 from slurmtrain.system.records import Count, Number, Time, typed_or_none
 from slurmtrain.system.redaction import redact
 from slurmtrain.system.texts import roughly
@@ -269,7 +269,7 @@ def is_kept() -> bool:
 def read_ledger(path: Path) -> list[NodeRecord]:
     """Return the records of a ledger, oldest first; none if there is no file of this user's that can be read."""
     try:
-        if not trust.is_mine(path):
+        if not files.is_mine(path):
             return []
         lines = records.read_tail(path, READ_BYTES).splitlines()
     except UnreadableRecordError:

@@ -20,7 +20,7 @@ from slurmtrain.errors import EnvironmentMismatchError
 from slurmtrain.slurm.facts import Association, ClusterFacts, NodeGroup, Partition, Qos
 from slurmtrain.slurm.nodelist import AT_WORK, GROUP, expand_nodelist
 from slurmtrain.slurm.parse_values import parse_duration, parse_show_config
-from slurmtrain.system.trust import own_user
+from slurmtrain.system.files import own_user
 
 Ask = Callable[[Sequence[str]], str | None]
 Command = tuple[str, ...]

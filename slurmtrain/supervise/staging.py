@@ -23,8 +23,7 @@ from slurmtrain.launch.code_source import pythonpath_folders
 from slurmtrain.launch.srun import rank_python
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.client import SlurmClient
-from slurmtrain.system.files import temporary_beside
-from slurmtrain.system.modes import make_own_folder
+from slurmtrain.system.files import make_own_folder, temporary_beside
 from slurmtrain.system.node_copies import CHANGED, COPIES, SHARED, SHARED_PYTHON, STAGED, STAGED_PYTHON
 
 log = logging.getLogger(__name__)

@@ -36,9 +36,7 @@ from slurmtrain.runs.create import make_folder, new_run_id
 from slurmtrain.runs.run_dir import RunDir, made_at
 from slurmtrain.runs.sweep_dir import Point, Sweep
 from slurmtrain.sweep.plan import SweepPlan, identity_of
-from slurmtrain.system.files import write_json
-from slurmtrain.system.modes import file_mode, folder_mode
-from slurmtrain.system.trust import is_mine
+from slurmtrain.system.files import file_mode, folder_mode, is_mine, write_json
 
 if TYPE_CHECKING:
     from slurmtrain.config.compose import Composer

@@ -48,11 +48,9 @@ from slurmtrain.slurm import command_environment
 from slurmtrain.slurm.client import SlurmClient
 from slurmtrain.sweep.plan import plan_arrays, tasks_at_once
 from slurmtrain.system import files
-from slurmtrain.system.files import write_json
-from slurmtrain.system.modes import folder_mode
+from slurmtrain.system.files import folder_mode, is_mine, user_in_words, write_json
 from slurmtrain.system.process import ProcessMark, end_with_parent
 from slurmtrain.system.records import read_json
-from slurmtrain.system.trust import is_mine, user_in_words
 
 log = logging.getLogger(__name__)
 

@@ -12,16 +12,15 @@ import errno
 import logging
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, repeat, takewhile
 from pathlib import Path
 from typing import TypeVar
 
 from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.system.files import refresh
 
 log = logging.getLogger(__name__)
 
@@ -40,19 +39,12 @@ class Patience:
 
     Attributes:
         pauses_s: seconds between two attempts.
-        within_s: the last pause is repeated for so many seconds in all; None: there are no more attempts after it.
+        within_s: the last pause is repeated until so many seconds have passed since the first attempt; None: there are no
+            more attempts after it.
     """
 
     pauses_s: tuple[float, ...]
     within_s: float | None = None
-
-    def pauses(self) -> Iterator[float]:
-        """Return the pauses from now on until it is time to give up."""
-        if self.within_s is None:
-            return iter(self.pauses_s)
-        give_up = time.monotonic() + self.within_s  # counted from now, not from the first error
-        endless = chain(self.pauses_s, repeat(self.pauses_s[-1]))
-        return takewhile(lambda pause_s: time.monotonic() + pause_s <= give_up, endless)
 
 
 RESTORE = Patience((0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0), within_s=60.0)  # a server that is started anew
@@ -86,7 +78,7 @@ def patiently(
     Raises:
         OSError: one that does not pass, or the last one before patience was over.
     """
-    pauses, waiting = patience.pauses(), Patience(patience.pauses_s, late_s).pauses()
+    begun, pauses = time.monotonic(), iter(patience.pauses_s)
     while True:
         try:
             return work()
@@ -94,21 +86,15 @@ def patiently(
             missing = late is not None and error.errno == errno.ENOENT
             if not missing and not may_pass(error):
                 raise
-            pause_s = next(waiting if missing else pauses, None)
-            if pause_s is None:
+            within_s = late_s if missing else patience.within_s
+            pause_s = next(pauses, None if within_s is None else patience.pauses_s[-1])
+            if pause_s is None or (within_s is not None and time.monotonic() + pause_s > begun + within_s):
                 raise
             told(error)
         time.sleep(pause_s)
         if missing and late is not None:
             with suppress(OSError):  # read-only
                 refresh(late.parent)
-
-
-def refresh(directory: Path) -> None:
-    """Make an NFS client ask the server for the entries of `directory` again, by changing the directory."""
-    probe = directory / f".probe-{uuid.uuid4().hex}"
-    probe.touch(mode=0o600)
-    probe.unlink()
 
 
 def begin(function: Callable[[], T]) -> Future[T]:

@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeGuard, TypeVar
 import msgspec
 
 from slurmtrain.errors import UnavailableRecordError, UnreadableRecordError
-from slurmtrain.system.modes import file_mode
+from slurmtrain.system.files import file_mode
 
 RECORD_BYTES = 4 << 20  # limit for run.json, attempt.json and the like: a job of 10,000 nodes takes 200 KB
 EVENTS_BYTES = 64 << 20

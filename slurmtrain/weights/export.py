@@ -23,12 +23,12 @@ from safetensors.torch import save_file
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.headers import Contents
 from slurmtrain.checkpoint.format.manifest import Manifest, read_manifest
-from slurmtrain.checkpoint.host_memory import available_memory
 from slurmtrain.checkpoint.restore.reader import read_contents, read_whole
+from slurmtrain.checkpoint.save.staging import available_memory
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, dtype_name, dtype_of
 from slurmtrain.errors import UsageError, nearest
-from slurmtrain.system.files import fsync_directory, temporary_beside, write_synced
+from slurmtrain.system.files import fsync_directory, temporary_beside, write_new
 from slurmtrain.weights.hf_names import INDEX
 
 SAFETENSORS = ".safetensors"
@@ -150,7 +150,7 @@ class OpenCheckpoint:
             for name, shard in zip(names, shards, strict=True):
                 self.write_file(temporary / name, shard)
             for name, content in others.items():
-                write_synced(temporary / name, content)
+                write_new(temporary / name, content)
         return Exported(out, len(entries), sum(path.stat().st_size for path in out.iterdir()))
 
     def write_file(self, path: Path, entries: Sequence[Entry], **about: str) -> None:

@@ -17,7 +17,7 @@ from slurmtrain.checkpoint.format.directory import committed
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.rank.distributed_context import DistributedContext
-from slurmtrain.system.files import write_synced
+from slurmtrain.system.files import write_new
 from tests.support.gloo import GlooRanks
 from tests.support.logs import collect_messages
 
@@ -137,11 +137,11 @@ def test_a_life_that_is_overtaken_during_its_save_does_not_commit(
     old = Rank(None, tmp_path, incarnation=1)
 
     def overtaken(path: Path, text: bytes) -> None:
-        write_synced(path, text)
+        write_new(path, text)
         if path.name == "COMPLETE":
             claim(tmp_path, Incarnation(2, "life 2"))
 
-    monkeypatch.setattr(manifest, "write_synced", overtaken)
+    monkeypatch.setattr(manifest, "write_new", overtaken)
     with pytest.raises(CheckpointError, match=r"incarnation 1 \(life 1\) may not commit"):
         old.save(1)
     assert committed(tmp_path) == []

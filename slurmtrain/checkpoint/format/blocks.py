@@ -26,7 +26,7 @@ import msgspec
 
 from slurmtrain.checkpoint.errors import UnreadableError
 from slurmtrain.system import patience
-from slurmtrain.system.modes import file_mode
+from slurmtrain.system.files import file_mode
 from slurmtrain.system.patience import LATE_S
 
 A = TypeVar("A")

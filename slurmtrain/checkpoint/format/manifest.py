@@ -23,7 +23,7 @@ from slurmtrain.checkpoint.errors import CheckpointMismatchError, DamagedError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, file_name, step_of
-from slurmtrain.system.files import write_synced
+from slurmtrain.system.files import write_new
 from slurmtrain.system.patience import LATE_S
 
 FORMAT = 4
@@ -203,8 +203,8 @@ def write_manifest(path: Path, text: bytes) -> None:
 
     Each is on the disk when the next is written.
     """
-    write_synced(path / MANIFEST, text)
-    write_synced(path / COMPLETE, hashlib.sha256(text).hexdigest().encode() + b"\n")
+    write_new(path / MANIFEST, text)
+    write_new(path / COMPLETE, hashlib.sha256(text).hexdigest().encode() + b"\n")
 
 
 def parse_manifest(path: Path, text: bytes, expected: str) -> Manifest:

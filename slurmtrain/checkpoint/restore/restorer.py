@@ -36,7 +36,7 @@ from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import dtype_name
 from slurmtrain.choices import DECODERS, Allow
 from slurmtrain.errors import UsageError, nearest
-from slurmtrain.system.patience import refresh
+from slurmtrain.system.files import refresh
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.node_folder import NodeFolder

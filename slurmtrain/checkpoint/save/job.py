@@ -26,7 +26,7 @@ from slurmtrain.checkpoint.format.blocks import FileRecord
 from slurmtrain.checkpoint.format.directory import file_name
 from slurmtrain.checkpoint.format.manifest import FORMAT, Manifest
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
-from slurmtrain.checkpoint.save.plan import PLAIN, TENSORS, SavePlan, short_digest
+from slurmtrain.checkpoint.save.plan import PLAIN, TENSORS, SavePlan
 from slurmtrain.checkpoint.save.staging import Image
 from slurmtrain.checkpoint.state import merge_plain
 from slurmtrain.checkpoint.store import commit
@@ -177,8 +177,10 @@ class SaveJob:
             check_fence(self.identity.directory, self.identity.incarnation)
             raise
         fsync_directory(temporary)
-        plain = {key: zlib.crc32(json.dumps(value).encode()) for key, value in self.plain.items()}
-        self.image.fingerprints[f"{PLAIN} {self.plan.number}"] = plain
+        alike = self.image.fingerprints  # short digests are enough to tell ranks apart; blocks have longer ones
+        alike[f"{PLAIN} {self.plan.number}"] = {
+            key: zlib.crc32(json.dumps(value).encode()) for key, value in self.plain.items()
+        }
         return {
             "step": self.pending.step,
             "name": name,
@@ -186,7 +188,10 @@ class SaveJob:
             "header": hashlib.sha256(data[: self.plan.data_start]).hexdigest(),
             "plain": dict(self.plain) if self.ranks.rank in self.plan.group_leaders else None,
             "not_finite": not_finite,
-            "alike": {key: short_digest(sorted(values.items())) for key, values in self.image.fingerprints.items()},
+            "alike": {
+                key: hashlib.sha256(json.dumps(sorted(values.items())).encode()).hexdigest()[:16]
+                for key, values in alike.items()
+            },
         }
 
     def _commit(self, temporary: Path, parts: list[dict[str, Any]]) -> tuple[str, int, str]:

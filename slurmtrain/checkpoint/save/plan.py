@@ -21,25 +21,18 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import OWN, OWN_STATE, own_name
+from slurmtrain.checkpoint.format.directory import OWN, own_name
 from slurmtrain.checkpoint.format.manifest import DTYPE_BYTES, Box, TensorFacts, piece_name, share
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, box_of, dtype_name, is_dtensor
 
 PAGE_BYTES = 4096
+OWN_ENTRY_BYTES = 200  # more than the length of a header and the entry of a rank's own JSON take in it
 
 # What groups of ranks hold alike: a difference of tensors is an error, that of plain state is reported.
 TENSORS, PLAIN = "tensors", "plain"
 
 Layout = tuple[Any, ...]  # for a DTensor: (ranks of the mesh, nested as its axes are; "S" or "R" for every axis)
-
-
-def layout_of(tensor: Tensor) -> Layout | None:
-    """Return mesh and placements of a DTensor; None for a plain tensor, which every rank that has it holds whole."""
-    if not is_dtensor(tensor):
-        return None
-    axes = "".join("R" if placement.is_replicate() else "S" for placement in tensor.placements)
-    return (tensor.device_mesh.mesh.tolist(), axes)
 
 
 def replicas(rank: int, layouts: Sequence[Layout]) -> list[int]:
@@ -82,7 +75,9 @@ class SavePlan:
         facts: all tensors of all ranks, in the same order on all.
         number: number of this rank's description among the distinct ones; ranks that hold the same tensors share one.
         pieces: in the order of the file, larger element types first, so that each is aligned.
-        data_start: the first byte after the header: whole pages, with room for the longest header of these pieces.
+        header: that of the file, in the safetensors format, so that other programs can read it, too; without the entry of
+            the rank's own JSON, whose length changes.
+        data_start: the first byte after the header: whole pages, with room for any length of that JSON.
         data_end: the last byte of the tensors; the rank's own JSON follows.
         total_bytes: bytes of all ranks' tensors.
         group_leaders: the lowest rank of each group of ranks that have the same description; it alone hands in their
@@ -94,33 +89,12 @@ class SavePlan:
     facts: Mapping[str, TensorFacts]
     number: int
     pieces: Sequence[TensorPiece]
+    header: Mapping[str, Any]
     data_start: int
     data_end: int
     total_bytes: int
     group_leaders: frozenset[int]
     compared: Mapping[str, tuple[str, int]]
-
-
-def header(pieces: Sequence[TensorPiece], facts: Mapping[str, TensorFacts], own_bytes: int, size: int = 0) -> bytes:
-    """Return the beginning of a file: that of the safetensors format, so that other programs can read it, too.
-
-    Args:
-        own_bytes: length of the JSON at the end of the file.
-        size: bytes of the header with its length in front, filled with blanks.
-    """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for piece in pieces:
-        known = SAFETENSORS_NAMES.get(piece.dtype)
-        end = piece.end
-        entries[piece_name(piece.name, piece.box, facts[piece.name].shape)] = {
-            "dtype": known or "U8",
-            "shape": list(piece.box.size) if known else [end - piece.begin],
-            "data_offsets": [piece.begin, end],
-        }
-    entries[OWN_STATE] = {"dtype": "U8", "shape": [own_bytes], "data_offsets": [end, end + own_bytes]}
-    text = json.dumps(entries, separators=(",", ":")).encode().ljust(size - 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def make_plan(
@@ -140,19 +114,16 @@ def make_plan(
     Raises:
         CheckpointError: on every rank: a tensor cannot be saved, or differs in shape or type on another rank.
     """
-    signature = None if isinstance(tensors, CheckpointError) else _signature(tensors)
-    changed = signature is None or known is None or known.signature != signature
+    signature = tuple(
+        (name, tensor.shape, tensor.dtype, (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else None)
+        for name, tensor in (() if isinstance(tensors, CheckpointError) else tensors.items())
+    )
+    changed = isinstance(tensors, CheckpointError) or known is None or known.signature != signature
     if not ranks.maximum(int(changed)):
         assert known is not None
         return known
-
-    def describe() -> str:
-        if isinstance(tensors, CheckpointError):
-            raise tensors
-        return _describe(tensors, ranks.rank)
-
-    text = ranks.all_do(describe)
-    assert signature is not None and not isinstance(tensors, CheckpointError)
+    text = ranks.all_do(lambda: _describe(tensors, ranks.rank))
+    assert not isinstance(tensors, CheckpointError)
     members: dict[str, list[int]] = {}
     for rank, digest in enumerate(ranks.gather(lambda: hashlib.sha256(text.encode()).hexdigest())):
         members.setdefault(digest, []).append(rank)
@@ -174,18 +145,13 @@ def make_plan(
     return plan
 
 
-def _signature(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
-    return tuple(
-        (name, tensor.shape, tensor.dtype, (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else None)
-        for name, tensor in tensors.items()
-    )
-
-
-def _describe(tensors: Mapping[str, Tensor], rank: int) -> str:
+def _describe(tensors: Mapping[str, Tensor] | CheckpointError, rank: int) -> str:
     """Return this rank's tensors and their layouts, as text that is the same on ranks that hold the same.
 
     What they have for themselves has no number of a rank there.
     """
+    if isinstance(tensors, CheckpointError):
+        raise tensors
     layouts: list[Layout] = []
     # Of layouts, by mesh and placements: comparing meshes of thousands of ranks for every tensor takes long.
     numbers: dict[tuple[int, Any], int] = {}
@@ -198,8 +164,8 @@ def _describe(tensors: Mapping[str, Tensor], rank: int) -> str:
         if is_dtensor(tensor):
             known = (id(tensor.device_mesh), tensor.placements)
             if known not in numbers:
-                layout = layout_of(tensor)
-                assert layout is not None
+                axes = "".join("R" if placement.is_replicate() else "S" for placement in tensor.placements)
+                layout = (tensor.device_mesh.mesh.tolist(), axes)
                 if layout not in layouts:
                     layouts.append(layout)
                 numbers[known] = layouts.index(layout)
@@ -245,26 +211,21 @@ def _make(
                 layouts[name].append(places[layout])
 
     groups: dict[tuple[int, ...], list[int]] = {}  # what ranks hold the same, by layouts
-
-    def holding_the_same(name: str) -> list[int]:
-        known = tuple(layouts[name])
-        if known not in groups:
-            groups[known] = replicas(ranks.global_rank, [different[place] for place in known])
-        return groups[known]
-
     written: list[tuple[str, Box, Box]] = []
     compared: dict[str, tuple[str, int]] = {}
     for name, tensor in tensors.items():
         box = box_of(name, tensor)
-        if name.startswith(OWN):
-            group = [ranks.rank]
-        elif is_dtensor(tensor):
-            group = holding_the_same(name)
-        else:
+        group, own = [ranks.rank], ranks.rank
+        if is_dtensor(tensor) and not name.startswith(OWN):
+            known = tuple(layouts[name])
+            if known not in groups:
+                groups[known] = replicas(ranks.global_rank, [different[place] for place in known])
+            group, own = groups[known], ranks.global_rank
+        elif not name.startswith(OWN):
             group = sorted(holders[name])
-        index = group.index(ranks.global_rank if is_dtensor(tensor) and not name.startswith(OWN) else ranks.rank)
+        index = group.index(own)
         if len(group) > 1 and box.numel and name not in of_first:
-            compared[name] = f"{TENSORS} {short_digest(group)}", len(group)
+            compared[name] = f"{TENSORS} {hashlib.sha256(json.dumps(group).encode()).hexdigest()[:16]}", len(group)
         part: Box | None = box
         if name not in of_first:
             part = share(box, tensor.itemsize, name, index, len(group))
@@ -278,26 +239,29 @@ def _make(
     written.sort(key=lambda entry: -tensors[entry[0]].itemsize)
 
     pieces, position = [], 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, box, part in written:
         dtype = tensors[name].dtype
         end = position + part.numel * dtype.itemsize
         pieces.append(TensorPiece(name, part, part.within(box), dtype, position, end))
+        its_name = SAFETENSORS_NAMES.get(dtype)
+        header[piece_name(name, part, facts[name].shape)] = {
+            "dtype": its_name or "U8",
+            "shape": list(part.size) if its_name else [end - position],
+            "data_offsets": [position, end],
+        }
         position = end
-    longest = len(header(pieces, facts, own_bytes=10**15))
+    longest = len(json.dumps(header, separators=(",", ":"))) + OWN_ENTRY_BYTES
     data_start = -(-longest // PAGE_BYTES) * PAGE_BYTES
     return SavePlan(
         signature,
         facts,
         number,
         pieces,
+        header,
         data_start,
         data_end=data_start + position,
         total_bytes=sum(fact.nbytes for fact in facts.values()),
         group_leaders=frozenset(members[0] for _, members in texts),
         compared=compared,
     )
-
-
-def short_digest(value: Any) -> str:
-    """Return a digest of JSON, to tell values of ranks apart; files on a disk are digested by `blocks`."""
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

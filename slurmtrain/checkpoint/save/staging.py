@@ -9,10 +9,16 @@ because no hook notices a change by hand, for instance through `.data`.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
+import logging
+import mmap
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -23,9 +29,11 @@ from torch.utils.hooks import RemovableHandle
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
-from slurmtrain.checkpoint.host_memory import allocate_pages, available_memory, give_back
-from slurmtrain.checkpoint.save.plan import SavePlan, header
+from slurmtrain.checkpoint.format.directory import OWN_STATE
+from slurmtrain.checkpoint.save.plan import SavePlan
 from slurmtrain.checkpoint.tensors import local
+
+log = logging.getLogger(__name__)
 
 RESERVE_BYTES = 1 << 20  # the rank's own plain state may grow
 WORD_BYTES = 8
@@ -33,6 +41,13 @@ WORD_BYTES = 8
 # reading all of it would take longer than the copy of what this rank writes. A GPU reads a hundred times as fast as it
 # copies to the host, and compares all.
 LARGE_BYTES, PARTS_PER_RANK = 1 << 20, 4
+
+HUGE_PAGE_BYTES = 2 << 20
+
+# Page-locked memory of this process: its addresses, what nobody uses, and what must stay since a GPU may still copy to it.
+_locked: set[int] = set()
+_unused: list[Tensor] = []
+_written_to: list[Tensor] = []
 
 Fingerprints = dict[str, dict[str, int]]  # by the key of a group that holds the same, by name
 
@@ -81,7 +96,10 @@ class Image:
         for name, value in zip(self.names, values[len(self.copies) :], strict=True):
             self.fingerprints[self.plan.compared[name][0]][name] = value
         start, end = self.plan.data_start, self.plan.data_end
-        self.data[:start] = header(self.plan.pieces, self.plan.facts, len(self.own), start)
+        place = [end - start, end - start + len(self.own)]
+        own = {OWN_STATE: {"dtype": "U8", "shape": [len(self.own)], "data_offsets": place}}
+        header = json.dumps({**self.plan.header, **own}, separators=(",", ":")).encode().ljust(start - 8)
+        self.data[:start] = len(header).to_bytes(8, "little") + header
         self.data[end:] = self.own
 
     def is_copied(self) -> bool:
@@ -106,7 +124,8 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._stream: torch.cuda.Stream | None = None
         self._current: Image | None = None
-        self._touching: threading.Thread | None = None
+        self._touching = threading.Thread()  # touches a new buffer's pages; this one has ended
+        self._touching.start()
         self._hooked: WeakSet[Optimizer] = WeakSet()
         self._hooks: list[RemovableHandle] = []
 
@@ -158,7 +177,7 @@ class Staging:
         size = plan.data_end + len(own)
         if self._buffer.numel() < size:
             self.prepare(size)
-        self._touched()
+        self._touching.join()
         image = Image(self._buffer.numpy().data[:size], plan, own, {key: {} for key, _ in plan.compared.values()})
         on_gpu: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}  # copies, by whether they are guarded
         start = plan.data_start
@@ -187,7 +206,7 @@ class Staging:
         if on_gpu[False] or on_gpu[True] or compared:
             looked_at = [source for _, source in on_gpu[True]] + compared
             image.expected, image.event = self._copy_from_gpu(on_gpu[False], on_gpu[True], looked_at)
-        for optimizer in optimizers:
+        for optimizer in optimizers if image.event is not None else ():  # of a CPU's tensors, all is copied
             if optimizer not in self._hooked:
                 self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
                 self._hooked.add(optimizer)
@@ -198,30 +217,30 @@ class Staging:
         """Return `size` bytes of the buffer for reading a checkpoint, while nothing is staged."""
         if self._buffer.numel() < size:
             self._allocate(size + RESERVE_BYTES + 2 * BLOCK_BYTES)
-        self._touched()
+        self._touching.join()
         return self._buffer.numpy().data[:size]
 
     def _allocate(self, size: int) -> None:
-        self._give_back()  # the old one first
-        self._buffer = allocate_pages(size, for_gpu=torch.cuda.is_initialized())
+        """Give the buffer back, and take one of `size` bytes; 0: none.
 
-    def _give_back(self) -> None:
-        self._touched()
-        give_back(self._buffer, written_to=self._current is not None and not self._current.is_copied())
+        Page-locked memory is kept for the next who needs some: to unlock it could wait for the whole GPU, which waits for ever
+        where another rank is gone. What a GPU may still copy to nobody else may use.
+        """
+        self._touching.join()
+        if self._buffer.data_ptr() in _locked:
+            is_written_to = self._current is not None and not self._current.is_copied()
+            (_written_to if is_written_to else _unused).append(self._buffer)
         self._current = None
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def _touched(self) -> None:
-        if self._touching is not None:
-            self._touching.join()
-            self._touching = None
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one is freed before there is another
+        if size:
+            self._buffer = allocate_pages(size, for_gpu=torch.cuda.is_initialized())
 
     def release(self) -> None:
         """Free the buffer and the hooks, when nothing is written from the buffer any more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._give_back()
+        self._allocate(0)
 
     def wait(self) -> None:
         """Wait until the state may be changed."""
@@ -299,3 +318,95 @@ def compared_part(tensor: Tensor, number: int, holders: int) -> Tensor:
     parts = min(rows, PARTS_PER_RANK * holders)
     part = number % parts
     return tensor[rows * part // parts : rows * (part + 1) // parts]
+
+
+# Memory of this host: how much is left, how to make its first use faster, and how to lock it for copies from a GPU.
+
+
+def ask_for_huge_pages(tensor: Tensor) -> None:
+    """Ask the kernel to back a new tensor, if it is large enough, by pages of 2 MiB (madvise(2), MADV_HUGEPAGE).
+
+    The first access to gigabytes in pages of 4 KiB takes longer than copying into them. The kernel may ignore the
+    request.
+    """
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - begin
+    if tensor.device.type == "cpu" and size >= HUGE_PAGE_BYTES:
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size // mmap.PAGESIZE * mmap.PAGESIZE), mmap.MADV_HUGEPAGE)
+
+
+def allocate_pages(size: int, *, for_gpu: bool) -> Tensor:
+    """Return at least `size` bytes of new memory that begins at a page and has whole pages.
+
+    torch's own page-locked memory is no place for gigabytes: it rounds their number up to a power of two, and keeps what
+    it is given back.
+
+    Args:
+        for_gpu: page-locked, so that copies from a GPU run beside the computation. See `Staging` for what becomes of it.
+    """
+    while for_gpu and _unused:
+        unused = _unused.pop()
+        if unused.nbytes >= size:
+            return unused
+        torch.cuda.cudart().cudaHostUnregister(unused.data_ptr())
+        _locked.remove(unused.data_ptr())
+        del unused  # before there is more
+    size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= HUGE_PAGE_BYTES:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    if for_gpu:
+        # Data workers are forks. Where one shares page-locked pages, older kernels give this process others at the next write
+        # to them, and the GPU goes on with the old ones. These pages are nothing else's, so no fork misses them.
+        pages.madvise(mmap.MADV_DONTFORK)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if for_gpu:
+        _page_lock(memory)
+    return memory
+
+
+def _page_lock(memory: Tensor) -> None:
+    runtime = torch.cuda.cudart()
+    refused = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(refused) == 0:
+        _locked.add(memory.data_ptr())
+        return
+    log.warning(
+        "%.2f GB of host memory cannot be page-locked (%s): training waits for each copy from the GPU",
+        memory.nbytes / 1e9,
+        runtime.cudaGetErrorString(refused),
+    )
+    with contextlib.suppress(RuntimeError):  # CUDA tells the error once more, to whoever starts a kernel next
+        torch.zeros(1, device="cuda")
+
+
+def available_memory() -> int | None:
+    """Return the bytes that this process may still use: of the host, and of the control groups that SLURM put it in."""
+    found = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except (OSError, ValueError, IndexError):
+        groups = []
+    for _, controllers, path in groups:
+        if controllers == "":  # version 2
+            base, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = Path("/sys/fs/cgroup/memory")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        while folder.is_relative_to(base):  # one above it may have a lower limit
+            try:
+                limit, used = ((folder / name).read_text().strip() for name in names[:2])
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                if limit != "max":
+                    found.append(int(limit) - int(used) + int(statistics.get(names[2], 0)))
+            except (OSError, ValueError):
+                pass
+            folder = folder.parent
+    return min(found, default=None)

@@ -37,11 +37,9 @@ from pathlib import Path
 from slurmtrain.checkpoint.errors import CheckpointError, SupersededError
 from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME, checkpoint_name, remove
 from slurmtrain.checkpoint.format.manifest import write_manifest
-from slurmtrain.system.files import fsync_directory, write_new
-from slurmtrain.system.modes import folder_mode
-from slurmtrain.system.patience import refresh
+from slurmtrain.checkpoint.store.retention import check_space
+from slurmtrain.system.files import folder_mode, fsync_directory, refresh, write_new
 
-SPARE_SPACE = 1.2
 CLAIMS = ".incarnations"
 VISIBILITY_S = 60.0  # attribute caches of NFS clients are at most a minute old (acdirmax)
 
@@ -62,21 +60,6 @@ def begin(directory: Path, step: int, incarnation: Incarnation, *, size: int = 0
     check_space(directory, size)
     path.mkdir(mode=folder_mode(directory))
     return path
-
-
-def check_space(directory: Path, size: int) -> None:
-    """Raise CheckpointError if the disk has no room for `size` bytes and a reserve.
-
-    That is better than to fill the disk for everybody.
-    """
-    status = os.statvfs(directory)
-    free = status.f_bavail * status.f_frsize
-    if free < SPARE_SPACE * size:
-        raise CheckpointError(
-            f"{directory} has {free / 1e6:.1f} MB left, and a checkpoint of {size / 1e6:.1f} MB wants "
-            f"{SPARE_SPACE} times its size",
-            hint="free some space; `checkpoints RUN prune` removes checkpoints that are no longer needed",
-        )
 
 
 def commit(temporary: Path, manifest: bytes, step: int, incarnation: Incarnation) -> Path:

@@ -43,8 +43,7 @@ from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest, read
 from slurmtrain.checkpoint.store import commit, retention
 from slurmtrain.checkpoint.store.commit import wait_until_visible
 from slurmtrain.checkpoint.store.retention import UNKNOWN_SOUNDNESS, Keep, Kept, Soundness, surplus
-from slurmtrain.system.files import fsync_directory
-from slurmtrain.system.modes import file_mode
+from slurmtrain.system.files import file_mode, fsync_directory
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup

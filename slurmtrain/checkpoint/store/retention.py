@@ -1,4 +1,4 @@
-"""The decision which checkpoints are kept, and the removal of the others.
+"""The room that checkpoints take: which are kept, the removal of the others, and whether there is space for another.
 
 Promise: the newest ones are kept, whatever else is configured; a checkpoint that is being read is kept meanwhile;
 nobody ever sees a checkpoint half removed. A save of this run that is still being written is no leftover, however long
@@ -27,10 +27,9 @@ from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import FINAL_NAME, TEMPORARY_NAME, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.choices import BestMode
-from slurmtrain.system.modes import folder_mode
-from slurmtrain.system.patience import refresh
-from slurmtrain.system.trust import is_mine
+from slurmtrain.system.files import folder_mode, is_mine, refresh
 
+SPARE_SPACE = 1.2
 READERS = ".readers"
 HOLDS = ".held"
 # A reader on another host cannot be asked whether it lives. A checkpoint that a dead one holds back for a day costs only its
@@ -129,6 +128,21 @@ def _best(checkpoints: Sequence[Kept], keep: Keep) -> list[int]:
         if isinstance(value, int | float) and math.isfinite(value):  # JSON may hold null for what is not a number
             losses[checkpoint.step] = min(sign * value, losses.get(checkpoint.step, math.inf))
     return sorted(losses, key=lambda step: (losses[step], -step))[: keep.best]
+
+
+def check_space(directory: Path, size: int) -> None:
+    """Raise CheckpointError if the disk has no room for `size` bytes and a reserve.
+
+    That is better than to fill the disk for everybody.
+    """
+    status = os.statvfs(directory)
+    free = status.f_bavail * status.f_frsize
+    if free < SPARE_SPACE * size:
+        raise CheckpointError(
+            f"{directory} has {free / 1e6:.1f} MB left, and a checkpoint of {size / 1e6:.1f} MB wants "
+            f"{SPARE_SPACE} times its size",
+            hint="free some space; `checkpoints RUN prune` removes checkpoints that are no longer needed",
+        )
 
 
 @contextmanager

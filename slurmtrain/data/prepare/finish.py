@@ -17,7 +17,7 @@ from slurmtrain.data.prepare.unit import SPLITS, UnitRecord, read_record
 from slurmtrain.data.prepare.unit_plan import PreparePlan, file_errors_reported
 from slurmtrain.data.prepare.units_done import units_done
 from slurmtrain.errors import ConfigError
-from slurmtrain.system.patience import refresh
+from slurmtrain.system.files import refresh
 
 log = logging.getLogger(__name__)
 

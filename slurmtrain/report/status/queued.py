@@ -24,7 +24,7 @@ from slurmtrain.slurm.command_environment import trusted_slurm_conf
 from slurmtrain.slurm.job_facts import GONE, JobState, QueuedJob
 from slurmtrain.slurm.parse_values import parse_time
 from slurmtrain.slurm.pending_reasons import in_words, is_held
-from slurmtrain.system.trust import name_of
+from slurmtrain.system.files import name_of
 
 CONFIRMATIONS = 3  # answers without a job after which it is taken for gone
 CONFIRM_EVERY_S = 0.7  # seconds until SLURM is asked again: a controller that has just begun knows no jobs
@@ -102,7 +102,7 @@ def _owner_of(record: Record, me: str | None, known: dict[str, str | None]) -> O
 
     Args:
         me: the name of this user, if there is one.
-        known: as for `trust.why_distrusted`.
+        known: as for `files.why_distrusted`.
     """
     user = record.info["user"]
     foreign = user if me not in (None, user) and USER_NAME.fullmatch(user) else None

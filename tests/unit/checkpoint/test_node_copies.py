@@ -15,6 +15,7 @@ from slurmtrain.checkpoint import node_folder
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import NodeFolderError
 from slurmtrain.checkpoint.node_folder import DEAD_S, NodeFolder
+from slurmtrain.checkpoint.save import staging
 from slurmtrain.system.files import write_json
 
 
@@ -75,7 +76,7 @@ def test_copies_and_the_buffer_for_writing_have_to_fit(tmp_path: Path, monkeypat
     with pytest.raises(NodeFolderError, match=r"has 10\.00 GB left for copies of checkpoints: 2 of 6\.00 GB"):
         folder.check_room(6 * gb, 2, 0)
     monkeypatch.setattr(node_folder, "MEMORY", tmp_path)  # as of a folder in /dev/shm
-    monkeypatch.setattr(node_folder, "available_memory", lambda: 8 * gb)
+    monkeypatch.setattr(staging, "available_memory", lambda: 8 * gb)
     folder.check_room(3 * gb, 2, 1 * gb)
     with pytest.raises(NodeFolderError, match=r"is memory of this job, which has 8\.00 GB left"):
         folder.check_room(3 * gb, 2, 3 * gb)

@@ -22,13 +22,13 @@ import pytest
 import torch
 from torch import nn
 
-from slurmtrain.checkpoint import host_memory
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError, NonFiniteError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.format.manifest import read_manifest
 from slurmtrain.checkpoint.ranks import RankGroup
+from slurmtrain.checkpoint.save import staging
 from slurmtrain.checkpoint.save.job import PendingSave, SaveResult
 from slurmtrain.checkpoint.save.plan import make_plan
 from slurmtrain.checkpoint.save.staging import Staging, fingerprint
@@ -362,7 +362,7 @@ def test_memory_to_which_a_gpu_may_still_copy_is_never_given_to_others(monkeypat
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
     for name, empty in (("_locked", set()), ("_unused", []), ("_written_to", [])):
-        monkeypatch.setattr(host_memory, name, empty)
+        monkeypatch.setattr(staging, name, empty)
     first, second = Staging(), Staging()
     image = first.stage(make_plan({}, RankGroup(None), None), {}, b"{}", guarded=(), optimizers=())
     image.event = SimpleNamespace(query=lambda: False)  # type: ignore[assignment]

@@ -27,9 +27,7 @@ from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import files, records
-from slurmtrain.system.files import write_json
-from slurmtrain.system.modes import inherit_group
-from slurmtrain.system.trust import own_user, user_in_words
+from slurmtrain.system.files import inherit_group, own_user, user_in_words, write_json
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.run_info import run_info
 from tests.support.runs import no_waiting, printed, refused, shown
@@ -394,7 +392,7 @@ def test_in_a_teams_folder_the_team_reads_every_attempt_and_checkpoint_of_a_run_
     saving = commit.begin(run.checkpoints, 1, incarnation)
     with ThreadPoolExecutor(1) as pool:
         blocks.write(saving / "rank-0.safetensors", memoryview(b"weights"), pool)
-    files.write_synced(saving / "manifest.json", b"{}")
+    files.write_new(saving / "manifest.json", b"{}")
     run.update_info(steps=3)
 
     def look() -> None:
