@@ -5,7 +5,7 @@ It computes what Llama 2 and 3, Mistral, Qwen2.5 and Qwen3 compute; `conf/model/
 Tensor names end in the letters of their axes:
 
     B batch   S sequence   W dim (residual stream)   H query heads   K key/value heads   D head_dim
-    F hidden_dim (feed-forward)   V vocabulary
+    F hidden_dim (feed-forward)   V vocabulary   T the whole sequence, where S is a rank's part of it
 
 The rotary angles are computed where they are used, from integer positions, instead of being kept in a buffer: a buffer
 would be empty after `to_empty()` and would lose its precision under `.to(bfloat16)`.
@@ -13,23 +13,25 @@ would be empty after `to_empty()` and would lose its precision under `.to(bfloat
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from slurmtrain.config.known_models import check_sizes
 from slurmtrain.errors import ConfigError
-from slurmtrain.models.attention import CausalAttention, Mask, positions_in_documents
-from slurmtrain.models.initial import Normal, initialize
+from slurmtrain.models.initial import INIT_STD, Embedding, Linear, RMSNorm, initialize
 from slurmtrain.planner.flops import FROZEN, TRAINED, ModelFlops, attention_flops
 from slurmtrain.planner.shape import default_hidden_dim
 
-INIT_STD = 0.02  # GPT-2 (Radford et al. 2019)
+Mask = Tensor | BlockMask  # bool [B, 1, S, T], or the like of it in blocks
+BLOCK = 128  # tokens; of a row that is no longer than this, no block can be passed over
 
 
 class Decoder(nn.Module):
@@ -283,44 +285,6 @@ class FeedForward(nn.Module):
         return output_BSW
 
 
-class Linear(nn.Linear):
-    """A linear layer y = W x + b with W ~ normal(0, std); b starts at zero, or does not exist."""
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, std: float = INIT_STD):
-        self.std = std  # before super().__init__, which calls reset_parameters
-        super().__init__(inputs, outputs, bias=bias)
-
-    def initial(self) -> dict[str, Normal]:
-        return {"weight": Normal(std=self.std), "bias": Normal()}
-
-    def reset_parameters(self) -> None:
-        _draw(self.weight, self.std)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-
-class Embedding(nn.Embedding):
-    """An embedding of one vector per token, ~ normal(0, 0.02)."""
-
-    def initial(self) -> dict[str, Normal]:
-        return {"weight": Normal(std=INIT_STD)}
-
-    def reset_parameters(self) -> None:
-        _draw(self.weight, INIT_STD)
-
-
-def _draw(weight: Tensor, std: float) -> None:
-    if not weight.is_meta:  # on the meta device, drawing would only take time
-        nn.init.normal_(weight, std=std)
-
-
-class RMSNorm(nn.RMSNorm):
-    """The norm x / sqrt(mean(x^2) + eps) * g (Zhang & Sennrich 2019, arXiv:1910.07467); g starts at one."""
-
-    def initial(self) -> dict[str, Normal]:
-        return {"weight": Normal(mean=1.0)}
-
-
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3.1's scaling of rotary frequencies for longer sequences: slow rotations become slower still, fast ones stay.
@@ -372,3 +336,91 @@ def rotate(x_BSHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x_BSHD.float().chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x_BSHD.float() * cos[..., None, :] + turned * sin[..., None, :]).type_as(x_BSHD)
+
+
+# Attention: softmax(q k^T / sqrt(D)) v over the tokens that each token may attend to. A token attends to itself and to those
+# before it, for which kernels need no mask. In a row packed with several documents it attends to those of its own document
+# only, by a mask that is made once for all layers: a dense one; or on a GPU, where S x S elements are too many, one of blocks,
+# which lets FlexAttention (Dong et al. 2024, arXiv:2412.05496) skip the blocks between documents.
+
+
+class CausalAttention:
+    """Causal attention over sequences that this rank holds in full; subclasses attend to other ranks' parts of a sequence."""
+
+    def mask(self, documents_BT: Tensor, positions_S: Tensor) -> Mask:
+        """Return the mask to pass to each call when rows are packed with several documents.
+
+        With it, the tokens at `positions_S` attend to the tokens of their own document up to themselves.
+
+        Args:
+            documents_BT: int [B, T], the document of its row that each token of the whole sequence belongs to.
+            positions_S: int64 [S], the positions of this rank's tokens in the sequence.
+        """
+        blocks = documents_BT.is_cuda and documents_BT.shape[1] > BLOCK
+        return (block_mask if blocks else dense_mask)(documents_BT, positions_S)
+
+    def __call__(
+        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, dropout: float, mask: Mask | None = None
+    ) -> Tensor:
+        """Return softmax(q k^T / sqrt(D)) v over what `mask` lets through, [B, S, H, D]; mask None: plain causal attention.
+
+        Args:
+            q_BSHD, k_BTKD, v_BTKD: queries, keys and values.
+            dropout: probability of dropping a weight.
+
+        Raises:
+            ConfigError: dropout is wanted with a mask of blocks, whose kernels do not have it.
+        """
+        q_BHSD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKD))
+        shared = q_BSHD.shape[2] != k_BTKD.shape[2]
+        if isinstance(mask, BlockMask):
+            if dropout:
+                raise ConfigError(
+                    f"model.dropout={dropout}: on a GPU, attention within documents cannot drop weights",
+                    hint="set model.dropout=0, or data.document_mask=false to let documents see those before them",
+                )
+            o_BHSD: Tensor = _compiled(flex_attention)(q_BHSD, k_BKTD, v_BKTD, block_mask=mask, enable_gqa=shared)
+        else:
+            o_BHSD = F.scaled_dot_product_attention(
+                q_BHSD, k_BKTD, v_BKTD, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared
+            )
+        return o_BHSD.transpose(1, 2)
+
+
+def positions_in_documents(documents_BT: Tensor) -> Tensor:
+    """Return the number of tokens of its document before each token, int64 [B, T].
+
+    `documents_BT` must not decrease along a row.
+    """
+    first_BT = torch.searchsorted(documents_BT, documents_BT)
+    return torch.arange(documents_BT.shape[1], device=documents_BT.device) - first_BT
+
+
+def dense_mask(documents_BT: Tensor, positions_S: Tensor) -> Tensor:
+    """Return the mask of documents as bool [B, 1, S, T]."""
+    (rows, length), device = documents_BT.shape, documents_BT.device
+    row_B111 = torch.arange(rows, device=device)[:, None, None, None]
+    query_S1 = torch.arange(len(positions_S), device=device)[:, None]
+    return _looks_at(documents_BT, positions_S)(row_B111, None, query_S1, torch.arange(length, device=device))
+
+
+def block_mask(documents_BT: Tensor, positions_S: Tensor) -> BlockMask:
+    """Return the mask of documents in blocks, compiled so that no dense mask is made on the way."""
+    (rows, length), device = documents_BT.shape, documents_BT.device
+    mask: BlockMask = _compiled(create_block_mask)(
+        _looks_at(documents_BT, positions_S), rows, None, len(positions_S), length, device=device, BLOCK_SIZE=BLOCK
+    )
+    return mask
+
+
+def _looks_at(documents_BT: Tensor, positions_S: Tensor) -> Callable[[Any, Any, Any, Any], Tensor]:
+    """Return the mask as a function (row, head, query, key) -> bool, as FlexAttention takes it."""
+    documents_BS = documents_BT[:, positions_S]
+    return lambda row, head, query, key: (
+        (documents_BT[row, key] == documents_BS[row, query]) & (key <= positions_S[query])
+    )
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)

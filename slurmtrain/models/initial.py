@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.tensors import box_of, local
@@ -75,7 +75,7 @@ def _starts(path: str, module: nn.Module) -> dict[str, Normal]:
     if unknown:
         raise ConfigError(
             f"{type(module).__name__} {path!r} does not define how to initialise {', '.join(unknown)}",
-            hint="give it a method initial(), like slurmtrain.models.decoder.Linear, or the model a method initialize(seed)",
+            hint="give it a method initial(), like slurmtrain.models.initial.Linear, or the model a method initialize(seed)",
         )
     return starts
 
@@ -122,3 +122,46 @@ def _tiles(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, Box]]:
             number = number * -(-whole // extent) + at
         start = tuple(at * extent for at, extent in zip(place, extents, strict=False))
         yield number, Box(start, tuple(map(min, extents, map(operator.sub, shape, start))))
+
+
+# Layers that know how they begin.
+
+INIT_STD = 0.02  # GPT-2 (Radford et al. 2019)
+
+
+class Linear(nn.Linear):
+    """A linear layer y = W x + b with W ~ normal(0, std); b starts at zero, or does not exist."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, std: float = INIT_STD):
+        self.std = std  # before super().__init__, which calls reset_parameters
+        super().__init__(inputs, outputs, bias=bias)
+
+    def initial(self) -> dict[str, Normal]:
+        return {"weight": Normal(std=self.std), "bias": Normal()}
+
+    def reset_parameters(self) -> None:
+        _draw(self.weight, self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """An embedding of one vector per token, ~ normal(0, 0.02)."""
+
+    def initial(self) -> dict[str, Normal]:
+        return {"weight": Normal(std=INIT_STD)}
+
+    def reset_parameters(self) -> None:
+        _draw(self.weight, INIT_STD)
+
+
+def _draw(weight: Tensor, std: float) -> None:
+    if not weight.is_meta:  # on the meta device, drawing would only take time
+        nn.init.normal_(weight, std=std)
+
+
+class RMSNorm(nn.RMSNorm):
+    """The norm x / sqrt(mean(x^2) + eps) * g (Zhang & Sennrich 2019, arXiv:1910.07467); g starts at one."""
+
+    def initial(self) -> dict[str, Normal]:
+        return {"weight": Normal(mean=1.0)}

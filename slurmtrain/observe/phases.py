@@ -33,7 +33,6 @@ class Phase(StrEnum):
     OTHER = "other"  # logging, hooks, and all else
 
 
-PHASES = tuple(Phase)
 PAUSES = (Phase.CHECKPOINT, Phase.EVALUATION)  # in which training does not go on
 # As they are told to those who watch this rank, where not by their names.
 TOLD = {Phase.FORWARD_BACKWARD: "forward/backward", Phase.CHECKPOINT: activity.SAVE, Phase.OTHER: "step"}
@@ -45,24 +44,15 @@ class Timer(Protocol):
     def mark(self) -> Any:
         """Return a mark of this moment, and return at once."""
 
-    def passed(self, mark: Any) -> bool:
-        """Return whether a mark can be read without waiting."""
-
-    def seconds(self, first: Any, second: Any) -> float:
-        """Return the seconds between two marks that have passed; the first is not needed any more."""
+    def seconds(self, first: Any, second: Any) -> float | None:
+        """Return the seconds between two marks, of which the first is not needed any more; None: the second has yet to pass."""
 
 
 class HostTimer:
     """Marks of this process's own work: readings of the clock."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
-
-    def mark(self) -> float:
-        return self._clock()
-
-    def passed(self, mark: float) -> bool:
-        return True
+        self.mark = clock
 
     def seconds(self, first: float, second: float) -> float:
         return second - first
@@ -82,11 +72,9 @@ class CudaTimer:
         event.record()
         return event
 
-    def passed(self, mark: Any) -> bool:
-        done: bool = mark.query()
-        return done
-
-    def seconds(self, first: Any, second: Any) -> float:
+    def seconds(self, first: Any, second: Any) -> float | None:
+        if not second.query():
+            return None
         milliseconds: float = first.elapsed_time(second)
         self._unused.append(first)
         return milliseconds / 1e3
@@ -106,10 +94,6 @@ class PhaseTimes:
     total_s: float
     seconds: Mapping[Phase, float]
 
-    def per_step(self, phase: Phase) -> float:
-        """Return the mean seconds of a part per step."""
-        return self.seconds[phase] / max(1, self.steps)
-
     @property
     def communication_share(self) -> float:
         """The share of the time in which the rank communicates and does nothing else; saves and evaluations left out."""
@@ -121,13 +105,13 @@ class PhaseTimes:
 class _Mark(NamedTuple):
     """A mark: from here on, `phase` counts; `ends_step` if a step ends here."""
 
-    phase: int
+    phase: Phase
     at: Any
     ends_step: bool = False
 
 
 class PhaseClock:
-    """The times of the parts of each step on this rank. It also tells `activity` which part goes on.
+    """The times of the parts of each step on this rank. `activity` asks it which part goes on.
 
     Every method returns at once. It is not for several threads, except that the backward pass may run in another one while
     its own waits for it.
@@ -142,9 +126,9 @@ class PhaseClock:
         self._timer = timer
         self.communication_known = communication_known
         self._marks: deque[_Mark] = deque()
-        self._phase = PHASES.index(Phase.OTHER)
-        self._seconds, self._step = [0.0] * len(PHASES), [0.0] * len(PHASES)  # since `read`, and of this step
-        self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS_KEPT)
+        self._phase = Phase.OTHER
+        self._seconds, self._step = _nothing(), _nothing()  # since `read`, and of this step
+        self._steps: deque[dict[Phase, float]] = deque(maxlen=STEPS_KEPT)
         self._done, self._began = 0, 0.0  # steps that have ended since `read`, and when that was
 
     @property
@@ -154,31 +138,31 @@ class PhaseClock:
 
     def start(self) -> None:
         """Begin to count, before the first step; what was counted before is dropped."""
-        self._tell(Phase.OTHER)
+        self._phase = Phase.OTHER
+        activity.follow(self.told)
         if self._timer is None:
             return
         self._marks.clear()
-        self._seconds, self._step = [0.0] * len(PHASES), [0.0] * len(PHASES)
+        self._seconds, self._step = _nothing(), _nothing()
         self._steps.clear()
         self._done, self._began = 0, time.perf_counter()
-        self._add()
+        self._marks.append(_Mark(self._phase, self._timer.mark()))
 
     def end_step(self) -> None:
         """Mark the end of a step. What follows, such as a save after it, counts to the next one."""
-        self._tell(Phase.OTHER)
-        if self._timer is None:
-            return
-        self._done += 1
-        self._add(ends_step=True)
-        self._read()
+        self._phase = Phase.OTHER
+        if self._timer is not None:
+            self._done += 1
+            self._marks.append(_Mark(self._phase, self._timer.mark(), ends_step=True))
+            self._read()
 
     def enter(self, phase: Phase) -> Phase:
         """Mark the beginning of a part, and return the part that has ended there."""
-        before = PHASES[self._phase]
+        before = self._phase
         if phase is not before:
-            self._tell(phase)
+            self._phase = phase
             if self._timer is not None:
-                self._add()
+                self._marks.append(_Mark(phase, self._timer.mark()))
         return before
 
     @contextmanager
@@ -192,7 +176,7 @@ class PhaseClock:
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context for communication that nothing hides; that of a save or an evaluation counts to these."""
-        if PHASES[self._phase] in PAUSES:
+        if self._phase in PAUSES:
             return nullcontext()
         return self.within(Phase.COMMUNICATION)
 
@@ -200,41 +184,40 @@ class PhaseClock:
         """Return the times since the last call, or `start`: all marks have to have passed. None: there is nothing to tell."""
         if self._timer is None:
             return None
-        self._add()
+        self._marks.append(_Mark(self._phase, self._timer.mark()))
         self._read()
         now = time.perf_counter()
-        steps, total_s, seconds = self._done, now - self._began, self._seconds
-        self._done, self._began, self._seconds = 0, now, [0.0] * len(PHASES)
-        return PhaseTimes(steps, total_s, dict(zip(PHASES, seconds, strict=True))) if steps else None
+        times = PhaseTimes(self._done, now - self._began, self._seconds)
+        self._done, self._began, self._seconds = 0, now, _nothing()
+        return times if times.steps else None
 
     def take_steps(self) -> list[dict[Phase, float]]:
         """Return the times of the steps that have ended since the last call, as far as the device has passed their marks."""
         self._read()
-        taken = [dict(zip(PHASES, step, strict=True)) for step in self._steps]
+        taken = list(self._steps)
         self._steps.clear()
         return taken
 
-    def _tell(self, phase: Phase) -> None:
-        self._phase = PHASES.index(phase)
-        activity.tell(TOLD.get(phase, phase))
-
-    def _add(self, *, ends_step: bool = False) -> None:
-        assert self._timer is not None
-        self._marks.append(_Mark(self._phase, self._timer.mark(), ends_step))
+    def told(self) -> str:
+        """Return which part goes on, in the words of `activity`; asked in another thread."""
+        return TOLD.get(self._phase, self._phase)
 
     def _read(self) -> None:
         """Add up what lies between marks that have passed."""
         if self._timer is None:
             return
         marks = self._marks
-        while len(marks) > 1 and self._timer.passed(marks[1].at):
-            first = marks.popleft()
-            seconds = self._timer.seconds(first.at, marks[0].at)
-            self._seconds[first.phase] += seconds
-            self._step[first.phase] += seconds
+        while len(marks) > 1 and (seconds := self._timer.seconds(marks[0].at, marks[1].at)) is not None:
+            phase = marks.popleft().phase
+            self._seconds[phase] += seconds
+            self._step[phase] += seconds
             if marks[0].ends_step:
-                self._steps.append(tuple(self._step))
-                self._step = [0.0] * len(PHASES)
+                self._steps.append(self._step)
+                self._step = _nothing()
+
+
+def _nothing() -> dict[Phase, float]:
+    return dict.fromkeys(Phase, 0.0)
 
 
 class _Step(NamedTuple):
@@ -243,6 +226,23 @@ class _Step(NamedTuple):
     data_wait_s: float
     samples: int
     work: tuple[int, ...]
+
+
+class Speed(NamedTuple):
+    """How fast the last steps were.
+
+    Attributes:
+        tokens_per_s, samples_per_s, work_per_s: over all ranks; the last for each number of `work`.
+        step_time_s, data_wait_s: seconds of a step, and of its waiting for data.
+        settled: the window is full, so that the first steps, with their one-time costs, no longer stand out.
+    """
+
+    tokens_per_s: float
+    samples_per_s: float
+    work_per_s: list[float]
+    step_time_s: float
+    data_wait_s: float
+    settled: bool
 
 
 class Throughput:
@@ -275,39 +275,14 @@ class Throughput:
         self._steps.append(_Step(seconds, tokens, data_wait_s, samples, work))
         return seconds
 
-    @property
-    def full(self) -> bool:
-        """Whether the window is full, so that the first steps, with their one-time costs, no longer stand out."""
-        return len(self._steps) == self._steps.maxlen
-
-    @property
-    def tokens_per_s(self) -> float:
-        """The tokens per second over the window; 0 before the first step."""
-        return self._per_second(sum(step.tokens for step in self._steps))
-
-    @property
-    def samples_per_s(self) -> float:
-        """The samples per second over the window; 0 before the first step."""
-        return self._per_second(sum(step.samples for step in self._steps))
-
-    @property
-    def work_per_s(self) -> list[float]:
-        """Each of the numbers of `work` per second over the window."""
-        return [self._per_second(sum(each)) for each in zip(*(step.work for step in self._steps), strict=True)]
-
-    @property
-    def step_time_s(self) -> float:
-        """The mean seconds per step over the window; 0 before the first step."""
-        return self._seconds / len(self._steps) if self._steps else 0.0
-
-    @property
-    def data_wait_s(self) -> float:
-        """The mean seconds per step of waiting for data; 0 before the first step."""
-        return sum(step.data_wait_s for step in self._steps) / len(self._steps) if self._steps else 0.0
-
-    @property
-    def _seconds(self) -> float:
-        return sum(step.seconds for step in self._steps)
-
-    def _per_second(self, count: float) -> float:
-        return count / self._seconds if self._seconds > 0 else 0.0
+    def read(self) -> Speed:
+        """Return the means over the window; there has been a step."""
+        steps, seconds = self._steps, sum(step.seconds for step in self._steps)
+        return Speed(
+            sum(step.tokens for step in steps) / seconds,
+            sum(step.samples for step in steps) / seconds,
+            [sum(each) / seconds for each in zip(*(step.work for step in steps), strict=True)],
+            seconds / len(steps),
+            sum(step.data_wait_s for step in steps) / len(steps),
+            len(steps) == steps.maxlen,
+        )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurmtrain.errors import ConfigError
-from slurmtrain.models.attention import CausalAttention, Mask, attention, document_mask
+from slurmtrain.models.decoder import CausalAttention, Mask
 from slurmtrain.parallel.vocabulary import differentiable
 
 
@@ -55,7 +55,7 @@ class AllGatherAttention(CausalAttention):
             first = self._group.rank() * q_BSHD.shape[1]
             queries_S = torch.arange(first, first + q_BSHD.shape[1], device=q_BSHD.device)
             mask = torch.arange(k_BTKD.shape[1], device=q_BSHD.device) <= queries_S[:, None]
-        return attention(q_BSHD, k_BTKD, v_BTKD, dropout, mask)
+        return super().__call__(q_BSHD, k_BTKD, v_BTKD, dropout, mask)
 
 
 class AllToAllAttention(CausalAttention):
@@ -65,7 +65,7 @@ class AllToAllAttention(CausalAttention):
         self._group = group
 
     def mask(self, documents_BT: Tensor, positions_S: Tensor) -> Mask:
-        return document_mask(documents_BT, torch.arange(documents_BT.shape[1], device=documents_BT.device))
+        return super().mask(documents_BT, torch.arange(documents_BT.shape[1], device=documents_BT.device))
 
     def __call__(
         self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, dropout: float, mask: Mask | None = None
@@ -76,7 +76,7 @@ class AllToAllAttention(CausalAttention):
         sizes = [share.shape[3] for share in shares]
         exchanged = differentiable(_Exchange, torch.cat(shares, dim=3).movedim(2, 0), self._group)
         q_BTHD, k_BTKD, v_BTKD = exchanged.movedim(0, 1).flatten(1, 2).split(sizes, dim=2)
-        o_BTHD = attention(q_BTHD, k_BTKD, v_BTKD, dropout, mask)
+        o_BTHD = super().__call__(q_BTHD, k_BTKD, v_BTKD, dropout, mask)
         exchanged = differentiable(_Exchange, o_BTHD.unflatten(1, (ranks, -1)).movedim(1, 0), self._group)
         return exchanged.movedim(0, 2).flatten(2, 3)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -22,14 +21,6 @@ def apply_ddp(model: nn.Module, device: torch.device, group: dist.ProcessGroup |
     return nn.parallel.DistributedDataParallel(
         model, device_ids=device_ids, process_group=group, gradient_as_bucket_view=True
     )
-
-
-def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which backward only accumulates: all micro batches of a step but the last need no communication."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        context: AbstractContextManager[None] = model.no_sync()
-        return context
-    return nullcontext()
 
 
 def warm_up_ddp_buckets(model: nn.Module, backward: Callable[[], None] | None = None) -> None:

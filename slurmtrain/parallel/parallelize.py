@@ -53,6 +53,11 @@ class DistributedModel:
         """Whether this rank counts its samples, as the first of the ranks that share the same samples."""
         return all(self.coordinates[axis] == 0 for axis in ("pp", "cp", "tp"))
 
+    @cached_property
+    def counts_losses(self) -> bool:
+        """Whether this rank's losses count: ranks that share matrices all have the same, and the first one's count."""
+        return self.coordinates["tp"] == 0
+
     def group(self, axis: str) -> dist.ProcessGroup:
         assert self.mesh is not None
         return self.mesh.get_group(axis)

@@ -1,21 +1,22 @@
-"""What this process is doing, in its own words: training tells it here, and the watchdog reads it from another thread.
+"""What this process is doing, in its own words, which the watchdog reads from another thread.
 
-Telling costs an assignment. Only the thread that trains, in general the main one, tells what it does; any thread tells that it
-waits for other ranks.
+Of the steps, their clock says which part goes on, where it is asked; what else the thread that trains does (in general the main
+one), such as a save, it tells here. Any thread tells that it waits for other ranks.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 START, COMMUNICATION = "start", "communication"
 COMPILATION, EVALUATION, HOOK = "compilation", "evaluation", "a hook of train.hooks"
 SAVE, RESTORE = "save", "restore"
 
-_doing = START
+_doing: str | None = None  # other than steps
+_part_of_step: Callable[[], str] | None = None
 _waiting: set[int] = set()
 _thread = threading.main_thread().ident
 _begin_of_compilation: object = None
@@ -23,19 +24,19 @@ _begin_of_compilation: object = None
 
 def told() -> str:
     """Return what the thread that trains is doing, as it has told."""
-    return _doing
+    return _doing or (START if _part_of_step is None else _part_of_step())
+
+
+def follow(part_of_step: Callable[[], str]) -> None:
+    """Ask `part_of_step` from now on, in any thread, which part of a step goes on."""
+    global _part_of_step
+    _part_of_step = part_of_step
 
 
 def trains_in(thread: int) -> None:
     """Say which thread trains: not the main one, in Ray Train for instance."""
     global _thread
     _thread = thread
-
-
-def tell(what: str) -> None:
-    """Tell what the thread that trains does from now on."""
-    global _doing
-    _doing = what
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def waiting() -> Iterator[None]:
 
 def waits(thread: int) -> bool:
     """Return whether a thread waits for other ranks; while the one that trains waits for a save, whether its writer does."""
-    return _doing == COMMUNICATION or thread in _waiting or (_doing == SAVE and bool(_waiting))
+    return told() == COMMUNICATION or thread in _waiting or (told() == SAVE and bool(_waiting))
 
 
 def follow_compiler() -> None:
@@ -76,15 +77,17 @@ def follow_compiler() -> None:
     handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
     if handler is None or _begin_of_compilation in handler.start_callbacks:  # torch.compiler.reset() forgets them
         return
-    before: list[str] = []
+    before: list[str | None] = []
 
     def begin(_: object) -> None:
-        before.append(told())
-        tell(COMPILATION)
+        global _doing
+        before.append(_doing)
+        _doing = COMPILATION
 
     def end(_: object) -> None:
+        global _doing
         if before:  # it was loaded by this compilation
-            tell(before.pop())
+            _doing = before.pop()
 
     _begin_of_compilation = begin
     handler.register_start_callback(begin)

@@ -59,10 +59,10 @@ class TrainingRanks:
         """Return rank 0's value on all ranks."""
         return int(self._reduced(torch.tensor(value if self.rank == 0 else 0)))
 
-    @waiting()
     def _reduced(self, value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         if self.control_group is not None:
-            dist.all_reduce(value, operation, self.control_group)
+            with waiting():
+                dist.all_reduce(value, operation, self.control_group)
         return value
 
 

@@ -197,10 +197,10 @@ class Evaluation(TrainingHook):
     def evaluate(self, state: TrainingState) -> None:
         """Evaluate at `state.step`, unless it was done, or training stops."""
         step = state.step
-        if not (self._evaluator.sets and step > state.counters.evaluated_at) or state.stopping:
+        if not (self._evaluator.sets and step > state.evaluated_at) or state.stopping:
             return
         if self._by_jobs:
-            state.counters.evaluated_at, state.save_requested = step, True
+            state.evaluated_at, state.save_requested = step, True
             if self._jobs is not None:
                 self._jobs.ask(step)
         else:
@@ -217,7 +217,7 @@ class Evaluation(TrainingHook):
         if self._best_metric is not None and self._best_metric not in measured:
             raise not_measured(self._best_metric, measured)
         step = state.step
-        state.metrics, state.counters.evaluated_at = measured, step
+        state.metrics, state.evaluated_at = measured, step
         state.hooks.evaluated(step, measured)
         state.hooks.event(Event.EVALUATED, {"step": step, "seconds": round(time.monotonic() - began, 3)})
         for name in self._evaluator.sets:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from slurmtrain.data.loading.batches import (
 from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.phases import Phase, PhaseClock
-from slurmtrain.parallel.ddp import no_sync, warm_up_ddp_buckets, without_trace
+from slurmtrain.parallel.ddp import warm_up_ddp_buckets, without_trace
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.parallel.vocabulary import vocabulary_loss_sum
 
@@ -101,35 +102,35 @@ class _SequentialSchedule:
         self._distributed_model, self._model = distributed_model, distributed_model.model
         self.eval_batch_size = micro_batch_size
         self._phases, self._per_token, self._sharing = phases, *_shares(distributed_model)
-        several = isinstance(self._model, nn.parallel.DistributedDataParallel) or distributed_model.mesh is not None
-        self._notes_waits = phases.measures and several
+        self._is_ddp = isinstance(self._model, nn.parallel.DistributedDataParallel)
+        self._notes_waits = phases.measures and (self._is_ddp or distributed_model.mesh is not None)
 
     def train(self, micro_batches: list[Batch], global_tokens: Callable[[], int]) -> Tensor:
         for batch in micro_batches:
             check_for_model(batch)
-        total = torch.zeros((), device=self._distributed_model.device)
+        total, model = torch.zeros((), device=self._distributed_model.device), cast(Any, self._model)
         for index, batch in enumerate(micro_batches):
-            if index == len(micro_batches) - 1:
-                self._communicate(True)
+            is_last = index == len(micro_batches) - 1
+            if self._distributed_model.mesh is not None:
+                self._communicate(is_last)
+            # All micro batches but the last only accumulate, and need no communication.
+            with model.no_sync() if self._is_ddp and not is_last else nullcontext():
                 total += self._backward(batch, global_tokens)
-            else:
-                self._communicate(False)
-                with no_sync(self._model):
-                    total += self._backward(batch, global_tokens)
-        return total * _is_own(self._distributed_model)
+        return total * self._distributed_model.counts_losses
 
     def prepare_evaluation(self, max_length: int) -> None:
         """Accept any length."""
 
     def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
         check_for_model(batch)
-        own = self._evenly(batch)
-        sums = measure(self._logits(own), own["targets"], own)
-        return sums if _is_own(self._distributed_model) else None
+        own = _own(batch, self._distributed_model, self._sharing)
+        sums = measure(self._model(own["inputs"], **_further_arguments(own, self._model)), own["targets"], own)
+        return sums if self._distributed_model.counts_losses else None
 
     def _backward(self, batch: Batch, global_tokens: Callable[[], int]) -> Tensor:
-        own = self._evenly(batch)
-        losses = loss_sum(self._distributed_model, self._logits(own), own["targets"])
+        own = _own(batch, self._distributed_model, self._sharing)
+        logits: Tensor = self._model(own["inputs"], **_further_arguments(own, self._model))
+        losses = loss_sum(self._distributed_model, logits, own["targets"])
         # Here the sum of the losses is divided by the number of tokens of the whole step.
         weighted = losses * _nan_unless_finite(losses, self._per_token / global_tokens())
         if self._notes_waits:
@@ -147,28 +148,17 @@ class _SequentialSchedule:
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: self._phases.enter(Phase.COMMUNICATION))
 
-    def _evenly(self, batch: Batch) -> Batch:
-        """Return this rank's part of a batch, whose rows are padded so that ranks can share them."""
-        return _own(padded(batch, _even(tokens_per_row(batch), self._sharing)), self._distributed_model)
-
-    def _logits(self, own: Batch) -> Tensor:
-        logits: Tensor = self._model(own["inputs"], **_further_arguments(own, self._model))
-        return logits
-
     def _communicate(self, last: bool) -> None:
         """Set which communication the next backward pass of a sharded model does.
 
         Gradients are scattered among shards after each micro batch, since whole ones would take the memory that
         sharding saves; but they are added up over replicas only after the last one.
         """
-        if self._distributed_model.mesh is not None:
-            model: Any = self._model  # an FSDPModule
-            model.set_is_last_backward(last)
-            model.set_requires_all_reduce(last)
-            # Parameters that forward has kept are kept for the next micro batch, too.
-            model.set_reshard_after_backward(
-                last or self._distributed_model.parallel.reshard_after_forward is not False
-            )
+        model: Any = self._model  # an FSDPModule
+        model.set_is_last_backward(last)
+        model.set_requires_all_reduce(last)
+        # Parameters that forward has kept are kept for the next micro batch, too.
+        model.set_reshard_after_backward(last or self._distributed_model.parallel.reshard_after_forward is not False)
 
 
 class _Pipelined:
@@ -213,11 +203,13 @@ class _Pipelined:
             return own * _nan_unless_finite(own, scale)
 
         self._last_stage_fn = loss_fn
-        return self._sum(self._run_pipeline(self._pipeline.train, _own(whole, self._distributed_model))) / scale
+        losses = self._run_pipeline(self._pipeline.train, _own(whole, self._distributed_model, self._sharing))
+        total = sum(losses, torch.zeros((), device=self._distributed_model.device))
+        return total * self._distributed_model.counts_losses / scale
 
     def prepare_evaluation(self, max_length: int) -> None:
         if self._length is None:
-            self._length = _even(max_length, self._sharing)
+            self._length = -(-max_length // self._sharing) * self._sharing
         elif max_length > self._length:
             raise ConfigError(
                 f"a set to evaluate has sequences of {max_length} tokens, but the stages of the pipeline are set up for the "
@@ -228,12 +220,13 @@ class _Pipelined:
     def evaluate(self, batch: Batch, measure: Measure) -> Tensor | None:
         assert self._length is not None, "prepare_evaluation() has not been called"
         check_for_model(batch)
-        own = _own(filled(padded(batch, self._length), self.eval_batch_size), self._distributed_model)
+        whole = filled(padded(batch, self._length), self.eval_batch_size)
+        own = _own(whole, self._distributed_model, self._sharing)
         parts = self._micro_batches(own)
         # The last stage gets the micro batches in their order.
         self._last_stage_fn = lambda logits, targets: measure(logits, targets, next(parts))
         sums = self._run_pipeline(self._pipeline.evaluate, own)
-        return torch.stack(sums).sum(dim=0) if sums and _is_own(self._distributed_model) else None
+        return torch.stack(sums).sum(dim=0) if sums and self._distributed_model.counts_losses else None
 
     def _run_pipeline(self, run: Callable[..., list[Tensor]], own: Batch) -> list[Tensor]:
         return run(own["inputs"], own["targets"], **_further_arguments(own, self._distributed_model.stages[0]))
@@ -241,9 +234,6 @@ class _Pipelined:
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
         for first in range(0, self.eval_batch_size, self._micro_batch_size):
             yield {name: tensor[first : first + self._micro_batch_size] for name, tensor in batch.items()}
-
-    def _sum(self, losses: list[Tensor]) -> Tensor:
-        return sum(losses, torch.zeros((), device=self._distributed_model.device)) * _is_own(self._distributed_model)
 
 
 def _shares(distributed_model: DistributedModel) -> tuple[int, int]:
@@ -266,27 +256,21 @@ def _nan_unless_finite(loss: Tensor, weight: float) -> Tensor:
     return value - value + weight
 
 
-def _is_own(distributed_model: DistributedModel) -> bool:
-    """Return whether this rank's loss counts: ranks that share matrices all have the same loss, and the first one's counts."""
-    return distributed_model.coordinates["tp"] == 0
-
-
-def _own(batch: Batch, distributed_model: DistributedModel) -> Batch:
+def _own(batch: Batch, distributed_model: DistributedModel, sharing: int) -> Batch:
     """Return the batch on this rank's device, with this rank's part of every tensor that has a value per token [B, S, ...].
 
-    `documents` stay whole, since which tokens attend to which depends on whole sequences.
+    Rows are padded so that `sharing` ranks can share them evenly. `documents` stay whole, since which tokens attend to which
+    depends on whole sequences.
     """
-    length, cp = tokens_per_row(batch), distributed_model.dims.cp
-
-    def own(name: str, tensor: Tensor) -> Tensor:
+    length, cp, own = -(-tokens_per_row(batch) // sharing) * sharing, distributed_model.dims.cp, {}
+    for name, tensor in padded(batch, length).items():
         if cp > 1 and name != "documents" and tensor.dim() > 1 and tensor.shape[1] == length:
             tensor = tensor.chunk(cp, dim=1)[distributed_model.coordinates["cp"]]
         # From any other memory, a copy waits for all that the GPU still has to do.
         if distributed_model.device.type == "cuda" and not tensor.is_cuda:
             tensor = tensor.pin_memory()
-        return tensor.to(distributed_model.device, non_blocking=True)
-
-    return {name: own(name, tensor) for name, tensor in batch.items()}
+        own[name] = tensor.to(distributed_model.device, non_blocking=True)
+    return own
 
 
 def _further_arguments(own: Batch, model: nn.Module) -> dict[str, Tensor]:
@@ -325,8 +309,3 @@ def _cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
     """Return the compiled loss, which never writes float32 copies of the logits, the largest of all activations, to memory."""
     return torch.compile(_cross_entropy_sum)
-
-
-def _even(length: int, sharing: int) -> int:
-    """Return `length`, rounded up so that the ranks of a sequence can share it evenly."""
-    return -(-length // sharing) * sharing

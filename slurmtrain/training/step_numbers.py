@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slurmtrain.choices import OnNonfinite
 from slurmtrain.config.schema import TrainConfig
@@ -61,11 +61,6 @@ class StepNumbers(NamedTuple):
     failed_ranks: int = 0
     failed_rank: int | None = None
 
-    @property
-    def finite(self) -> bool:
-        """Whether the loss and the gradient norm are finite numbers."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-
     def to_json(self) -> list[Any]:
         """Return it as it is saved; as text, since JSON has no numbers that are not finite."""
         return [self.step, *self.samples, repr(self.loss), repr(self.grad_norm), self.failed_ranks, self.failed_rank]
@@ -92,13 +87,6 @@ class _Noted:
     values: Tensor
     tokens: int
     copied: torch.cuda.Event | None
-
-    def read(self) -> tuple[float, float]:
-        """Return the sum of this rank's losses, and the norm of all gradients, once they are copied."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        loss_sum, norm = self.values.tolist()
-        return loss_sum, norm
 
     def known(self, norm: float, sums: Sequence[int]) -> StepNumbers:
         """Return the numbers over all ranks, given the sums of what `NumbersReader.own_part` returns on each."""
@@ -140,8 +128,8 @@ class NumbersReader:
             if isinstance(noted, StepNumbers):  # known already, and due no earlier for that
                 self._due = noted
             else:
-                loss_sum, norm = noted.read()
-                self._due, part = (noted, norm), self._part(loss_sum)
+                norm, part = self._read(noted)
+                self._due = noted, norm
         return part
 
     def finish(self, sums: Sequence[int]) -> StepNumbers | None:
@@ -157,11 +145,10 @@ class NumbersReader:
 
         What is returned stays due when it would have been.
         """
-        noted = [(each, *each.read()) for each in self._waiting if isinstance(each, _Noted)]
-        if noted:
-            parts = torch.tensor([self._part(loss_sum) for _, loss_sum, _ in noted])
-            sums = iter(self._ranks.sum_integers(parts).tolist())
-            norms = iter(norm for _, _, norm in noted)
+        read = [self._read(each) for each in self._waiting if isinstance(each, _Noted)]
+        if read:
+            norms = iter(norm for norm, _ in read)
+            sums = iter(self._ranks.sum_integers(torch.tensor([part for _, part in read])).tolist())
             self._waiting = deque(
                 each.known(next(norms), next(sums)) if isinstance(each, _Noted) else each for each in self._waiting
             )
@@ -177,10 +164,14 @@ class NumbersReader:
         """Continue where `read_all` has returned `numbers`."""
         self._waiting, self._due = deque(numbers), None
 
-    def _part(self, loss_sum: float) -> list[int]:
+    def _read(self, noted: _Noted) -> tuple[float, list[int]]:
+        """Return the norm of all gradients, and this rank's part of the numbers, once they are copied."""
+        if noted.copied is not None:
+            noted.copied.synchronize()
+        loss_sum, norm = noted.values.tolist()
         if not math.isfinite(loss_sum):
-            return [0, 1, self._ranks.rank + 1]
-        return [max(-self._most, min(round(loss_sum * _FRACTION), self._most)), 0, 0]
+            return norm, [0, 1, self._ranks.rank + 1]
+        return norm, [max(-self._most, min(round(loss_sum * _FRACTION), self._most)), 0, 0]
 
 
 @dataclass
@@ -210,7 +201,7 @@ class Health:
     def look(self, numbers: StepNumbers, train: TrainConfig) -> OnNonfinite | None:
         """Note the numbers of the next step, and return what is done about it; None: they are finite."""
         self.checked_step = numbers.step
-        if numbers.finite:
+        if math.isfinite(numbers.loss) and math.isfinite(numbers.grad_norm):
             self.in_a_row = 0
             if numbers.step > self.furthest:
                 self.rollbacks = 0
@@ -253,7 +244,7 @@ class NonfiniteGuard:
         Called once for each step, in their order: in the second step after it, or after the last one. Of a step that was
         still unread when a checkpoint was written, in the attempt that goes on from there.
         """
-        health = state.counters.health
+        health = state.health
         action = health.look(numbers, self._train)
         if action is None:
             return
@@ -271,7 +262,7 @@ class NonfiniteGuard:
             raise DivergedError(f"the parameters are not finite after step {state.step}", hint=HINT)
 
     def _tell_skip(self, state: TrainingState, numbers: StepNumbers) -> None:
-        health = state.counters.health
+        health = state.health
         state.hooks.event(
             Event.UPDATE_SKIPPED,
             {
@@ -286,6 +277,49 @@ class NonfiniteGuard:
             state.hooks.message(skip_sentence(numbers, self._train))
 
 
+class RunningBuffers:
+    """The buffers that forward passes change, which are brought back when a step's update is skipped.
+
+    Running statistics (BatchNorm) have taken in the step's activations before its loss is known, and would stay NaN for
+    good. Those that stay as they are, such as tables of positions, cost nothing.
+
+    Which they are is seen in the first step of an attempt, among all that are saved in checkpoints. Their versions do not
+    tell: a batch norm changes its statistics without counting theirs up.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        modules = list(modules)
+        unsaved = {
+            id(module._buffers[name])
+            for root in modules
+            for module in root.modules()
+            for name in module._non_persistent_buffers_set
+        }
+        self._buffers = list(
+            {id(buffer): buffer for root in modules for buffer in root.buffers() if id(buffer) not in unsaved}.values()
+        )
+        self._seen = False  # which of them change
+        self._before: list[Tensor] = []
+
+    def begin_step(self) -> None:
+        """Keep what is there before the step."""
+        self._before = [buffer.clone() for buffer in self._buffers]
+
+    def end_step(self, skips: Tensor | None) -> None:
+        """Bring back what was there where `skips`, a bool scalar on the device, is true, without waiting for it.
+
+        None: it is known already that the step is not skipped.
+        """
+        pairs = list(zip(self._buffers, self._before, strict=True))
+        if not self._seen:
+            pairs = [(buffer, before) for buffer, before in pairs if not torch.equal(buffer, before)]
+            self._buffers, self._seen = [buffer for buffer, _ in pairs], True
+        if skips is not None:
+            for buffer, before in pairs:
+                buffer.copy_(torch.where(skips, before, buffer))
+        self._before = []
+
+
 def skip_sentence(numbers: StepNumbers, train: TrainConfig) -> str:
     """Return what is said of the first step in a row whose update was left out, and what will be done about more of them."""
     waits = train.on_nonfinite == OnNonfinite.SKIP and train.max_skipped > 1
@@ -297,7 +331,7 @@ def skip_sentence(numbers: StepNumbers, train: TrainConfig) -> str:
 
 def _sentence(state: TrainingState, numbers: StepNumbers, train: TrainConfig) -> str:
     """Return what went wrong, where, and with which samples."""
-    health = state.counters.health
+    health = state.health
     if health.in_a_row > 1:
         many = f" (train.max_skipped={train.max_skipped})" if health.in_a_row == train.max_skipped else ""
         what = (

@@ -10,7 +10,7 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.config.schema import OptimConfig, TrainConfig
+from slurmtrain.data.loading import order
 from slurmtrain.data.loading.batches import RowCounts
 from slurmtrain.data.loading.loader import BatchLoader, Step
 from slurmtrain.errors import DivergedError
@@ -32,11 +33,11 @@ from slurmtrain.runs.reasons import Event
 from slurmtrain.training.agreement import StopAgreement, TrainingRanks
 from slurmtrain.training.evaluation import Evaluation
 from slurmtrain.training.forward_backward import ForwardBackward, warm_up
-from slurmtrain.training.hooks.base import Counters, StepResult, TrainingHook, TrainingHooks, TrainingState
+from slurmtrain.training.hooks.base import StepResult, TrainingHook, TrainingHooks, TrainingState
 from slurmtrain.training.hooks.checkpointing import Checkpointing
 from slurmtrain.training.hooks.reporting import StepReports
 from slurmtrain.training.optim import build_optimizer
-from slurmtrain.training.step_numbers import HINT, NonfiniteGuard, NumbersReader
+from slurmtrain.training.step_numbers import HINT, NonfiniteGuard, NumbersReader, RunningBuffers
 
 log = logging.getLogger(__name__)
 
@@ -114,10 +115,10 @@ class Trainer:
             loader=loader,
             ranks=ranks,
             total_steps=train.steps,
-            counters=Counters(data_hash=data_hash),
             hooks=TrainingHooks(hooks),
             parameters=self._parameters,
             numbers=NumbersReader(ranks),
+            data_hash=data_hash,
             phases=phases or PhaseClock(None),
             flops=flops,
         )
@@ -146,7 +147,7 @@ class Trainer:
         state, hooks = self.state, self.state.hooks
         warm_up(self._forward_backward, self._distributed_model, self._loader)
         self._checkpointing.load(state)
-        state.numbers.restore(state.counters.unread)
+        state.numbers.restore(state.unread)
         state.first_step = state.step
         # The objects that exist by now stay. A full garbage collection would visit all of them, for a tenth of a second
         # and more; each rank would do so at another time, and all others wait.
@@ -157,13 +158,14 @@ class Trainer:
         state.stopping = self._stop_check.finish().stop
         state.throughput.start()
         hooks.start(state)
+        state.phases.start()
         if self._is_due(self._train.eval_every):  # one that a stop has cut short; hooks hear of it, so all have started
             self._evaluation.evaluate(state)
-        if state.counters.health.due and not state.stopping:  # an earlier attempt was stopped before it could
-            self._roll_back(state.counters.health.due)
+        if state.health.due and not state.stopping:  # an earlier attempt was stopped before it could
+            self._roll_back(state.health.due)
         state.throughput.start()
         state.phases.start()
-        while not state.stopping and not state.is_last_step:
+        while not state.stopping and state.step < state.total_steps:
             self._train_step()
         self._guard.check_parameters(state)
         self._checkpointing.finish(state)
@@ -181,12 +183,13 @@ class Trainer:
 
     def _train_step(self) -> None:
         """Run one optimiser step over the global batch, and what is done after it."""
-        state, hooks, phases = self.state, self.state.hooks, self.state.phases
+        state, hooks, phases = self.state, self.state.hooks.of, self.state.phases
         profiles, steps_left = self._profiles, state.total_steps - state.step
-        hooks.before_step(state)
+        for hook in hooks["before_step"]:
+            hook(state)
         began = time.perf_counter()
-        with phases.within(Phase.DATA):
-            data = next(self._loader)
+        phases.enter(Phase.DATA)
+        data = next(self._loader)
         data_wait_s = time.perf_counter() - began
         phases.enter(Phase.FORWARD_BACKWARD)
         sums = self._begin_sums(data)
@@ -203,35 +206,40 @@ class Trainer:
 
         # Asked as late as possible, so that a signal in the middle of a step still stops after it, and answered while
         # the optimiser works.
-        why = state.counters.health.due
+        why, schedule = state.health.due, self._checkpointing.schedule
         self._stop_check.begin(
-            save=self._checkpointing.wants_save(state),
+            save=state.step + 1 >= schedule.step or time.monotonic() >= schedule.moment,
             roll_back=why is not None,
             profile=not profiles.left and steps_left > 1,
         )
-        with phases.within(Phase.OPTIMIZER):
-            norm = self._clip()
-        hooks.before_optimizer_step(state, norm)
-        with phases.within(Phase.OPTIMIZER):
-            self._update(norm)
-        with phases.waiting():
-            decision = self._stop_check.finish()
+        phases.enter(Phase.OPTIMIZER)
+        norm = self._clip()
+        phases.enter(Phase.OTHER)
+        for hook in hooks["before_optimizer_step"]:
+            hook(state, norm)
+        phases.enter(Phase.OPTIMIZER)
+        self._update(norm)
+        phases.enter(Phase.COMMUNICATION)
+        decision = self._stop_check.finish()
+        phases.enter(Phase.OTHER)
 
-        state.advance(digest)
+        state.step += 1
+        is_last = state.step >= state.total_steps
+        state.data_hash = order.chained(state.data_hash, digest)
         samples = state.loader.samples_consumed - self._train.global_batch_size, state.loader.samples_consumed
         state.numbers.note(state.step, samples, loss_sum, norm, tokens)
         step_s = state.throughput.step(tokens, data_wait_s, samples=self._train.global_batch_size, work=rows)
         state.longest_step_s = max(state.longest_step_s, step_s)
-        state.stopping = decision.stop and not state.is_last_step
+        state.stopping = decision.stop and not is_last
         goes_back = decision.roll_back and not state.stopping
         state.save_requested = decision.save and not goes_back
-        if state.is_last_step and not goes_back:
+        if is_last and not goes_back:
             goes_back, why = self._look_at_last_steps()
         phases.end_step()
         self._after_step(StepResult(loss_sum, norm, tokens, rate, decision))
         if goes_back:
             self._roll_back(why or "another rank wanted to go back to a checkpoint")
-        if decision.profile and not state.stopping and not state.is_last_step:
+        if decision.profile and not state.stopping and not is_last:
             profiles.begin(state.step + 1, most=state.total_steps - state.step)
 
     def _after_step(self, result: StepResult) -> None:
@@ -250,12 +258,15 @@ class Trainer:
             raise self._guard.error
         if self._is_due(self._train.eval_every):
             self._evaluation.evaluate(state)
-        hooks.after_step(state, result)
-        self._checkpointing.save_if_due(state)
+        for hook in hooks.of["after_step"]:
+            hook(state, result)
+        if state.save_requested or self._checkpointing.pending_save is not None:
+            self._checkpointing.save_if_due(state)
 
     def _is_due(self, every: int) -> bool:
         """Return whether something that is done every so many steps (0: never), and after the last one, is due now."""
-        return self.state.is_last_step or (every > 0 and self.state.step % every == 0)
+        step = self.state.step
+        return step >= self.state.total_steps or (every > 0 and step % every == 0)
 
     def _end_step_of_profile(self) -> None:
         state = self.state
@@ -288,7 +299,7 @@ class Trainer:
         """
         for numbers in self.state.numbers.take_all():
             self._guard.look(self.state, numbers)
-        why = self.state.counters.health.due
+        why = self.state.health.due
         return not self._ranks.all_true(why is None), why
 
     def _roll_back(self, why: str) -> None:
@@ -308,7 +319,7 @@ class Trainer:
             DivergedError: going back is not possible, or has not helped.
         """
         state, train = self.state, self._train
-        step, health = state.step, state.counters.health
+        step, health = state.step, state.health
         if health.sound_step is None or not self._checkpointing.roll_back(state, health.sound_step):
             raise DivergedError(f"{why}; there is no checkpoint from before it to go back to", hint=HINT)
         # Only now, so that a resume with another config begins where it was sound.
@@ -320,7 +331,7 @@ class Trainer:
                 f"{state.step}, from before it",
                 hint=HINT,
             )
-        state.counters.health.went_back(health, from_step=step, to_step=state.step)
+        state.health.went_back(health, from_step=step, to_step=state.step)
         needed = state.loader.samples_consumed + (train.steps - state.step) * train.global_batch_size
         if not train.repeat and needed > state.loader.order.once:
             raise DivergedError(
@@ -328,7 +339,7 @@ class Trainer:
                 "(train.repeat=false)",
                 hint=HINT,
             )
-        state.numbers.restore(state.counters.unread)
+        state.numbers.restore(state.unread)
         state.furthest = max(state.furthest, step)
         state.hooks.rolled_back(state, step)
         state.hooks.message(
@@ -389,46 +400,3 @@ def _logged_only() -> Iterator[None]:
         yield
     except Exception as error:
         log.warning("after an error, training could not end cleanly: %s: %s", type(error).__name__, error)
-
-
-class RunningBuffers:
-    """The buffers that forward passes change, which are brought back when a step's update is skipped.
-
-    Running statistics (BatchNorm) have taken in the step's activations before its loss is known, and would stay NaN for
-    good. Those that stay as they are, such as tables of positions, cost nothing.
-
-    Which they are is seen in the first step of an attempt, among all that are saved in checkpoints. Their versions do not
-    tell: a batch norm changes its statistics without counting theirs up.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]):
-        modules = list(modules)
-        unsaved = {
-            id(module._buffers[name])
-            for root in modules
-            for module in root.modules()
-            for name in module._non_persistent_buffers_set
-        }
-        self._buffers = list(
-            {id(buffer): buffer for root in modules for buffer in root.buffers() if id(buffer) not in unsaved}.values()
-        )
-        self._seen = False  # which of them change
-        self._before: list[Tensor] = []
-
-    def begin_step(self) -> None:
-        """Keep what is there before the step."""
-        self._before = [buffer.clone() for buffer in self._buffers]
-
-    def end_step(self, skips: Tensor | None) -> None:
-        """Bring back what was there where `skips`, a bool scalar on the device, is true, without waiting for it.
-
-        None: it is known already that the step is not skipped.
-        """
-        pairs = list(zip(self._buffers, self._before, strict=True))
-        if not self._seen:
-            pairs = [(buffer, before) for buffer, before in pairs if not torch.equal(buffer, before)]
-            self._buffers, self._seen = [buffer for buffer, _ in pairs], True
-        if skips is not None:
-            for buffer, before in pairs:
-                buffer.copy_(torch.where(skips, before, buffer))
-        self._before = []

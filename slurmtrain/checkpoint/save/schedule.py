@@ -95,6 +95,9 @@ class Interval:
 class SaveSchedule:
     """The schedule of saves of one attempt, on one rank.
 
+    Attributes:
+        step, moment: the next save is due after this step, or at this moment of the clock, whichever comes first.
+
     Args:
         interval: the rule that the user chose.
         now: when the attempt began; by the same monotonic clock as every later `now`.
@@ -104,8 +107,8 @@ class SaveSchedule:
 
     def __init__(self, interval: Interval, *, now: float, step: int = 0, mtbf_s: float = math.inf):
         self._interval, self._mtbf_s = interval, mtbf_s
-        self._since, self._step = now, step
         self._stalls: deque[float] = deque(maxlen=STALLS_REMEMBERED)
+        self.saved(step, now)
 
     @property
     def seconds(self) -> float:
@@ -113,29 +116,21 @@ class SaveSchedule:
         by_time = self._interval.minutes * 60 if self._interval.minutes > 0 else math.inf
         return min(by_time, self._auto_s()) if self._interval.auto else by_time
 
-    def due(self, step: int, now: float) -> bool:
-        """Return whether to save after `step`; False for a step that has been saved already."""
-        if step == self._step:
-            return False
-        by_steps = self._interval.steps > 0 and step % self._interval.steps == 0
-        return by_steps or now - self._since >= self.seconds
-
-    def saved(self, step: int, now: float, stall_s: float | None) -> None:
+    def saved(self, step: int, now: float) -> None:
         """Record that a save of `step` was made, for whatever reason, and that training goes on from `now`.
 
         It is also called after a failed save, which is tried again after an interval, not after every step.
-
-        Args:
-            stall_s: seconds for which training was held up; None: not measured.
         """
-        self._step, self._since = step, now
-        if stall_s is not None and math.isfinite(stall_s):
-            self._stalls.append(stall_s)
+        every = self._interval.steps
+        self.step = (step // every + 1) * every if every > 0 else math.inf
+        self._since = now
+        self.moment = now + self.seconds
 
     def measured(self, stall_s: float) -> None:
-        """Record for how many seconds the last save held up training in all, if that is known only afterwards."""
+        """Record for how many seconds a save has held up training in all, which is known only afterwards."""
         if math.isfinite(stall_s):
             self._stalls.append(stall_s)
+            self.moment = self._since + self.seconds
 
     def _auto_s(self) -> float:
         if not self._stalls:

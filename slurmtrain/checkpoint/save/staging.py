@@ -206,7 +206,7 @@ class Staging:
         if on_gpu[False] or on_gpu[True] or compared:
             looked_at = [source for _, source in on_gpu[True]] + compared
             image.expected, image.event = self._copy_from_gpu(on_gpu[False], on_gpu[True], looked_at)
-        for optimizer in optimizers:
+        for optimizer in optimizers if image.event is not None else ():  # of a CPU's tensors, all is copied
             if optimizer not in self._hooked:
                 self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
                 self._hooked.add(optimizer)

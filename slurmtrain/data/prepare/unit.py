@@ -25,6 +25,7 @@ from slurmtrain.data.prepare.chat_template import RenderedText
 from slurmtrain.data.prepare.conversation import BadRecord, Conversation
 from slurmtrain.data.prepare.inputs import records_of
 from slurmtrain.data.prepare.unit_plan import PreparePlan, Unit
+from slurmtrain.errors import ConfigError
 from slurmtrain.system.files import fsync_directory, temporary_beside
 
 BATCH = 1 << 20  # characters that are tokenised at a time
@@ -63,8 +64,16 @@ class UnitRecord:
 
 
 def read_record(plan: PreparePlan, unit: Unit) -> UnitRecord:
-    """Return the record of a unit that is done."""
-    return msgspec.json.decode((plan.output / unit.name / RECORD_FILE).read_bytes(), type=UnitRecord)
+    """Return the record of a unit that is done.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    path = plan.output / unit.name / RECORD_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=UnitRecord)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}", hint="remove its folder, and repeat the prepare command") from None
 
 
 def prepare_unit(plan: PreparePlan, unit: Unit, tokenizer: Tokenizer) -> UnitRecord:

@@ -70,7 +70,7 @@ class RunRecord(TrainingHook):
         self._event(event, **values)
 
     def rolled_back(self, state: TrainingState, from_step: int) -> None:
-        health = state.counters.health
+        health = state.health
         self._event(Event.ROLLED_BACK, step=state.step, from_step=from_step, in_a_row=health.rollbacks)
 
     def on_ending(self, ending: SaveResult | CheckpointError) -> None:

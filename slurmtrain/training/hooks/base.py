@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.checkpoint.tensors import not_finite
-from slurmtrain.data.loading import order
 from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.observe.phases import PhaseClock, Throughput
 from slurmtrain.parallel.parallelize import DistributedModel
@@ -84,18 +83,22 @@ def _in_turn(event: str) -> Callable[..., None]:
     """Return the method of `TrainingHooks` that calls the method `event` of one hook after another."""
 
     def call(hooks: TrainingHooks, *arguments: Any) -> None:
-        for method in hooks._of[event]:
+        for method in hooks.of[event]:
             method(*arguments)
 
     return call
 
 
 class TrainingHooks:
-    """Several hooks in their order, as one. Only methods that a hook overrides are called, so that the rest costs nothing."""
+    """Several hooks in their order, as one. Only methods that a hook overrides are called, so that the rest costs nothing.
+
+    Attributes:
+        of: by its name, the methods that are called for an event.
+    """
 
     def __init__(self, hooks: Sequence[TrainingHook]):
         events = [name for name in vars(TrainingHook) if not name.startswith("_")]
-        self._of = {
+        self.of = {
             event: [
                 _method(hook, event) for hook in hooks if getattr(type(hook), event) is not getattr(TrainingHook, event)
             ]
@@ -103,9 +106,6 @@ class TrainingHooks:
         }
 
     start = _in_turn("start")
-    before_step = _in_turn("before_step")
-    before_optimizer_step = _in_turn("before_optimizer_step")
-    after_step = _in_turn("after_step")
     rolled_back = _in_turn("rolled_back")
     log = _in_turn("log")
     evaluated = _in_turn("evaluated")
@@ -114,7 +114,7 @@ class TrainingHooks:
 
     def close(self, state: TrainingState) -> None:
         with ExitStack() as stack:  # in the reverse order, whatever one of them raises
-            for call in self._of["close"]:
+            for call in self.of["close"]:
                 stack.callback(call, state)
 
 
@@ -122,38 +122,6 @@ def _method(hook: TrainingHook, event: str) -> Callable[..., Any]:
     """Return a method of a hook. One of the user's own may do anything, such as generating text, which is told."""
     method: Callable[..., Any] = getattr(hook, event)
     return method if type(hook).__module__.startswith("slurmtrain.") else doing(HOOK)(method)
-
-
-@dataclass
-class Counters:
-    """The trainer's own part of a checkpoint.
-
-    Attributes:
-        data_hash: digest of all samples so far, see `data.loading.order`; None: not known.
-        health: what is remembered of the numbers of the steps.
-        unread: numbers of the last steps, which nobody has looked at yet; up to date when a checkpoint is written.
-    """
-
-    step: int = 0
-    evaluated_at: int = 0
-    data_hash: str | None = None
-    health: Health = field(default_factory=Health)
-    unread: list[StepNumbers] = field(default_factory=list)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "evaluated_at": self.evaluated_at,
-            "data_hash": self.data_hash,
-            "health": asdict(self.health),
-            "unread": [numbers.to_json() for numbers in self.unread],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.evaluated_at = state["step"], state["evaluated_at"]
-        self.data_hash = state["data_hash"]
-        self.health = Health(**state["health"])
-        self.unread = [StepNumbers.from_json(values) for values in state["unread"]]
 
 
 class StepResult(NamedTuple):
@@ -174,9 +142,11 @@ class StepResult(NamedTuple):
     decision: AgreedDecision
 
 
-@dataclass
+@dataclass(eq=False)
 class TrainingState:
     """The state of an attempt to train, which the loop moves on, and hooks read.
+
+    Some of it is in every checkpoint, as the trainer's own part: see `state_dict`.
 
     Attributes:
         distributed_model: this rank's part of the model.
@@ -184,9 +154,13 @@ class TrainingState:
         loader: this rank's micro batches.
         ranks: this rank, and its process groups.
         total_steps: step at which training is done.
-        counters: the trainer's own part of a checkpoint, the steps done among it.
         hooks: the trainer's, for a hook that has something to report: `state.hooks.message(text)`.
         parameters: those that are trained.
+        data_hash: digest of all samples so far, see `data.loading.order`; at first, the name of the data.
+        step: steps done, by this attempt and those before it.
+        evaluated_at: the last of them after which was evaluated.
+        health: what is remembered of the numbers of the steps.
+        unread: numbers of the last steps, which nobody has looked at yet; up to date when a checkpoint is written.
         numbers: reads loss and gradient norm of each step two steps later.
         throughput: tokens and seconds of the last steps.
         phases: how long the parts of each step take on this rank.
@@ -208,10 +182,14 @@ class TrainingState:
     loader: BatchLoader
     ranks: TrainingRanks
     total_steps: int
-    counters: Counters
     hooks: TrainingHooks
     parameters: list[nn.Parameter]
     numbers: NumbersReader
+    data_hash: str
+    step: int = 0
+    evaluated_at: int = 0
+    health: Health = field(default_factory=Health)
+    unread: list[StepNumbers] = field(default_factory=list)
     throughput: Throughput = field(default_factory=Throughput)
     phases: PhaseClock = field(default_factory=lambda: PhaseClock(None))
     flops: ModelFlops | None = None
@@ -227,20 +205,24 @@ class TrainingState:
     has_stepped: bool = False
 
     @property
-    def step(self) -> int:
-        """Steps done, by this attempt and those before it."""
-        return self.counters.step
-
-    @property
     def is_last_step(self) -> bool:
         """Whether all steps are done."""
         return self.step >= self.total_steps
 
-    def advance(self, digest: list[int]) -> None:
-        """Count one more step, whose samples over all ranks have this digest."""
-        self.counters.step += 1
-        if self.counters.data_hash is not None:
-            self.counters.data_hash = order.chained(self.counters.data_hash, digest)
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "evaluated_at": self.evaluated_at,
+            "data_hash": self.data_hash,
+            "health": asdict(self.health),
+            "unread": [numbers.to_json() for numbers in self.unread],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.evaluated_at = state["step"], state["evaluated_at"]
+        self.data_hash = state["data_hash"]
+        self.health = Health(**state["health"])
+        self.unread = [StepNumbers.from_json(values) for values in state["unread"]]
 
     def objects(self) -> dict[str, Any]:
         """Return what a checkpoint consists of, as arguments of `Checkpointer.save` and `Checkpointer.restore`."""
@@ -251,12 +233,12 @@ class TrainingState:
         return {
             "model": self.distributed_model.model,
             "optimizer": self.optimizer,
-            "trainer": self.counters,
+            "trainer": self,
         }
 
     def read_numbers(self) -> None:
-        """Make `counters.unread` complete before a checkpoint is written. All ranks call it together."""
-        self.counters.unread = self.numbers.read_all()
+        """Make `unread` complete before a checkpoint is written. All ranks call it together."""
+        self.unread = self.numbers.read_all()
 
     def is_finite(self) -> bool:
         """Return whether the parameters are finite on all ranks, which call this together before they save."""

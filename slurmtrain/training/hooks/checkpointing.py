@@ -29,6 +29,10 @@ class Checkpointing(TrainingHook):
 
     It comes after the hooks that may ask for a save, and after evaluation, whose metrics a checkpoint has.
 
+    Attributes:
+        schedule: when this rank wants the next checkpoint.
+        pending_save: the save in flight, until its end is noted; None: none is.
+
     Args:
         checkpointer: writes and reads the checkpoints of the run.
         config: when to save, and what to begin from.
@@ -49,9 +53,9 @@ class Checkpointing(TrainingHook):
         self._checkpointer, self._config, self._planner = checkpointer, config, planner
         self._pretrained = pretrained
         self._interval, self._mtbf_s = Interval(config.every_steps, config.every_minutes, config.auto), mtbf_s
-        self._pending_save: PendingSave | None = None
+        self.pending_save: PendingSave | None = None
         self._longest_save_s: float | None = None  # of this attempt
-        self._schedule: SaveSchedule
+        self.schedule: SaveSchedule
 
     def load(self, state: TrainingState) -> None:
         """Load what this attempt begins from into `state.objects()`, and set `state.restored`."""
@@ -61,22 +65,19 @@ class Checkpointing(TrainingHook):
                 state.restored = self._begin_from(self._config.restore_from, state)
             elif state.restored is None and self._pretrained is not None:
                 state.restored = self._pretrained(state.distributed_model.model)
-        self._say_what_is_sound(state)
 
     def start(self, state: TrainingState) -> None:
-        self._schedule = SaveSchedule(self._interval, now=time.monotonic(), step=state.step, mtbf_s=self._mtbf_s)
-
-    def wants_save(self, state: TrainingState) -> bool:
-        """Return whether this rank wants a checkpoint after this step, which is not yet counted in `state.step`."""
-        return self._schedule.due(state.step + 1, time.monotonic())
+        self.schedule = SaveSchedule(self._interval, now=time.monotonic(), step=state.step, mtbf_s=self._mtbf_s)
 
     def save_if_due(self, state: TrainingState) -> None:
-        """Begin to save after step `state.step` if it is to be saved, and note how long the save before has taken."""
+        """Begin to save after step `state.step` if it is to be saved, and note how long the save before has taken.
+
+        It need not be called while nothing is to be saved and no save is in flight.
+        """
         self._say_what_is_sound(state)
-        if not state.stopping and not state.is_last_step:
+        if state.save_requested and not state.stopping and not state.is_last_step:
             with state.phases.within(Phase.CHECKPOINT):
-                if state.save_requested:
-                    self._save(state)
+                self._save(state)
         self._measure(state)
 
     def roll_back(self, state: TrainingState, at_most: int) -> bool:
@@ -89,16 +90,17 @@ class Checkpointing(TrainingHook):
             if self._checkpointer.restore(at_most=at_most, **state.objects_but_loader()) is None:
                 return False
         self._checkpointer.remove_newer(state.step)
-        self._pending_save = None
-        self._schedule.saved(state.step, time.monotonic(), None)
+        self.pending_save = None
+        self.schedule.saved(state.step, time.monotonic())
         return True
 
     def _say_what_is_sound(self, state: TrainingState) -> None:
-        health = state.counters.health
+        health = state.health
         self._checkpointer.sound_step, self._checkpointer.unchecked_step = health.sound_step, health.checked_step
 
     def finish(self, state: TrainingState) -> None:
         """Save a last time: all steps are done, or training stops early (`state.stopping`)."""
+        self._say_what_is_sound(state)
         if state.step > state.first_step or not state.stopping:
             state.saved = self._save_last(state)
         if state.saved is not None or self._checkpointer.last_step == state.step:
@@ -136,25 +138,25 @@ class Checkpointing(TrainingHook):
             return
         if not state.is_finite():
             state.hooks.message(f"step {state.step} is not saved: its parameters are not finite")
-            self._schedule.saved(state.step, time.monotonic(), None)
+            self.schedule.saved(state.step, time.monotonic())
             return
         state.read_numbers()
-        metrics = state.metrics if state.counters.evaluated_at == state.step else None
+        metrics = state.metrics if state.evaluated_at == state.step else None
         pending = self._checkpointer.save(state.step, metrics=metrics, **state.objects())
         self._measure(state)  # the one before is decided by now
-        self._pending_save = pending
-        self._schedule.saved(state.step, time.monotonic(), None)
+        self.pending_save = pending
+        self.schedule.saved(state.step, time.monotonic())
         state.throughput.start()
 
     def _measure(self, state: TrainingState) -> None:
         """Note the duration of a save that has been committed meanwhile, which decides how early a last save has to begin."""
-        pending = self._pending_save
+        pending = self.pending_save
         if pending is None or not pending.done():
             return
-        self._pending_save = None
+        self.pending_save = None
         if pending.error is None:
             saved = pending.result()
-            self._schedule.measured(saved.stall_s)
+            self.schedule.measured(saved.stall_s)
             self._longest_save_s = max(self._longest_save_s or 0.0, saved.seconds)
             if self._planner is not None:
                 self._planner.plan_stop(state.longest_step_s, self._longest_save_s)
@@ -167,7 +169,7 @@ class Checkpointing(TrainingHook):
         saved = None
         if state.stopping:
             self._checkpointer.hurry()
-        pending = self._pending_save
+        pending = self.pending_save
         in_flight = pending is not None and not pending.done()
         if state.stopping and state.is_finite() and state.ranks.of_rank_0(int(in_flight)):
             if state.ranks.of_rank_0(int(self._is_better_discarded(state))):
@@ -182,7 +184,7 @@ class Checkpointing(TrainingHook):
         return self._checkpointer.wait() or saved
 
     def _is_better_discarded(self, state: TrainingState) -> bool:
-        pending = self._pending_save
+        pending = self.pending_save
         return pending is not None and is_better_discarded(
             grace_s=self._grace_s(),
             running_s=time.monotonic() - pending.begun,

@@ -14,7 +14,7 @@ from slurmtrain.config.schema import Config, TrainConfig
 from slurmtrain.observe.logger import Ending
 from slurmtrain.observe.logger_thread import CLOSE_S, LoggerThread, follow, loggers_of
 from slurmtrain.observe.metrics import MetricsLog
-from slurmtrain.observe.phases import Phase, PhaseTimes
+from slurmtrain.observe.phases import Phase, PhaseTimes, Speed
 from slurmtrain.observe.progress import ProgressLine
 from slurmtrain.planner.hardware import Peak
 from slurmtrain.runs.run_dir import RunDir
@@ -43,43 +43,42 @@ class StepReports:
         """Report the step that is done."""
         with state.phases.waiting():
             total = state.ranks.sum(result.loss_sum)  # after which the device has done all of the step
-        throughput = state.throughput
+        speed = state.throughput.read()
         values: dict[str, float | str | None] = {
             "loss": total.item() / result.tokens,
             "grad_norm": float(result.grad_norm),
             "param_norm": _parameter_norm(state),
             "lr": result.learning_rate,
-            **{name: _short(value) for name, value in self._measured(state).items()},
-            "data_hash": state.counters.data_hash,
+            **{name: _short(value) for name, value in self._measured(state, speed).items()},
+            "data_hash": state.data_hash,
         }
         state.hooks.log(state.step, values)
-        share = throughput.data_wait_s / throughput.step_time_s
-        if share > WAITING_TOO_LONG and throughput.full and not self._said_waiting:
+        share = speed.data_wait_s / speed.step_time_s
+        if share > WAITING_TOO_LONG and speed.settled and not self._said_waiting:
             self._said_waiting = True
             state.hooks.message(
                 f"step {state.step}: {share:.0%} of the time goes into waiting for data; "
                 f"more than train.data_workers={self._train.data_workers} may help"
             )
 
-    def _measured(self, state: TrainingState) -> dict[str, float]:
+    def _measured(self, state: TrainingState, speed: Speed) -> dict[str, float]:
         """Return the numbers that depend on the clock, or on the machine."""
-        throughput = state.throughput
         return {
-            "tokens_per_s": throughput.tokens_per_s,
-            "samples_per_s": throughput.samples_per_s,
-            "tokens_per_s_per_gpu": throughput.tokens_per_s / state.ranks.size,
-            "step_time_s": throughput.step_time_s,
-            "data_wait_s": throughput.data_wait_s,
-            **self._utilisation(state),
+            "tokens_per_s": speed.tokens_per_s,
+            "samples_per_s": speed.samples_per_s,
+            "tokens_per_s_per_gpu": speed.tokens_per_s / state.ranks.size,
+            "step_time_s": speed.step_time_s,
+            "data_wait_s": speed.data_wait_s,
+            **self._utilisation(state, speed),
             **_memory(state),
             **_times(state, state.phases.read()),
         }
 
-    def _utilisation(self, state: TrainingState) -> dict[str, float]:
+    def _utilisation(self, state: TrainingState, speed: Speed) -> dict[str, float]:
         """Return the operations per second of each rank, and their share of the most that its device can do."""
         if state.flops is None:
             return {}
-        tokens, *pairs = state.throughput.work_per_s
+        tokens, *pairs = speed.work_per_s
         dense, attended = (
             (state.flops.per_token * tokens + state.flops.per_pair * each) / 1e12 / state.ranks.size for each in pairs
         )
@@ -119,7 +118,7 @@ def _times(state: TrainingState, times: PhaseTimes | None) -> dict[str, float]:
     """Return the seconds of each part per step, since the last time; none if nothing measures them."""
     if times is None:
         return {}
-    seconds = {phase: times.per_step(phase) for phase in Phase}
+    seconds = {phase: seconds / times.steps for phase, seconds in times.seconds.items()}
     values: dict[str, float] = {}
     if state.phases.communication_known:
         values = {"communication_share": times.communication_share}
@@ -180,7 +179,7 @@ def _made_once(state: TrainingState) -> Callable[[dict[str, Any]], bool]:
 
     Those after the last checkpoint are made again.
     """
-    evaluated_at = state.counters.evaluated_at
+    evaluated_at = state.evaluated_at
     return lambda record: "loss" in record or record["step"] <= evaluated_at
 
 

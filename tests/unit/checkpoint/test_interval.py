@@ -36,16 +36,17 @@ def test_the_time_between_failures_goes_from_the_published_to_the_observed_one()
 
 
 def saves(
-    cadence: SaveSchedule, *, steps: range, step_s: float, start: float, stall_s: float | None = 0.0
+    cadence: SaveSchedule, *, steps: range, step_s: float, start: float, stall_s: float
 ) -> list[tuple[int, float]]:
     """Train `steps`, each taking `step_s`, and save when due: the steps saved, and when."""
     now, made = start, []
     for step in steps:
         now += step_s
-        if cadence.due(step, now):
+        if step >= cadence.step or now >= cadence.moment:
             made.append((step, now))
-            now += stall_s or 0.0
-            cadence.saved(step, now, stall_s)
+            now += stall_s
+            cadence.saved(step, now)
+            cadence.measured(stall_s)
     return made
 
 
@@ -67,9 +68,11 @@ def test_what_is_saved_goes_by_steps_and_by_time(interval: Interval, step_s: flo
 
 def test_a_save_for_another_reason_puts_the_next_one_off_and_no_step_is_saved_twice() -> None:
     cadence = SaveSchedule(Interval(steps=50, minutes=10), now=0, step=50)
-    assert not cadence.due(50, 1) and cadence.due(100, 2)
-    cadence.saved(100, 500, 1)
-    assert [cadence.due(step, now) for step, now in ((100, 501), (101, 601), (102, 1100))] == [False, False, True]
+    assert (cadence.step, cadence.moment) == (100, 600)
+    cadence.saved(70, 500)
+    assert (cadence.step, cadence.moment) == (100, 1100)
+    cadence.saved(100, 700)
+    assert (cadence.step, cadence.moment) == (150, 1300)
 
 
 def test_auto_measures_with_a_first_save_after_a_minute() -> None:
@@ -82,10 +85,10 @@ def test_auto_measures_with_a_first_save_after_a_minute() -> None:
     assert cadence.seconds == pytest.approx(daly(2, mtbf_s))
 
 
-def auto_seconds(*stalls: float | None, mtbf_s: float = 28.8 * HOUR) -> float:
+def auto_seconds(*stalls: float, mtbf_s: float = 28.8 * HOUR) -> float:
     cadence = SaveSchedule(Interval(auto=True), now=0, mtbf_s=mtbf_s)
-    for step, stall in enumerate(stalls, 1):
-        cadence.saved(step, 0, stall)
+    for stall in stalls:
+        cadence.measured(stall)
     return cadence.seconds
 
 
@@ -97,7 +100,7 @@ QUIET_S = 150 * DAY  # one node, by hardware failures alone
     [
         pytest.param((9, 1, 2), {}, (9,), id="the worst of the last stalls counts"),
         pytest.param((9, 1, 1, 2), {}, (2,), id="older ones are forgotten"),
-        pytest.param((4, None, math.nan), {}, (4,), id="a save that could not be measured changes nothing"),
+        pytest.param((4, math.nan), {}, (4,), id="a save that could not be measured changes nothing"),
         pytest.param((), {}, 60, id="nothing was saved"),
         pytest.param((1e-6,), {}, 60, id="however small the stall, not all the time"),
         pytest.param((30,), {"mtbf_s": QUIET_S}, 3600, id="no more than an hour is lost where that is cheap"),
@@ -106,7 +109,7 @@ QUIET_S = 150 * DAY  # one node, by hardware failures alone
     ],
 )
 def test_auto_chooses_the_seconds_between_two_saves(
-    stalls: tuple[float | None, ...], options: dict[str, float], same_as: float | tuple[float, ...]
+    stalls: tuple[float, ...], options: dict[str, float], same_as: float | tuple[float, ...]
 ) -> None:
     expected = auto_seconds(*same_as) if isinstance(same_as, tuple) else same_as
     assert auto_seconds(*stalls, **options) == pytest.approx(expected)

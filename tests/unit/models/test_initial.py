@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder, initialize
-from slurmtrain.models.decoder import Linear
+from slurmtrain.models.initial import Linear
 from slurmtrain.rank.jobs.build_model import build_model, fill
 
 SIZES: dict[str, Any] = {

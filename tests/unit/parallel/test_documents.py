@@ -16,7 +16,7 @@ from slurmtrain.config.schema import ParallelConfig
 from slurmtrain.data.loading.batches import IGNORED_TARGET, filled
 from slurmtrain.errors import ConfigError
 from slurmtrain.models import Decoder
-from slurmtrain.models.attention import attention, block_mask, dense_mask
+from slurmtrain.models.decoder import CausalAttention, block_mask, dense_mask
 from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.parallel.parallelize import DistributedModel
 from slurmtrain.training.forward_backward import ForwardBackward, build_forward_backward
@@ -83,12 +83,12 @@ def test_blocks_let_through_what_the_dense_mask_does() -> None:
         stretch = q[:, positions]
         with torch.compiler.set_stance("force_eager"):
             blocks = tree_map(lambda leaf: leaf, block_mask(documents, positions))  # as FSDP hands it on
-            ours = attention(stretch, k, v, 0.0, blocks)
+            ours = CausalAttention()(stretch, k, v, 0.0, blocks)
         torch.testing.assert_close(
-            ours, attention(stretch, k, v, 0.0, dense_mask(documents, positions)), rtol=0, atol=1e-6
+            ours, CausalAttention()(stretch, k, v, 0.0, dense_mask(documents, positions)), rtol=0, atol=1e-6
         )
         with pytest.raises(ConfigError, match=r"model\.dropout=0\.1"):
-            attention(stretch, k, v, 0.1, blocks)
+            CausalAttention()(stretch, k, v, 0.1, blocks)
 
 
 def straight(model: nn.Module) -> ForwardBackward:

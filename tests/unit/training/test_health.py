@@ -11,8 +11,7 @@ from torch import nn
 
 from slurmtrain.choices import OnNonfinite
 from slurmtrain.config.schema import TrainConfig
-from slurmtrain.training.step_numbers import Health, StepNumbers, skip_sentence
-from slurmtrain.training.trainer import RunningBuffers
+from slurmtrain.training.step_numbers import Health, RunningBuffers, StepNumbers, skip_sentence
 
 
 def step(number: int, loss: float = 1.0, norm: float = 1.0) -> StepNumbers:
