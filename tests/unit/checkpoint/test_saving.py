@@ -248,7 +248,7 @@ def test_so_many_failures_in_a_row_end_it(
 
 def test_memory_and_space_are_looked_for_before_the_first_step(training: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     run, model = training(), nn.Linear(1000, 1000)
-    objects = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    objects: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     monkeypatch.setattr(staging, "available_memory", lambda: 8_000_000)  # enough without what the optimiser will have
     with pytest.raises(CheckpointError, match=r"needs 0\.01 GB of host memory"):
         run.checkpointer.restore(**objects)
