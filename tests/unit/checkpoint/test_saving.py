@@ -32,6 +32,7 @@ from slurmtrain.checkpoint.save import staging
 from slurmtrain.checkpoint.save.job import PendingSave, SaveResult
 from slurmtrain.checkpoint.save.plan import make_plan
 from slurmtrain.checkpoint.save.staging import Staging, fingerprint
+from slurmtrain.checkpoint.state import FlatState
 from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep, hold
 from slurmtrain.checkpoint.tensors import bytes_are_finite
@@ -350,7 +351,7 @@ def test_a_copy_that_is_not_what_was_to_be_saved_fails_the_save() -> None:
     """As of a parameter on a GPU that is changed by hand while its copy is still on the way."""
     for changed in (False, True):
         tensors = {"model.weight": torch.arange(12.0).reshape(3, 4)}
-        plan = make_plan(tensors, RankGroup(None), None)
+        plan = make_plan(FlatState(tensors), RankGroup(None), None)
         staging = Staging()
         image = staging.stage(plan, tensors, b"{}", guarded=(), optimizers=())
         (piece,) = plan.pieces
@@ -379,7 +380,7 @@ def test_memory_to_which_a_gpu_may_still_copy_is_never_given_to_others(monkeypat
     for name, empty in (("_locked", set()), ("_unused", []), ("_written_to", [])):
         monkeypatch.setattr(staging, name, empty)
     first, second = Staging(), Staging()
-    image = first.stage(make_plan({}, RankGroup(None), None), {}, b"{}", guarded=(), optimizers=())
+    image = first.stage(make_plan(FlatState(), RankGroup(None), None), {}, b"{}", guarded=(), optimizers=())
     image.event = SimpleNamespace(query=lambda: False)  # type: ignore[assignment]
     first.release()
     second.prepare(1)
