@@ -247,6 +247,21 @@ def test_so_many_failures_in_a_row_end_it(
     assert run.steps == written
 
 
+def test_memory_and_space_are_looked_for_before_the_first_step(training: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, model = training(), nn.Linear(1000, 1000)
+    objects: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    monkeypatch.setattr(staging, "available_memory", lambda: 8_000_000)  # enough without what the optimiser will have
+    with pytest.raises(CheckpointError, match=r"needs 0\.01 GB of host memory"):
+        run.checkpointer.restore(**objects)
+    monkeypatch.setattr(staging, "available_memory", lambda: None)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=4_000_000, f_frsize=1))
+    with pytest.raises(CheckpointError, match=r"4\.0 MB left, and a checkpoint of 12\.0 MB wants 1\.2 times its size"):
+        run.checkpointer.restore(**objects)
+    with pytest.raises(CheckpointError, match=r"a checkpoint of 4\.0 MB wants"):
+        run.checkpointer.save(1, **objects).result(PATIENCE_S)
+    assert not list(run.directory.glob("checkpoint_*"))
+
+
 # ------------------------------------------------------------------------------------------------------ discard and close
 
 
