@@ -58,7 +58,7 @@ def read_contents(path: Path, manifest: Manifest, ranks: RankGroup | None = None
 
     tables = [
         np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=np.int64).reshape(-1, columns)
-        for columns, text in ranks.gather(read)
+        for columns, text in ranks.all_do(read, list)
     ]
     return Contents.whole(path, manifest, np.concatenate(tables))
 
@@ -308,7 +308,7 @@ def read_tensors(
         DamagedError: on every rank: any rank has found damage. No live tensor has been touched then.
     """
     spans = ranks.all_do(lambda: spans_of(contents, {name: box_of(name, each) for name, each in targets.items()}))
-    share = share_out(on_this_host.gather(lambda: need_of(spans)), on_this_host.rank)
+    share = share_out(on_this_host.all_do(lambda: need_of(spans), list), on_this_host.rank)
     for span in spans:
         if span.name not in live and span.end - span.begin >= STRAIGHT_BYTES:
             span.straight = span.memory(local(targets[span.name]).detach())

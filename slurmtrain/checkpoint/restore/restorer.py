@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint import module_state, state
+from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, DamagedError
 from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import OWN, committed, damaged, own_name, set_aside, step_of
@@ -33,7 +33,7 @@ from slurmtrain.checkpoint.format.manifest import (
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.restore.reader import read_contents, read_tensors
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.checkpoint.tensors import dtype_name
+from slurmtrain.checkpoint.tensors import EXTRA_KEY, dtype_name
 from slurmtrain.choices import DECODERS, Allow
 from slurmtrain.errors import UsageError, nearest
 from slurmtrain.system.files import refresh
@@ -91,7 +91,7 @@ class Restorer:
         borrow_buffer: returns host memory of a size, to read into.
         changed: see `Checkpointer`.
         objects: those that all ranks share.
-        own_objects: those that this rank has for itself, by their names in a checkpoint (`own_name`).
+        per_rank: those that this rank has for itself; None: what ranks have for themselves is left as it is.
         path: the checkpoint that was asked for; None: the newest.
         at_most: without `path`, the newest of at most this step; None: of any step.
     """
@@ -104,7 +104,7 @@ class Restorer:
     node_folder: NodeFolder | None
     changed: frozenset[str]
     objects: Mapping[str, Any]
-    own_objects: Mapping[str, Any]
+    per_rank: Mapping[str, Any] | None
     path: Path | None
     allow: Collection[str]
     as_start: bool
@@ -177,7 +177,7 @@ class Restorer:
             return None
         folder = self.node_folder
         found = self.ranks_on_host.on_rank_0(lambda: str(folder.view(path, digest, manifest.files) or ""))
-        return Path(found or path) if self.ranks.maximum(int(found != "")) else None
+        return Path(found or path) if any(self.ranks.sums([found != ""])) else None
 
     def _load(self, path: Path, manifest: Manifest, folder: Path, **about: Any) -> Restored:
         """Fill the objects.
@@ -194,25 +194,24 @@ class Restorer:
             hint = f"move it away, or start from it on purpose: checkpoint.restore_from={path}"
             self.identity.check_run(path, manifest, hint=hint)
         contents = read_contents(folder, manifest, ranks)
-        objects, own_json = dict(self.objects), own_name(ranks.rank, "")
+        own_json = own_name(ranks.rank, "")
         # A rank that did not exist keeps what it has; another training does not take over what was a rank's own.
         own = own_json in contents.facts and not self.as_start
-        if own:
-            objects |= self.own_objects
-        live = ranks.all_do(lambda: module_state.module_tensors(objects))
-        on_any_rank = set(live)
-        if ranks.maximum(int(bool(of_modules(objects, manifest.tensors) - on_any_rank))):
-            on_any_rank = set().union(*ranks.gather(lambda: sorted(live)))
+        live = ranks.all_do(lambda: state.live_state(self.objects, self.per_rank if own else None, ranks.rank))
+        objects, on_any_rank = live.objects, set(live.tensors)
+        if any(ranks.sums([not of_modules(objects, manifest.tensors) <= on_any_rank])):
+            on_any_rank = set().union(*ranks.all_do(lambda: sorted(live.tensors), list))
 
         def find_targets() -> dict[str, Tensor]:
             """Return the tensors to fill on this rank, by name, after everything that differs was found to be allowed."""
+            state.check(live)
             saved, config = manifest.config, self.identity.config
             if self.as_start:
                 saved, config = ({key: each[key] for key in objects if key in each} for each in (saved, config))
             check_config(path, saved, config, allow, changed=self.changed, asked_for=self.path is not None)
-            alone = check_names(path, objects, live, on_any_rank, manifest, allow)
+            alone = check_names(path, objects, live.tensors, on_any_rank, manifest, allow)
             useful = {name: fact for name, fact in manifest.tensors.items() if name not in alone}
-            return check_tensors(path, state.templates(objects, live, useful), useful, allow)
+            return check_tensors(path, state.templates(live, useful), useful, allow)
 
         targets = ranks.all_do(find_targets)
         own_text = (
@@ -223,14 +222,14 @@ class Restorer:
             contents,
             manifest,
             {**targets, **own_text},
-            live=live,
+            live=live.tensors,
             ranks=ranks,
             on_this_host=self.ranks_on_host,
             buffer=self.borrow_buffer,
         )
         lenient, convert = "keys" in allow, "dtypes" in allow
         plain = {**manifest.state, **own_plain}
-        ranks.all_do(lambda: state.load_objects(objects, targets, plain, lenient=lenient, convert=convert))
+        ranks.all_do(lambda: state.load_objects(live, targets, plain, lenient=lenient, convert=convert))
         named = [*manifest.tensors, *(name for name in manifest.state if not name.startswith(state.EXTRA))]
         left_out = {name.partition(".")[0] for name in named if not name.startswith(OWN)} - objects.keys()
         return Restored(
@@ -310,7 +309,7 @@ def check_config(
 def of_modules(objects: Mapping[str, Any], saved: Iterable[str]) -> set[str]:
     """Return the names of the checkpoint that belong to modules among `objects`, without extra state, which may come and go."""
     prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
-    return {name for name in saved if prefixes and name.startswith(prefixes) and not module_state.is_extra(name)}
+    return {name for name in saved if prefixes and name.startswith(prefixes) and EXTRA_KEY not in name.split(".")}
 
 
 def check_names(

@@ -96,6 +96,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)),
     "load hook": Derived,
     "extra state": ExtraState,
+    "extra state in two places": lambda: nn.Sequential(*[ExtraState()] * 2),
     "tied": Tied,
     "compiled": compiled,
     "compiled within": lambda: nn.Sequential(compiled(), nn.BatchNorm1d(3)),
