@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
-from slurmtrain.checkpoint import module_state, state
+from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.errors import (
     CheckpointError,
     DiscardedError,
@@ -48,6 +47,7 @@ from slurmtrain.checkpoint.restore.restorer import Restored, Restorer
 from slurmtrain.checkpoint.save.job import PendingSave, SaveJob, SaveResult
 from slurmtrain.checkpoint.save.plan import SavePlan, make_plan
 from slurmtrain.checkpoint.save.staging import Image, Staging
+from slurmtrain.checkpoint.state import FlatState
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.commit import Incarnation, check_fence
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
@@ -213,24 +213,20 @@ class Checkpointer:
                 hint=failed.hint or "checkpoint.max_failures says how many are put up with",
             )
         numbers: dict[str, float] = {}
-        tensors, plain, own = self._flatten(objects, per_rank)
+        flat = self._flatten(objects, per_rank)
         try:
             step, numbers = _as_plain(step, metrics or {})
         except Exception as error:
-            tensors = self._ranks.explain(error)
-        plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: module_state.buffers(objects))
-        assert not isinstance(tensors, CheckpointError)
+            flat.error = self._ranks.explain(error)
+        plan = make_plan(flat, self._ranks, self._plan)
         if plan is not self._plan:
             self._ranks.all_do(lambda: self._staging.prepare(plan.data_end, sharers=self._on_host.size))
             self._plan = plan
-        parameters = module_state.parameters(objects)
-        names = {id(parameter): name for name, parameter in reversed(parameters.items())}
-        frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
         optimizers = {key: value for key, value in objects.items() if isinstance(value, Optimizer)}
-        changing = state.of_optimizers(optimizers, names, tensors)
         image: Image | CheckpointError
         try:
-            image = self._staging.stage(plan, tensors, own, changing, optimizers.values(), number=self._saves_begun)
+            own, waiting = json.dumps(flat.own_plain).encode(), optimizers.values()
+            image = self._staging.stage(plan, flat.tensors, own, flat.guarded, waiting, number=self._saves_begun)
         except Exception as error:  # handed in like one of the writing, so that nobody waits for this rank
             image = self._ranks.explain(error)
         self._saves_begun += 1
@@ -242,10 +238,10 @@ class Checkpointer:
             pending=pending,
             plan=plan,
             image=image,
-            plain=plain,
+            plain=flat.plain,
             optimizers=optimizers.keys(),
             metrics=numbers,
-            finite=(parameters.keys() | changing) - frozen,
+            finite=flat.finite,
             discard=self._discard,
             report_drift=not self._drift_reported,
         )
@@ -255,32 +251,27 @@ class Checkpointer:
         return pending
 
     def _flatten(
-        self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None, *, expected: bool = False
-    ) -> tuple[dict[str, Tensor] | CheckpointError, dict[str, Any], bytes]:
-        """Return all tensors of this rank by their names in a checkpoint, the plain state of `objects`, and JSON of its own.
+        self, objects: Mapping[str, Any], per_rank: Mapping[str, Any] | None, *, expect: bool = False
+    ) -> FlatState:
+        """Return what is saved of all objects, see `state.flatten`, or why it cannot be.
 
-        Instead of tensors it returns why there are none, for `make_plan`: it may be an error of somebody's state_dict, and all
-        ranks must hear of it.
+        That may be an error of somebody's state_dict, and `make_plan` tells all ranks.
 
         That it can be restored is checked once for the same objects with the same names: it takes longer than listing them.
 
         Args:
-            expected: with stand-ins for what optimisers will have after their first step.
+            expect: with stand-ins for what optimisers will have after their first step.
         """
         try:
-            own_objects = state.per_rank_objects(per_rank, self._ranks.rank)
-            tensors, plain = state.flatten(objects)
-            own_tensors, own_plain = state.flatten(own_objects)
-            tensors.update(own_tensors)
-            found = (tuple((key, id(value)) for key, value in {**objects, **own_objects}.items()), tuple(tensors))
+            live = state.live_state(objects, per_rank or {}, self._ranks.rank)
+            flat = state.flatten(live, expect=expect)
+            found = (tuple((key, id(value)) for key, value in live.objects.items()), tuple(flat.tensors))
             if found != self._checked_objects:
-                state.check(objects, own_objects)
+                state.check(live)
                 self._checked_objects = found
-            if expected:
-                tensors.update(state.expected_optimizer_state(objects))
-            return tensors, plain, json.dumps(own_plain).encode()
+            return flat
         except Exception as error:
-            return self._ranks.explain(error), {}, b""
+            return FlatState(error=self._ranks.explain(error))
 
     # What becomes of a save.
 
@@ -444,7 +435,7 @@ class Checkpointer:
         if self._node_folder is not None and not in_a_hurry():
             self._copy_to_node(self._node_folder, saved, job)
         try:
-            if self._uploader is not None and not ranks.maximum(int(in_a_hurry())):
+            if self._uploader is not None and not any(ranks.sums([in_a_hurry()])):
                 self._uploader.offer(ranks, saved.path, soundness)
             if ranks.rank == 0 and not in_a_hurry():
                 check_fence(self.directory, self._identity.incarnation)
@@ -502,7 +493,6 @@ class Checkpointer:
             CheckpointMismatchError: there are checkpoints, but none fits or none is sound.
             CheckpointError: `path` is no checkpoint or is damaged; or tensors are handed in that could not be loaded.
         """
-        self._ranks.all_do(lambda: state.refuse_loose_tensors({**objects, **(per_rank or {})}))
         self._wait_idle()
         restored = Restorer(
             self._ranks,
@@ -513,7 +503,7 @@ class Checkpointer:
             self._node_folder,
             self._changed,
             objects,
-            {} if as_start else state.per_rank_objects(per_rank, self._ranks.rank),
+            None if as_start else per_rank or {},
             Path(path) if path is not None else None,
             allow,
             as_start,
@@ -541,8 +531,7 @@ class Checkpointer:
 
         If all state exists already, as after a restore, this is the first save's plan.
         """
-        tensors, _, _ = self._flatten(objects, per_rank, expected=True)
-        plan = make_plan(tensors, self._ranks, self._plan, of_first=lambda: module_state.buffers(objects))
+        plan = make_plan(self._flatten(objects, per_rank, expect=True), self._ranks, self._plan)
         folder, size, sharers = self._node_folder, plan.data_end, self._on_host.size
         if folder is not None:  # before any rank allocates, while what is left can be seen
             missing = sharers * self._staging.missing_bytes(size)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from slurmtrain.errors import storage_hint
 from slurmtrain.system.activity import waiting
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 # The only errors that a message can name. Never a class by its path: importing what somebody names would execute it.
 FAILURES: dict[str, type[CheckpointError]] = {
@@ -58,15 +59,14 @@ def _encode(answer: Answer) -> bytes:
 
 
 def _decode(message: Tensor) -> Answer:
-    """Return the answer in a message, which may be padded with zeros."""
+    """Return the answer in a message, which may be padded with zeros; what is no message is a failure."""
     text = message.numpy().tobytes().rstrip(b"\0")
     try:
         answer: Answer = json.loads(text) if text else FINE
     except ValueError:
-        raise CheckpointError(
-            f"a rank has sent {text[:8]!r}, which is not the beginning of a message between ranks; it was ignored",
-            hint="do all ranks run the same version of slurmtrain? If so, another program sent it",
-        ) from None
+        what = f"a rank has sent {text[:8]!r}, which is not the beginning of a message between ranks; it was ignored"
+        hint = "do all ranks run the same version of slurmtrain? If so, another program sent it"
+        return [None, [CheckpointError.__name__, what, hint]]
     return answer
 
 
@@ -149,49 +149,66 @@ class RankGroup:
 
     def on_rank_0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank."""
-        answer = self._attempt(work) if self.rank == 0 else FINE
-        if self.group is not None:
-            answer = self._broadcast(answer, 0)
-        result: T = _results([answer])[0]
+        result: T = self.broadcast(*(self._attempt(work) if self.rank == 0 else FINE))
         return result
 
-    def gather(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return all results on each, in the order of ranks."""
-        results: list[T] = self.gather_on_rank_0(work, lambda results: results)
-        return results
+    @overload
+    def all_do(self, work: Callable[[], T]) -> T: ...
 
-    def all_do(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and return each rank's own result, unless it failed on any rank."""
-        result: list[T] = []
-        self.gather_on_rank_0(lambda: result.append(work()), lambda _: None)  # nothing is sent where all is well
-        return result[0]
+    @overload
+    def all_do(self, work: Callable[[], T], then: Callable[[list[T]], S]) -> S: ...
 
-    def gather_on_rank_0(self, work: Callable[[], T], then: Callable[[list[T]], Any]) -> Any:
-        """Run `work` on every rank, then `then` on rank 0 with all results, and return its result on every rank.
+    def all_do(self, work: Callable[[], Any], then: Callable[[list[Any]], Any] | None = None) -> Any:
+        """Run `work` on every rank, then `then` on rank 0 with all results, in the order of ranks, unless one failed.
 
-        Rank 0's own answer is not sent: it may be much longer than the others'.
+        Rank 0's own result is not sent: it may be much longer than the others'.
+
+        Returns:
+            What `then` has returned, on every rank; without `then`, each rank's own result, and nothing is sent.
         """
         answer = self._attempt(work)
-        rows = torch.empty(1, 0, dtype=torch.uint8, device="cpu")
+        result = answer[0]
+        if then is None:
+            answer = [None, answer[1]]
+        answers = [answer]
         if self.group is not None:
             message = b"" if self.rank == 0 else _encode(answer)
-            longest = self.maximum(len(message))
-            if self.rank == 0:
-                rows = torch.zeros(self.size, longest, dtype=torch.uint8, device="cpu")
-            if longest:
-                own = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8)
+            longest = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
+            self._together(dist.all_reduce, longest, op=dist.ReduceOp.MAX)
+            width = int(longest.item())
+            rows = torch.zeros(self.size if self.rank == 0 else 0, width, dtype=torch.uint8, device="cpu")
+            if width:
+                own = torch.frombuffer(bytearray(message.ljust(width, b"\0")), dtype=torch.uint8)
                 self._together(dist.gather, own, list(rows) if self.rank == 0 else None, group_dst=0)
-        return self.on_rank_0(lambda: then(_results([answer, *map(_decode, rows[1:])])))
+            answers += map(_decode, rows[1:])
+        failures = [failure for _, failure in answers if failure is not None]
+        if failures:
+            kind, text, hint = failures[0]
+            if len(failures) > 1:
+                others = f"{len(failures) - 1} more ranks" if len(failures) > 2 else "one more rank"
+                text = f"{text} (and {others})"
+            answer = [None, [kind, text, hint]]
+        elif then is not None and self.rank == 0:
+            answer = self._attempt(lambda: then([each for each, _ in answers]))
+        told = self.broadcast(*answer)
+        return result if then is None else told
 
-    def _broadcast(self, answer: Answer, source: int) -> Answer:
-        message = _encode(answer) if self.rank == source else b""
-        length = self.maximum(len(message))
-        data = torch.zeros(length, dtype=torch.uint8, device="cpu")
-        if message:
-            data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if length:
-            self._together(dist.broadcast, data, group_src=source)
-        return answer if self.rank == source else _decode(data)
+    def broadcast(self, result: Any, failure: Any = None, *, source: int = 0) -> Any:
+        """Return the result of rank `source` on all ranks, or raise its failure there."""
+        if self.group is not None:
+            message = _encode([result, failure]) if self.rank == source else b""
+            (length,) = self.sums([len(message)])
+            data = torch.zeros(length, dtype=torch.uint8, device="cpu")
+            if message:
+                data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            if length:
+                self._together(dist.broadcast, data, group_src=source)
+            if self.rank != source:
+                result, failure = _decode(data)
+        if failure is not None:
+            kind, text, hint = failure
+            raise FAILURES[kind](text, hint=hint)
+        return result
 
     def _together(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """Call a collective of torch.distributed, and tell that this thread waits.
@@ -207,40 +224,14 @@ class RankGroup:
             first = (text or type(error).__name__).splitlines()[0]
             raise LostPeersError(f"the ranks lost each other while they saved or restored: {first}") from None
 
-    def maximum(self, number: int) -> int:
-        """Return the largest of all ranks' numbers, by the cheapest collective: eight bytes."""
-        if self.group is None:
-            return number
-        box = torch.tensor([number], dtype=torch.int64, device="cpu")
-        self._together(dist.all_reduce, box, op=dist.ReduceOp.MAX)
-        return int(box.item())
-
     def sums(self, numbers: Sequence[int]) -> list[int]:
-        """Return the sums of all ranks' numbers, each by its place."""
+        """Return the sums of all ranks' numbers, or how many say yes, each by its place: eight bytes each."""
         if self.group is None or not numbers:
             return list(numbers)
         box = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._together(dist.all_reduce, box)
         found: list[int] = box.tolist()
         return found
-
-    def broadcast(self, value: T, source: int) -> T:
-        """Return the value of rank `source` on all ranks."""
-        if self.group is None:
-            return value
-        received: T = self._broadcast([value, None] if self.rank == source else FINE, source)[0]
-        return received
-
-
-def _results(answers: Sequence[Answer]) -> list[Any]:
-    failures = [failure for _, failure in answers if failure is not None]
-    if failures:
-        kind, message, hint = failures[0]
-        if len(failures) > 1:
-            others = f"{len(failures) - 1} more ranks" if len(failures) > 2 else "one more rank"
-            message = f"{message} (and {others})"
-        raise FAILURES[kind](message, hint=hint)
-    return [result for result, _ in answers]
 
 
 # The directory of checkpoints. All ranks call these functions together. See `commit` for what an incarnation is, and what
@@ -307,7 +298,7 @@ def claim_directory(
     Returns:
         The incarnation, and the host of every rank: ranks of one host see the same files.
     """
-    answers = ranks.gather(lambda: [str(directory.absolute()), f"{socket.gethostname()} {local}"])
+    answers = ranks.all_do(lambda: [str(directory.absolute()), f"{socket.gethostname()} {local}"], list)
     first = answers[0][0]
     for rank, (other, _) in enumerate(answers):
         if other != first:

@@ -1,14 +1,20 @@
-"""Tensors of this rank: the names of their types, which part of them lies here, their bytes, and whether these are finite."""
+"""Tensors of this rank: what modules hold by the names of a checkpoint, which part of a tensor lies here, and its bytes.
+
+What a module holds is restored into its live memory. One whose state_dict gives copies (hooks that convert, pack or clone)
+is refused by `check_module`: filling these would restore nothing, without a message.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import Box
@@ -137,3 +143,136 @@ def _of_infinite_norm(parts: Mapping[str, Tensor], order: float) -> set[str]:
     norms = torch._foreach_norm(list(parts.values()), order)
     finite = torch.stack([norm.float() for norm in norms]).isfinite().tolist()
     return {name for name, each in zip(parts, finite, strict=True) if not each}
+
+
+# Modules.
+
+EXTRA_KEY = "_extra_state"  # the last part of the names of what modules give by get_extra_state
+
+Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """What a module holds, by names as in its state_dict, less the components that wrappers add.
+
+    Attributes:
+        root: the user's own module, see `unwrap`.
+        entries: its state_dict.
+        held: its parameters and buffers, by all of their names.
+        extra: the submodules that have extra state, by the name of that.
+    """
+
+    root: nn.Module
+    entries: dict[str, Any]
+    held: dict[str, Tensor]
+    extra: dict[str, nn.Module]
+
+
+def module_state(module: nn.Module, key: str = "") -> ModuleState:
+    """Return what `module` holds; all names begin with "key." where it has a key."""
+    root = unwrap(module)
+    wrapped: set[str] = set()  # names of the children that wrappers within have
+    owners: dict[str, nn.Module] = {}
+    for prefix, submodule in root.named_modules(remove_duplicate=False):
+        begin = f"{prefix}." if prefix else ""
+        if unwrap(submodule) is not submodule:
+            wrapped.add(begin + next(iter(submodule._modules)))
+        if type(submodule).get_extra_state is not nn.Module.get_extra_state:
+            owners[begin + EXTRA_KEY] = submodule
+    entries = root.state_dict()  # before the parameters, which FSDP gives back to their ranks when it is asked for this
+    held = dict(root.named_parameters(remove_duplicate=False)) | dict(root.named_buffers(remove_duplicate=False))
+    begin = f"{key}." if key else ""
+    called: dict[str, str] = {}
+    for name in (*entries, *held, *owners):
+        parts = name.split(".") if wrapped else [name]
+        kept = [part for end, part in enumerate(parts, 1) if ".".join(parts[:end]) not in wrapped]
+        called[name] = begin + ".".join(kept)
+    return ModuleState(
+        root,
+        {called[name]: entry for name, entry in entries.items()},
+        {called[name]: tensor for name, tensor in held.items()},
+        {called[name]: owner for name, owner in owners.items()},
+    )
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the user's module under DistributedDataParallel and torch.compile.
+
+    Checkpoints do not depend on how a run was parallel.
+    """
+    while True:
+        kind = type(module)
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        # Compared by name, since importing torch._dynamo takes a second.
+        elif kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo"):
+            module = module._modules["_orig_mod"]  # type: ignore[assignment]
+        else:
+            return module
+
+
+def check_module(module: ModuleState, trained: Collection[int]) -> None:
+    """Check that the entries of a module's state_dict are the memory of its parameters and buffers, or extra state.
+
+    Args:
+        trained: ids of the parameters that optimisers change, none of which may be left out.
+
+    Raises:
+        CheckpointError: something would not be restored; the message names it.
+    """
+    kind, held, found = type(module.root).__name__, module.held, module.entries
+    places = {place_of(tensor) for tensor in held.values()}
+    for name, entry in found.items():
+        strided = name in held and held[name].layout == torch.strided
+        if strided and any(
+            n > 1 and not stride for stride, n in zip(held[name].stride(), held[name].shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"{name} is expanded, so that several of its elements are one, and cannot be filled",
+                hint="make it with .contiguous() or .clone() after .expand()",
+            )
+        is_live = isinstance(entry, Tensor) and (place_of(entry) in places or (entry.numel() == 0 and name in held))
+        if name not in module.extra and not is_live:
+            raise CheckpointError(
+                f"{kind}.state_dict() gives {name}, a {type(entry).__name__} that is not the memory of "
+                "a parameter or buffer of it, so that nothing would be restored by filling it",
+                hint="leave out hooks that convert, copy or add entries, and give more by get_extra_state() and "
+                "set_extra_state(); fully_shard (FSDP2) in place of FullyShardedDataParallel (FSDP1)",
+            )
+    given = {place_of(entry) for entry in found.values() if isinstance(entry, Tensor)}
+    for name, tensor in held.items():
+        if id(tensor) in trained and name not in found and place_of(tensor) not in given:
+            raise CheckpointError(
+                f"{name} is trained, and {kind}.state_dict() leaves it out",
+                hint="hand in a module that gives it, or freeze it and leave it out of the optimiser",
+            )
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Return an identifier of the memory and shape of a tensor, equal for tensors that are the same view of the same memory."""
+    part = local(tensor.detach())
+    if part.layout != torch.strided:
+        return id(tensor), part.shape, (), part.dtype
+    return part.data_ptr(), part.shape, part.stride(), part.dtype
+
+
+def loads_by_itself(module: nn.Module) -> bool:
+    """Return whether code outside torch, a hook or a method of its own, takes part in how `module` loads its state."""
+    for submodule in module.modules():
+        if "load_state_dict" in vars(submodule):
+            return True
+        for function in (
+            *submodule._load_state_dict_pre_hooks.values(),
+            *submodule._load_state_dict_post_hooks.values(),
+            type(submodule).load_state_dict,
+            type(submodule)._load_from_state_dict,
+        ):
+            inner: Any = function
+            while inner is not None:
+                function = inner
+                inner = getattr(inner, "hook", None) or (inner.func if isinstance(inner, functools.partial) else None)
+            home = getattr(function, "__module__", "") or type(function).__module__
+            if str(home).partition(".")[0] != "torch":
+                return True
+    return False

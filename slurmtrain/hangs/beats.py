@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from slurmtrain.system import activity
+from slurmtrain.system.process import ProcessMark
 
 if TYPE_CHECKING:
     from slurmtrain.config.schema import WatchdogConfig
@@ -32,7 +33,7 @@ class Beat:
         number: counts up, so that a reader sees whether the rank still beats.
         time: unix seconds.
         node: the rank's node, as SLURM names it.
-        pid, born: its process; with the start time a pid is never used twice.
+        process: the rank's own.
         step: optimiser steps done; None where nobody counts them.
         phase: what its main thread does, as it tells.
         waits: it waits for other ranks.
@@ -45,8 +46,7 @@ class Beat:
     number: int
     time: float
     node: str
-    pid: int
-    born: str | None
+    process: ProcessMark
     step: int | None
     phase: str
     waits: bool

@@ -89,7 +89,6 @@ class Report:
         beat: its own last beat.
         where: its innermost frame, see `evidence.where`; of a rank that waits for a save, that of the thread that writes it.
         stacks: its stacks, all threads.
-        collectives: the newest collective of each process group, see `evidence.last_collectives`.
         workers: what is known of its child processes, if it does not wait for other ranks.
         states: the state of the process of each other rank of this node, see `evidence.state_of`.
         heard: the newest beats of other ranks that it has heard.
@@ -98,7 +97,6 @@ class Report:
     beat: Beat
     where: str = ""
     stacks: str = ""
-    collectives: dict[str, evidence.Collective] = field(default_factory=dict)
     workers: list[dict[str, Any]] = field(default_factory=list)
     states: dict[int, str] = field(default_factory=dict)
     heard: dict[int, Beat] = field(default_factory=dict)
@@ -110,81 +108,54 @@ class Culprit:
 
     Attributes:
         what: what is known of it: "rank 1 on n1 was stopped (SIGSTOP) in step 17, forward/backward".
-        node: None: it was never heard.
+        pid: None: it was never heard.
     """
 
     rank: int
-    node: str | None
+    node: str
     pid: int | None
     what: str
     stacks: str = ""
     workers: Sequence[Mapping[str, Any]] = ()
 
 
-def find_culprits(
-    reports: Mapping[int, Report], world_size: int, expected_nodes: Mapping[int, str], dumps: Mapping[int, str]
-) -> list[Culprit]:
+def find_culprits(reports: Mapping[int, Report], nodes: Sequence[str], dumps: Mapping[int, str]) -> list[Culprit]:
     """Return the ranks that did not come; none if all wait for each other.
 
     A rank that has not reported is stopped, gone, or in a call that holds the interpreter, so it is one of them. If all have,
-    it is those that do not wait for others, or those that have begun fewer collectives than others.
+    it is those that do not wait for others, or those that have done fewer steps.
 
     Args:
-        expected_nodes: where SLURM puts each rank.
+        nodes: where each rank should be.
         dumps: stacks that the timers of silent ranks have written.
     """
-    silent = [rank for rank in range(world_size) if rank not in reports]
+    silent = [rank for rank in range(len(nodes)) if rank not in reports]
     if silent:
         beats = {rank: beat for each in reports.values() for rank, beat in each.heard.items()}
         states = {rank: state for each in reports.values() for rank, state in each.states.items()}
-        steps = [each.beat.step for each in reports.values() if each.beat.step is not None]
         return [
-            silent_culprit(
-                rank, beats.get(rank), states.get(rank), dumps.get(rank, ""), expected_nodes.get(rank), steps
-            )
-            for rank in silent
+            silent_culprit(rank, nodes[rank], beats.get(rank), states.get(rank), dumps.get(rank, "")) for rank in silent
         ]
-    if world_size == 1:
+    if len(nodes) == 1:
         return [_live_culprit(report, "did not get on") for report in reports.values()]
     at_work = [rank for rank, report in reports.items() if not report.beat.waits]
-    behind = _behind(reports)
-    if len(at_work) < world_size:
+    steps = {rank: each.beat.step for rank, each in reports.items() if each.beat.step is not None}
+    behind = [rank for rank, step in steps.items() if step < max(steps.values())]
+    if len(at_work) < len(nodes):
         behind = [rank for rank in at_work if rank in behind] or at_work or behind
     return [_live_culprit(reports[rank], "did not come to where the others wait") for rank in behind]
 
 
-def _behind(reports: Mapping[int, Report]) -> list[int]:
-    """Return the ranks that have begun fewer collectives than others; or, where these tell nothing, have done fewer steps."""
-    behind: set[int] = set()
-    for group in {name for report in reports.values() for name in report.collectives}:
-        numbers = {rank: each.collectives[group].number for rank, each in reports.items() if group in each.collectives}
-        behind |= {rank for rank, number in numbers.items() if number < max(numbers.values())}
-    if not behind:
-        steps = {rank: each.beat.step for rank, each in reports.items() if each.beat.step is not None}
-        behind = {rank for rank, step in steps.items() if step < max(steps.values())}
-    return sorted(behind)
-
-
-def silent_culprit(
-    rank: int,
-    beat: Beat | None,
-    state: str | None,
-    dump: str,
-    expected_node: str | None = None,
-    steps: Sequence[int] = (),
-) -> Culprit:
+def silent_culprit(rank: int, node: str, beat: Beat | None, state: str | None, dump: str) -> Culprit:
     """Return what is known of a rank that says nothing itself.
 
     Args:
-        beat: the last one that was heard.
+        node: where it should be.
+        beat: the last one that was heard, which is up to some seconds older than the others' reports.
         state: of its process, see `evidence.state_of`; None: nobody could look.
         dump: the stack that its timer has written.
-        steps: the steps that the others have done, and which it has begun, too.
     """
-    in_step = f" in step {min(steps) + 1}" if steps else beat.in_step if beat is not None else ""
-    phase, where = beat.phase if beat is not None else "phase not known", ""
-    if beat is not None and steps and (beat.step is None or beat.step < min(steps)) and not dump:
-        phase = f"last seen{beat.in_step}, {phase}"
+    doing, where = f"{beat.in_step}, {beat.phase}" if beat is not None else ", phase not known", ""
     if state in evidence.HELD:
         what = evidence.HELD[state]
     elif state == evidence.GONE:
@@ -194,9 +165,10 @@ def silent_culprit(
         where = f": {evidence.where(evidence.parse_dump(dump))}" if dump else ""
     else:
         what = "does not answer any more (stopped, or its node is gone)"
-    node = beat.node if beat is not None else expected_node
-    sentence = f"rank {rank} on {node or 'an unknown node'} {what}{in_step}, {phase}{where}"
-    return Culprit(rank, node, beat.pid if beat is not None else None, sentence, dump)
+    if beat is not None:
+        node = beat.node
+    pid = beat.process.pid if beat is not None else None
+    return Culprit(rank, node, pid, f"rank {rank} on {node} {what}{doing}{where}", dump)
 
 
 def _live_culprit(report: Report, what: str) -> Culprit:
@@ -209,4 +181,4 @@ def _live_culprit(report: Report, what: str) -> Culprit:
     elif beat.waits and what != "did not get on":
         what = "waits for others, but not in what they wait in,"
     sentence = f"rank {beat.rank} on {beat.node} {what}{beat.in_step}, {beat.phase}: {where}"
-    return Culprit(beat.rank, beat.node, beat.pid, sentence, report.stacks, report.workers)
+    return Culprit(beat.rank, beat.node, beat.process.pid, sentence, report.stacks, report.workers)

@@ -28,36 +28,30 @@ QUIET_S = 3.0  # without a further report: ranks that have not written one by th
 PAGE_S = 10.0  # for the page of the lowest live rank, before the next one writes it
 
 
-def write_together(
-    attempt_dir: AttemptDir,
-    own: Report,
-    world_size: int,
-    every_s: float,
-    expected_nodes: Mapping[int, str],
-) -> set[int]:
+def write_together(attempt_dir: AttemptDir, own: Report, nodes: Sequence[str], every_s: float) -> set[int]:
     """Write this rank's report, and the page if it is the lowest rank that has reported; return those ranks.
 
     The others wait for the page, and write it if it does not come.
 
     Args:
+        nodes: where each rank should be.
         every_s: seconds between two heartbeats, which ranks may be late.
-        expected_nodes: see `write_page`.
 
     Raises:
         OSError: the page cannot be written.
     """
-    rank, pause_s = own.beat.rank, max(0.1, world_size / LOOKS_PER_S)
+    rank, pause_s = own.beat.rank, max(0.1, len(nodes) / LOOKS_PER_S)
     with contextlib.suppress(OSError):  # a full disk
         replace_file(attempt_dir.hang_report(rank), msgspec.json.encode(own), durable=False)
     live, changed = {rank}, time.monotonic()
-    while time.monotonic() - changed < QUIET_S + 2 * every_s and len(live) < world_size:
+    while time.monotonic() - changed < QUIET_S + 2 * every_s and len(live) < len(nodes):
         if not live >= (found := set(attempt_dir.hang_reports())):
             live, changed = live | found, time.monotonic()
         time.sleep(pause_s)
     until = time.monotonic() + sorted(live).index(rank) * PAGE_S
     while not attempt_dir.hang_page.exists():
         if time.monotonic() >= until:
-            say(f"slurmtrain: hung: {write_page(attempt_dir, expected_nodes)}; see {attempt_dir.hang_page}")
+            say(f"slurmtrain: hung: {write_page(attempt_dir, nodes)}; see {attempt_dir.hang_page}")
             break
         time.sleep(pause_s)
     return live
@@ -69,20 +63,19 @@ def say(text: str) -> None:
         os.write(2, (text.rstrip() + "\n").encode(errors="replace"))
 
 
-def write_page(attempt_dir: AttemptDir, expected_nodes: Mapping[int, str]) -> str:
+def write_page(attempt_dir: AttemptDir, nodes: Sequence[str]) -> str:
     """Write hang.md and hang.json from the reports, and return the sentence.
 
     Args:
-        expected_nodes: where SLURM puts each rank.
+        nodes: where each rank should be.
     """
     reports: dict[int, Report] = {}
     for rank, path in sorted(attempt_dir.hang_reports().items()):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             reports[rank] = msgspec.json.decode(records.read_bytes(path), type=Report)
-    silent = [rank for rank in expected_nodes if rank not in reports]
+    silent = [rank for rank in range(len(nodes)) if rank not in reports]
     dumps = {rank: evidence.dump_of_timer(attempt_dir.stacks_file(rank)) for rank in silent}
-    culprits = find_culprits(reports, len(expected_nodes), expected_nodes, dumps)
-    return record(attempt_dir, culprits, reports, len(expected_nodes))
+    return record(attempt_dir, find_culprits(reports, nodes, dumps), reports, len(nodes))
 
 
 def record(attempt_dir: AttemptDir, culprits: Sequence[Culprit], reports: Mapping[int, Report], world_size: int) -> str:
@@ -91,7 +84,7 @@ def record(attempt_dir: AttemptDir, culprits: Sequence[Culprit], reports: Mappin
     failures.record_hang(
         attempt_dir,
         sentence=sentence,
-        nodes=sorted({each.node for each in culprits if each.node is not None}),
+        nodes=sorted({each.node for each in culprits}),
         ranks=[each.rank for each in culprits],
         since=max((each.beat.time - each.beat.idle_s for each in reports.values()), default=None),
     )
@@ -119,7 +112,7 @@ def page(sentence: str, culprits: Sequence[Culprit], reports: Mapping[int, Repor
     """Return the page as Markdown: first who did not come, then all who waited, in one table, then their stacks."""
     lines = [f"# Hung: {sentence}", ""]
     for each in culprits:
-        lines += [f"## Rank {each.rank} on {each.node or 'an unknown node'} (pid {each.pid or 'unknown'})", ""]
+        lines += [f"## Rank {each.rank} on {each.node} (pid {each.pid or 'unknown'})", ""]
         lines += [f"{each.what}.", ""]
         for worker in each.workers:
             lines += [f"Process {worker['pid']} {evidence.describe(worker)}: `{worker['command']}`", ""]
@@ -130,8 +123,8 @@ def page(sentence: str, culprits: Sequence[Culprit], reports: Mapping[int, Repor
     named = {each.rank for each in culprits}
     others = {rank: each for rank, each in reports.items() if rank not in named}
     if others:
-        lines += ["## Ranks that waited", "", "| rank | node | step | phase | for | where | last collectives |"]
-        lines += ["|---|---|---|---|---|---|---|", *map(_row, others.values()), "", "## Their stacks", ""]
+        lines += ["## Ranks that waited", "", "| rank | node | step | phase | for | where |"]
+        lines += ["|---|---|---|---|---|---|", *map(_row, others.values()), "", "## Their stacks", ""]
     same: dict[str, list[int]] = {}  # most of a thousand ranks wait at the same place
     for rank, report in others.items():
         same.setdefault(re.sub(r"0x[0-9a-f]+", "0x...", report.stacks), []).append(rank)
@@ -142,10 +135,8 @@ def page(sentence: str, culprits: Sequence[Culprit], reports: Mapping[int, Repor
 
 def _row(report: Report) -> str:
     beat = report.beat
-    begun = sorted(report.collectives.values(), key=lambda each: each.since)
-    last = "; ".join(f"{each.name} number {each.number}, {beat.time - each.since:.0f} s ago" for each in begun[-2:])
     step = "" if beat.step is None else str(beat.step + 1)
-    cells = (str(beat.rank), beat.node, step, beat.phase, f"{beat.idle_s:.0f} s", report.where, last)
+    cells = (str(beat.rank), beat.node, step, beat.phase, f"{beat.idle_s:.0f} s", report.where)
     return "| " + " | ".join(cells) + " |"
 
 

@@ -285,7 +285,7 @@ class SlurmtrainCallback(Callback):  # type: ignore[misc]
         """Return whether Trainer validates after this batch, on any rank: clocks differ (val_check_interval in time)."""
         due = bool(trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
         if getattr(trainer, "_val_check_time_interval", None) is not None:
-            due = bool(RankGroup(self._distributed.control_group).maximum(int(due)))
+            due = any(RankGroup(self._distributed.control_group).sums([due]))
         return due
 
     def _take_signals_back(self) -> None:
@@ -409,5 +409,5 @@ def _gathered(distributed: DistributedContext, own: dict[str, Any]) -> list[dict
     """
     written = io.BytesIO()
     torch.save(own, written)
-    everyones = RankGroup(distributed.control_group).gather(lambda: base64.b64encode(written.getvalue()).decode())
+    everyones = RankGroup(distributed.control_group).all_do(lambda: base64.b64encode(written.getvalue()).decode(), list)
     return [torch.load(io.BytesIO(base64.b64decode(state)), weights_only=True) for state in everyones]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint import module_state
+from slurmtrain.checkpoint.tensors import module_state
 from slurmtrain.config.known_models import OUTPUTS
 from slurmtrain.config.schema import LoraConfig
 from slurmtrain.errors import ConfigError, nearest
@@ -79,13 +79,12 @@ def without_adapters(model: nn.Module) -> dict[str, Tensor]:
 
     A tied parameter has all of its names.
     """
-    parameters = model.named_parameters(remove_duplicate=False)
-    held: list[tuple[str, Tensor]] = [(name, tensor) for name, tensor in parameters if not _is_adapter(name)]
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                held.append((f"{path}.{name}" if path else name, buffer))
-    return {name_without_adapters(name): tensor for name, tensor in module_state.clean_names(model, held).items()}
+    not_saved = {id(each._buffers[name]) for each in model.modules() for name in each._non_persistent_buffers_set}
+    return {
+        name_without_adapters(name): tensor
+        for name, tensor in module_state(model).held.items()
+        if not _is_adapter(name) and id(tensor) not in not_saved
+    }
 
 
 def name_without_adapters(name: str) -> str:

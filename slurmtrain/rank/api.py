@@ -172,8 +172,7 @@ def init(*, device: str = "auto", rendezvous_timeout_s: int = 300, watchdog: boo
             from slurmtrain.rank.watchdog import Watchdog
 
             own_limits = replace(limits, min_s=limits.program_s if watchdog is True else watchdog)
-            # The ranks of a program may end at different times, so one that is gone has not failed.
-            session.watchdog = Watchdog(own_limits, met, session.context.attempt_dir, leaves_with_rank_0=False)
+            session.watchdog = Watchdog(own_limits, met, session.context.attempt_dir)
 
     try:
         session.distributed = init_distributed(cluster, device, environment, rendezvous_dir, stop_flag, on_met=watch)

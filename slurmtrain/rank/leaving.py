@@ -122,8 +122,8 @@ def fail(
     with undeterred("complete the record of the attempt"):
         finish(failure.exit_code)
     if watchdog is not None:
-        with undeterred("tell the other ranks"):
-            watchdog.failed(lost_a_peer=failure.because_of_peer)
+        with undeterred("tell the other ranks that this one leaves"):
+            watchdog.close()
     leave(failure.exit_code)
 
 

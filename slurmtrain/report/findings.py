@@ -138,7 +138,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class PreflightRecord:
-    """The checks of an attempt, as `rank.preflight.check.record_of` writes them.
+    """The checks of an attempt, as `rank.preflight.check` writes them.
 
     Attributes:
         seconds: of the quick checks, on rank 0.

@@ -23,6 +23,7 @@ from slurmtrain.runs.ownership import require_own
 from slurmtrain.runs.reasons import Reason, Verdict
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.supervise.platforms import Platform
+from slurmtrain.system.process import kill_trees
 
 log = logging.getLogger(__name__)
 
@@ -158,15 +159,15 @@ def _watch_rank(attempt_dir: AttemptDir, closed: threading.Event) -> None:
             beat, changed, since = parse_beat(file.read_bytes()) or beat, newest, now
         if beat is None or not judge.hangs_alone(beat, now - since):
             continue
-        state = evidence.state_of(beat.pid, beat.born)
-        if state in (evidence.GONE, "t", "Z", "X"):
+        state = evidence.state_of(beat.process)
+        if state == evidence.GONE:
             since = now
             continue
         dump = evidence.dump_of_timer(attempt_dir.stacks_file(beat.rank))
         try:
-            sentence = page.record(attempt_dir, [judge.silent_culprit(beat.rank, beat, state, dump)], {}, 1)
+            sentence = page.record(attempt_dir, [judge.silent_culprit(beat.rank, beat.node, beat, state, dump)], {}, 1)
             log.error("hung: %s; see %s", sentence, attempt_dir.hang_page)
         except OSError as error:  # a full disk does not keep a GPU
             log.error("hung: rank %d, of which nothing can be written: %s", beat.rank, error.strerror or error)
-        evidence.kill_tree(beat.pid, beat.born)
+        kill_trees([beat.process])
         return

@@ -49,7 +49,7 @@ class TrainingRanks:
         """Return the values of all ranks, in their order; each is JSON."""
         from slurmtrain.checkpoint.ranks import RankGroup  # a script that only asks whether to stop does without
 
-        return RankGroup(self.control_group).gather(lambda: value)
+        return RankGroup(self.control_group).all_do(lambda: value, list)
 
     def all_true(self, value: bool) -> bool:
         """Return whether `value` is true on all ranks."""

@@ -12,10 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import Box
-from slurmtrain.checkpoint.tensors import box_of, local
+from slurmtrain.checkpoint.tensors import box_of, local, module_state
 from slurmtrain.config import known_models
 from slurmtrain.config.known_models import is_our_decoder
 from slurmtrain.errors import ConfigError
@@ -53,8 +52,9 @@ def load_pretrained(model: nn.Module, folder: Path) -> None:
         CheckpointError: a file cannot be read.
     """
     stored = tensors_of(folder)
-    inner = module_state.unwrap(model)
-    entries = without_adapters(inner) if has_adapters(inner) else module_state.entries(model)
+    its = module_state(model)
+    inner = its.root
+    entries = without_adapters(inner) if has_adapters(inner) else its.entries
     held = {name: tensor for name, tensor in entries.items() if isinstance(tensor, Tensor)}
     if isinstance(inner, HuggingFace):
         names = [name_without_adapters(name) for name, _ in inner.named_parameters()]  # of a tied one the first

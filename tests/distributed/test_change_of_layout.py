@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from slurmtrain.checkpoint.format.directory import checkpoint_name
-from slurmtrain.checkpoint.state import flatten
+from slurmtrain.checkpoint.state import flatten, live_state
 from slurmtrain.errors import ConfigError
 from slurmtrain.rank.distributed_context import DistributedContext
 from slurmtrain.runs.run_dir import RunDir
@@ -41,7 +41,8 @@ class Comparison(TrainingHook):
     def start(self, state: TrainingState) -> None:
         if state.restored is None:
             return
-        found, _ = flatten({"model": state.distributed_model.model, "optimizer": state.optimizer})
+        objects = {"model": state.distributed_model.model, "optimizer": state.optimizer}
+        found = flatten(live_state(objects, None, 0)).tensors
         assert any(name.endswith("exp_avg_sq") for name in found)
         saved = load(state.restored.path)
         self.different += [name for name, tensor in found.items() if not torch.equal(whole(tensor), saved[name])]
@@ -60,7 +61,7 @@ def on_one_layout(
     comparison = Comparison()
     trainer = trainer_of(distributed, run_path, overrides, stop, attempt, hooks=[comparison])
     trainer.fit()
-    found, _ = flatten({"model": trainer.state.distributed_model.model})
+    found = flatten(live_state({"model": trainer.state.distributed_model.model}, None, 0)).tensors
     tied = "".join(str(whole(tensor).tolist()) for name, tensor in found.items() if "embedding" in name)
     return comparison.different, tied, torch.rand(()).item()
 

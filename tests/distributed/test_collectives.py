@@ -99,16 +99,16 @@ def talk(distributed: DistributedContext, canary: Path) -> list[Any]:
             hear(question)
 
     long = "a" * (100_000 * rank)
-    hear(lambda: told.gather(lambda: [rank, "\0", {"a": None}]))
+    hear(lambda: told.all_do(lambda: [rank, "\0", {"a": None}], list))
     hear(lambda: told.on_rank_0(lambda: ["from", rank]))
     hear(lambda: told.broadcast(rank, source=1))
-    hear(lambda: told.gather_on_rank_0(lambda: long, lambda all_: [len(each) for each in all_]))
+    hear(lambda: told.all_do(lambda: long, lambda all_: [len(each) for each in all_]))
     hear(lambda: told.all_do(lambda: fail(CheckpointMismatchError("another model"), 1)))
-    hear(lambda: told.gather_on_rank_0(lambda: fail(SupersededError("a newer one"), 1), lambda all_: "not reached"))
+    hear(lambda: told.all_do(lambda: fail(SupersededError("a newer one"), 1), lambda all_: "not reached"))
     hear(lambda: told.on_rank_0(lambda: fail(FileNotFoundError(2, "no", "/there"), 0)))
-    send_pickles(lambda: told.gather(lambda: rank))
-    send_pickles(lambda: told.gather_on_rank_0(lambda: rank, lambda all_: all_))
-    hear(lambda: told.gather(lambda: rank))
+    send_pickles(lambda: told.all_do(lambda: rank, list))
+    send_pickles(lambda: told.all_do(lambda: rank, lambda all_: all_))
+    hear(lambda: told.all_do(lambda: rank, list))
     return heard
 
 

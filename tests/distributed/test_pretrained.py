@@ -11,10 +11,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from slurmtrain.checkpoint import module_state
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import Box, committed
-from slurmtrain.checkpoint.tensors import box_of, local
+from slurmtrain.checkpoint.tensors import box_of, local, module_state
 from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import HUGGING_FACE, with_sizes
 from slurmtrain.config.parallel_dims import parallel_dims_of
@@ -108,7 +107,7 @@ def loaded_wrongly(
 def differing(model: torch.nn.Module, folder: Path, name_of: Callable[[str], str | None]) -> list[str]:
     """The tensors that this rank holds, and whose bits are not those of the folder."""
     stored, wrong = tensors_of(folder), []
-    for name, tensor in module_state.entries(model).items():
+    for name, tensor in module_state(model).entries.items():
         source = stored.get(name_of(name) or "") or stored["model.embed_tokens.weight"]
         if not torch.equal(source[:][box_of(name, tensor).within(Box.whole(tensor.shape))], local(tensor.detach())):
             wrong.append(name)

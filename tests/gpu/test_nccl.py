@@ -90,7 +90,7 @@ class Faulty(Decoder):
 """
 
 
-def test_a_rank_that_hangs_is_named_with_the_collective_that_nccl_waits_in(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named_while_nccl_waits_for_it(tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text(FAULTY)
     words = ["+experiment=smoke", "train.device=cuda", "train.steps=40", "train.tensorboard=false"]
     words += ["parallel.dp_replicate=1", "parallel.dp_shard=2", "model._target_=faulty.Faulty"]

@@ -90,7 +90,7 @@ def read_contents(path: Path, manifest: Manifest, ranks: RankGroup | None = None
     some = sorted(manifest.files)[ranks.rank :: ranks.size]
     tables = [
         np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=np.int64).reshape(-1, columns)
-        for columns, text in ranks.gather(partial(read_headers, path, manifest, some))
+        for columns, text in ranks.all_do(partial(read_headers, path, manifest, some), list)
     ]
     table = np.concatenate(tables)
     elements = (table[:, _EDGES + 1 :: 2] - table[:, _EDGES::2]).prod(axis=1)
@@ -297,7 +297,7 @@ def share_out(spans: Iterable[Span], on_this_host: RankGroup) -> list[tuple[str,
         for number in range(span.begin // BLOCK_BYTES, -(-span.end // BLOCK_BYTES)):
             begin, end = max(span.begin, number * BLOCK_BYTES), min(span.end, (number + 1) * BLOCK_BYTES)
             numbers[number] = numbers.get(number, 0) + end - begin
-    needs = on_this_host.gather(lambda: {file: [*numbers.items()] for file, numbers in need.items()})
+    needs = on_this_host.all_do(lambda: {file: [*numbers.items()] for file, numbers in need.items()}, list)
     wanted: dict[tuple[str, int], dict[int, int]] = {}
     for who, counted in enumerate(needs):
         for file, pairs in counted.items():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint import module_state, state
+from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, DamagedError
 from slurmtrain.checkpoint.format.directory import (
     OWN,
@@ -36,13 +36,14 @@ from slurmtrain.checkpoint.format.reading import patiently, read_manifest_text
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.restore.reader import read_contents, read_tensors
 from slurmtrain.checkpoint.store import retention
-from slurmtrain.checkpoint.tensors import dtype_name
+from slurmtrain.checkpoint.tensors import EXTRA_KEY, dtype_name
 from slurmtrain.choices import DECODERS, Allow
 from slurmtrain.errors import UsageError, nearest
 from slurmtrain.system.files import refresh
 
 if TYPE_CHECKING:
     from slurmtrain.checkpoint.node_folder import NodeFolder
+    from slurmtrain.checkpoint.state import LiveState
     from slurmtrain.checkpoint.store.mirror import MirrorUploader
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Restorer:
         borrow_buffer: returns host memory of a size, to read into.
         changed: see `Checkpointer`.
         objects: those that all ranks share.
-        own_objects: those that this rank has for itself, by their names in a checkpoint (`own_name`).
+        per_rank: those that this rank has for itself; None: what ranks have for themselves is left as it is.
         path: the checkpoint that was asked for; None: the newest.
         at_most: without `path`, the newest of at most this step; None: of any step.
     """
@@ -107,7 +108,7 @@ class Restorer:
     node_folder: NodeFolder | None
     changed: frozenset[str]
     objects: Mapping[str, Any]
-    own_objects: Mapping[str, Any]
+    per_rank: Mapping[str, Any] | None
     path: Path | None
     allow: Collection[str]
     as_start: bool
@@ -180,7 +181,7 @@ class Restorer:
     def _copies(self, folder: NodeFolder, path: Path, digest: str, manifest: Manifest) -> Path | None:
         """Return where this rank finds the files of the checkpoint `path` if any node has copies of them; None: none has."""
         found = self.ranks_on_host.on_rank_0(lambda: str(folder.view(path, digest, manifest.files) or ""))
-        return Path(found or path) if self.ranks.maximum(int(found != "")) else None
+        return Path(found or path) if any(self.ranks.sums([found != ""])) else None
 
     def _load(self, path: Path, manifest: Manifest, folder: Path, **about: Any) -> Restored:
         """Fill the objects.
@@ -197,20 +198,18 @@ class Restorer:
             hint = f"move it away, or start from it on purpose: checkpoint.restore_from={path}"
             self.identity.check_run(path, manifest, hint=hint)
         contents = read_contents(folder, manifest, ranks)
-        objects, own_json = dict(self.objects), own_name(ranks.rank, "")
+        own_json = own_name(ranks.rank, "")
         # A rank that did not exist keeps what it has; another training does not take over what was a rank's own.
         own = own_json in contents.facts and not self.as_start
-        if own:
-            objects |= self.own_objects
-        live = ranks.all_do(lambda: module_state.module_tensors(objects))
+        live = ranks.all_do(lambda: state.live_state(self.objects, self.per_rank if own else None, ranks.rank))
         # What the checkpoint alone has of the modules, without extra state, which may come and go. A pipeline stage has only a
         # part of a module, so what others hold has to be known where something seems to be missing.
-        prefixes = tuple(f"{key}." for key, value in objects.items() if isinstance(value, torch.nn.Module))
-        alone = {name for name in manifest.tensors if name.startswith(prefixes) and not module_state.is_extra(name)}
-        alone -= live.keys()
-        if ranks.maximum(int(bool(alone))):
-            alone -= set().union(*ranks.gather(lambda: sorted(live)))
-        targets = ranks.all_do(lambda: self._find_targets(path, manifest, objects, live, alone))
+        prefixes = tuple(f"{key}." for key, value in live.objects.items() if isinstance(value, torch.nn.Module))
+        of_modules = (name for name in manifest.tensors if name.startswith(prefixes))
+        alone = {name for name in of_modules if EXTRA_KEY not in name.split(".")} - live.tensors.keys()
+        if any(ranks.sums([bool(alone)])):
+            alone -= set().union(*ranks.all_do(lambda: sorted(live.tensors), list))
+        targets = ranks.all_do(lambda: self._find_targets(path, manifest, live, alone))
         own_text = (
             {own_json: torch.empty(contents.facts[own_json].shape, dtype=torch.uint8, device="cpu")} if own else {}
         )
@@ -219,16 +218,16 @@ class Restorer:
             contents,
             manifest,
             {**targets, **own_text},
-            live=live,
+            live=live.tensors,
             ranks=ranks,
             on_this_host=self.ranks_on_host,
             buffer=self.borrow_buffer,
         )
         lenient, convert = "keys" in allow, "dtypes" in allow
         plain = {**manifest.state, **own_plain}
-        ranks.all_do(lambda: state.load_objects(objects, targets, plain, lenient=lenient, convert=convert))
+        ranks.all_do(lambda: state.load_objects(live, targets, plain, lenient=lenient, convert=convert))
         named = [*manifest.tensors, *(name for name in manifest.state if not name.startswith(state.EXTRA))]
-        left_out = {name.partition(".")[0] for name in named if not name.startswith(OWN)} - objects.keys()
+        left_out = {name.partition(".")[0] for name in named if not name.startswith(OWN)} - live.objects.keys()
         return Restored(
             path,
             manifest.step,
@@ -243,20 +242,20 @@ class Restorer:
         self,
         path: Path,
         manifest: Manifest,
-        objects: Mapping[str, Any],
-        live: Mapping[str, Tensor],
+        live: LiveState,
         alone: Collection[str],
     ) -> dict[str, Tensor]:
         """Return the tensors to fill on this rank, by name, after everything that differs was found to be allowed.
 
         Args:
-            live: tensors of this rank's modules.
+            live: what this rank's objects hold.
             alone: names that only the checkpoint has of what all ranks' modules should.
 
         Raises:
             CheckpointMismatchError: config, names, shapes or dtypes differ.
         """
-        allow, saved, config = self.allow, manifest.config, self.identity.config
+        state.check(live)
+        objects, allow, saved, config = live.objects, self.allow, manifest.config, self.identity.config
         if self.as_start:
             saved, config = ({key: each[key] for key in objects if key in each} for each in (saved, config))
         check_config(path, saved, config, allow, changed=self.changed, asked_for=self.path is not None)
@@ -265,12 +264,14 @@ class Restorer:
             for key, value in objects.items()
             if not (isinstance(value, torch.nn.Module) or key in manifest.state or key.startswith(OWN))
         ]
-        lines += [f"- {name} is not in the checkpoint" for name in sorted(live.keys() - manifest.tensors.keys())]
+        lines += [
+            f"- {name} is not in the checkpoint" for name in sorted(live.tensors.keys() - manifest.tensors.keys())
+        ]
         lines += [f"+ {name} is in the checkpoint alone" for name in sorted(alone)]
         if lines and "keys" not in allow:
             raise _refusal(path, "keys", "does not fit", lines)
         useful = {name: fact for name, fact in manifest.tensors.items() if name not in alone}
-        everything = state.templates(objects, live, useful)
+        everything = state.templates(live, useful)
         targets = {name: tensor for name, tensor in everything.items() if name in useful}
         shapes, dtypes = [], []
         for name, tensor in targets.items():

@@ -137,7 +137,7 @@ class SaveJob:
         temporary = Path(self.ranks.on_rank_0(lambda: str(begin())))
         parts: list[dict[str, Any]] = []  # what all ranks hand in, on rank 0
         try:
-            differing = self.ranks.gather_on_rank_0(
+            differing = self.ranks.all_do(
                 lambda: self._write_own_file(temporary), lambda everyones: self._find_differing(parts, everyones)
             )
             if differing:
@@ -269,7 +269,7 @@ class SaveJob:
                 )
             self.drift = f"{what}: that of the lowest rank is saved; what each is to get back belongs into per_rank="
 
-        self.ranks.gather_on_rank_0(fingerprints, judge)
+        self.ranks.all_do(fingerprints, judge)
 
 
 def differences(key: str, everyone: Sequence[Mapping[str, int] | None]) -> list[str]:

@@ -12,18 +12,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.directory import DTYPE_BYTES, OWN, Box, TensorFacts, own_name, piece_name, share
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, box_of, dtype_name, is_dtensor
+
+if TYPE_CHECKING:
+    from slurmtrain.checkpoint.state import FlatState
 
 PAGE_BYTES = 4096
 OWN_ENTRY_BYTES = 200  # more than the length of a header and the entry of a rank's own JSON take in it
@@ -96,41 +98,30 @@ class SavePlan:
     compared: Mapping[str, tuple[str, int]]
 
 
-def make_plan(
-    tensors: Mapping[str, Tensor] | CheckpointError,
-    ranks: RankGroup,
-    known: SavePlan | None,
-    *,
-    of_first: Callable[[], Collection[str]] = frozenset,
-) -> SavePlan:
-    """Make the plan for `tensors`, by all ranks together, or return `known` if it is still valid on all of them.
-
-    Args:
-        tensors: tensors by name, or why this rank has none; that error is raised on all ranks.
-        of_first: returns the names of tensors that are no exact replicas (buffers): they are not compared, and the first
-            rank that has one writes it.
+def make_plan(flat: FlatState, ranks: RankGroup, known: SavePlan | None) -> SavePlan:
+    """Make the plan for the tensors of `flat`, by all ranks together, or return `known` if it is still valid on all of them.
 
     Raises:
-        CheckpointError: on every rank: a tensor cannot be saved, or differs in shape or type on another rank.
+        CheckpointError: on every rank: `flat` has an error; or a tensor cannot be saved, or differs in shape or type on another
+            rank.
     """
     signature = tuple(
         (name, tensor.shape, tensor.dtype, (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else None)
-        for name, tensor in (() if isinstance(tensors, CheckpointError) else tensors.items())
+        for name, tensor in flat.tensors.items()
     )
-    changed = isinstance(tensors, CheckpointError) or known is None or known.signature != signature
-    if not ranks.maximum(int(changed)):
+    changed = flat.error is not None or known is None or known.signature != signature
+    if not any(ranks.sums([changed])):
         assert known is not None
         return known
-    text = ranks.all_do(lambda: _describe(tensors, ranks.rank))
-    assert not isinstance(tensors, CheckpointError)
+    text = ranks.all_do(lambda: _describe(flat, ranks.rank))
     members: dict[str, list[int]] = {}
-    for rank, digest in enumerate(ranks.gather(lambda: hashlib.sha256(text.encode()).hexdigest())):
+    for rank, digest in enumerate(ranks.all_do(lambda: hashlib.sha256(text.encode()).hexdigest(), list)):
         members.setdefault(digest, []).append(rank)
     # Mostly there is one description, at most a few (pipeline stages): its lowest rank broadcasts each.
     texts = [ranks.broadcast(text, source=owners[0]) for owners in members.values()]
     number = next(index for index, owners in enumerate(members.values()) if ranks.rank in owners)
     described = list(zip(texts, members.values(), strict=True))
-    plan = ranks.all_do(lambda: _make(tensors, number, described, ranks, signature, of_first()))
+    plan = ranks.all_do(lambda: _make(flat, number, described, ranks, signature))
     # All ranks together have to write as many elements of every tensor as it has.
     written = dict.fromkeys(plan.facts, 0)
     for piece in plan.pieces:
@@ -144,18 +135,18 @@ def make_plan(
     return plan
 
 
-def _describe(tensors: Mapping[str, Tensor] | CheckpointError, rank: int) -> str:
+def _describe(flat: FlatState, rank: int) -> str:
     """Return this rank's tensors and their layouts, as text that is the same on ranks that hold the same.
 
     What they have for themselves has no number of a rank there.
     """
-    if isinstance(tensors, CheckpointError):
-        raise tensors
+    if flat.error is not None:
+        raise flat.error
     layouts: list[Layout] = []
     # Of layouts, by mesh and placements: comparing meshes of thousands of ranks for every tensor takes long.
     numbers: dict[tuple[int, Any], int] = {}
     entries = []
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(flat.tensors.items()):
         box_of(name, tensor)
         if dtype_name(tensor.dtype) not in DTYPE_BYTES:
             raise CheckpointError(f"{name} is {dtype_name(tensor.dtype)}, which a checkpoint cannot hold")
@@ -175,14 +166,15 @@ def _describe(tensors: Mapping[str, Tensor] | CheckpointError, rank: int) -> str
 
 
 def _make(
-    tensors: Mapping[str, Tensor],
+    flat: FlatState,
     number: int,
     texts: Sequence[tuple[str, Sequence[int]]],
     ranks: RankGroup,
     signature: tuple[Any, ...],
-    of_first: Collection[str],
 ) -> SavePlan:
     """Make a plan from the descriptions of all ranks.
+
+    Buffers are no exact replicas: they are not compared, and the first rank that has one writes it.
 
     Args:
         texts: every different description, and the ranks that gave it.
@@ -212,7 +204,7 @@ def _make(
     groups: dict[tuple[int, ...], list[int]] = {}  # what ranks hold the same, by layouts
     written: list[tuple[str, Box, Box]] = []
     compared: dict[str, tuple[str, int]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in flat.tensors.items():
         box = box_of(name, tensor)
         group, own = [ranks.rank], ranks.rank
         if is_dtensor(tensor) and not name.startswith(OWN):
@@ -223,10 +215,10 @@ def _make(
         elif not name.startswith(OWN):
             group = sorted(holders[name])
         index = group.index(own)
-        if len(group) > 1 and 0 not in box.size and name not in of_first:
+        if len(group) > 1 and 0 not in box.size and name not in flat.buffers:
             compared[name] = f"{TENSORS} {hashlib.sha256(json.dumps(group).encode()).hexdigest()[:16]}", len(group)
         part: Box | None = box
-        if name not in of_first:
+        if name not in flat.buffers:
             part = share(box, tensor.itemsize, name, index, len(group))
         elif index > 0:
             part = None
@@ -235,12 +227,12 @@ def _make(
             if (called := piece_name(name, part, tensor.shape)) != name and called in holders:
                 raise CheckpointError(f"a part of {name} has the name of another tensor, {called}")
     # An element type's size divides the next larger one's: nothing has to be skipped for alignment.
-    written.sort(key=lambda entry: -tensors[entry[0]].itemsize)
+    written.sort(key=lambda entry: -flat.tensors[entry[0]].itemsize)
 
     pieces, position = [], 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, box, part in written:
-        dtype = tensors[name].dtype
+        dtype = flat.tensors[name].dtype
         end = position + math.prod(part.size) * dtype.itemsize
         pieces.append(TensorPiece(name, part, part.within(box), dtype, position, end))
         its_name = SAFETENSORS_NAMES.get(dtype)

@@ -306,9 +306,7 @@ class MirrorUploader:
 
         try:
             with held:
-                self._ranks.gather_on_rank_0(
-                    lambda: self._mirror.upload(path, file_name(self._ranks.rank), order), finish
-                )
+                self._ranks.all_do(lambda: self._mirror.upload(path, file_name(self._ranks.rank), order), finish)
         except CheckpointError as error:
             if self._ranks.rank == 0 and not self._leaving:
                 log.warning("%s was not copied to %s: %s", path.name, self._mirror.url, error.message)
@@ -385,7 +383,7 @@ class MirrorUploader:
             return str(commit.commit(temporary, text, _step(name), incarnation))
 
         try:
-            final = Path(self._ranks.gather_on_rank_0(download, publish))
+            final = Path(self._ranks.all_do(download, publish))
         except CheckpointError:
             if ranks.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)

@@ -8,15 +8,14 @@ fault, and the finding is the config's.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from slurmtrain.choices import Backend, FindingKind, JobKind
 from slurmtrain.config.schema import Config
 from slurmtrain.errors import EnvironmentMismatchError
-from slurmtrain.rank.preflight.facts import MISSING, NodeFacts, RankFacts, gpus_of
+from slurmtrain.rank.preflight.facts import FOLDER_LIMIT_S, MISSING, NodeFacts, RankFacts, gpus_of
 from slurmtrain.system.gpu import GpuFacts
 
 BUSY_SHARE = 0.1  # of a GPU's memory: with more in use by others a job that fits may not fit
@@ -99,38 +98,17 @@ class Finding:
         return ADVICE[self.kind].replace("{node}", ",".join(self.nodes[:MOST_NAMED]) or "the node")
 
     @property
-    def where(self) -> str:
-        """The nodes, and the ranks if not all of theirs are meant."""
-        nodes = named(self.nodes)
-        if not self.ranks:
-            return nodes
-        ranks = ", ".join(map(str, self.ranks[:MOST_NAMED])) + (", ..." if len(self.ranks) > MOST_NAMED else "")
-        return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks} on {nodes}"
-
-    @property
     def sentence(self) -> str:
-        """Say where it is, what was found and what was expected."""
-        return f"{self.where}: {self.value}; expected: {self.expected}"
-
-    def values(self) -> dict[str, Any]:
-        """Return it as values for JSON."""
-        return {**asdict(self), "advice": self.advice, "sentence": self.sentence}
-
-
-def named(nodes: Sequence[str]) -> str:
-    """Return the names of nodes in words, the first few of many."""
-    shown = ", ".join(nodes[:MOST_NAMED])
-    return f"{shown} and {len(nodes) - MOST_NAMED} more" if len(nodes) > MOST_NAMED else shown
+        """Say where it is, with the ranks if not all of the nodes' are meant, what was found and what was expected."""
+        where = _first_few(self.nodes)
+        if self.ranks:
+            where = f"rank{'s' if len(self.ranks) > 1 else ''} {_first_few(self.ranks)} on {where}"
+        return f"{where}: {self.value}; expected: {self.expected}"
 
 
-def without(found: Iterable[Finding], ignored: Collection[str]) -> list[Finding]:
-    """Leave out the kinds that the config says to ignore."""
-    return [each for each in found if each.kind not in ignored]
-
-
-def sorted_by_weight(found: Iterable[Finding]) -> list[Finding]:
-    """Return the fatal ones first, and of those the config's own first."""
-    return sorted(found, key=lambda each: (not each.fatal, each.fault is Fault.NODE, each.kind, each.nodes))
+def _first_few(values: Sequence[object]) -> str:
+    shown = ", ".join(map(str, values[:MOST_NAMED]))
+    return f"{shown} and {len(values) - MOST_NAMED} more" if len(values) > MOST_NAMED else shown
 
 
 def error_of(found: Sequence[Finding]) -> EnvironmentMismatchError | None:
@@ -139,7 +117,7 @@ def error_of(found: Sequence[Finding]) -> EnvironmentMismatchError | None:
     Where only nodes are at fault, it names them, so that another start leaves them out. A fault of the config would be
     there on other nodes, too.
     """
-    fatal = [each for each in sorted_by_weight(found) if each.fatal]
+    fatal = [each for each in found if each.fatal]
     if not fatal:
         return None
     of_config = [each for each in fatal if each.fault is Fault.CONFIG]
@@ -182,10 +160,11 @@ class Gathered:
 
 
 def compare(facts: Gathered, config: Config) -> list[Finding]:
-    """Return what is not as it should be, the fatal first."""
+    """Return what is not as it should be, the fatal first, and of those the config's own first."""
     comparisons = (_gpus, _same, _clocks, _disks, _cpus, _shared_folder)
-    found = [finding for comparison in comparisons for finding in comparison(facts, config)]
-    return sorted_by_weight(without(found, config.preflight.ignore))
+    found = [each for comparison in comparisons for each in comparison(facts, config)]
+    found = [each for each in found if each.kind not in config.preflight.ignore]
+    return sorted(found, key=lambda each: (not each.fatal, each.fault is Fault.NODE, each.kind, each.nodes))
 
 
 def _wrong(
@@ -317,12 +296,10 @@ def _gpu(node: str, gpu: GpuFacts, own: Collection[int], *, alone: bool, managed
 
 
 def _clocks(facts: Gathered, config: Config) -> Iterator[Finding]:
-    """Find the clocks that are certainly off, seen from rank 0's. So a node that came late is none."""
+    """Find the clocks that are off, seen from rank 0's."""
     limit_s = config.preflight.clock_offset_s
     for node, each in facts.nodes.items():
-        least, most = each.clock or (0.0, 0.0)
-        off = max(0.0, least) or min(0.0, most)
-        if abs(off) > limit_s:
+        if abs(off := each.clock_ahead_s) > limit_s:
             value = f"its clock is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} that of {facts.ranks[0].node}"
             right = f"at most {limit_s:g} s (preflight.clock_offset_s)"
             yield Finding(FindingKind.CLOCK, (node,), value, right, False, Fault.NODE)
@@ -360,11 +337,7 @@ def _shared_folder(facts: Gathered, config: Config) -> Iterator[Finding]:
     """Find the nodes that do not see, or see late, what rank 0 writes into the run directory."""
     what = "what rank 0 has written into the run directory"
     seen = {node: each.folder_after_s for node, each in facts.nodes.items()}
-    blind = {
-        node: f"does not see in {facts.nodes[node].folder_limit_s:.0f} s {what}"
-        for node, s in seen.items()
-        if s is None
-    }
+    blind = {node: f"does not see in {FOLDER_LIMIT_S:.0f} s {what}" for node, s in seen.items() if s is None}
     late = {node: f"has seen {s:.1f} s late {what}" for node, s in seen.items() if s is not None and s > LATE_S}
     yield from _wrong(FindingKind.SHARED_FOLDER, blind, "all nodes see it", facts, fatal=True)
     yield from _wrong(FindingKind.SHARED_FOLDER, late, f"within {LATE_S:g} s", facts, fatal=False)

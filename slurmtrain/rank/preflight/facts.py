@@ -9,6 +9,7 @@ own, which is abandoned when its time is over.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import logging
@@ -16,7 +17,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,9 +28,10 @@ import torch
 from slurmtrain import __version__
 from slurmtrain.choices import Device, FindingKind
 from slurmtrain.config.schema import Config
+from slurmtrain.rank.addresses import Pauses, look
 from slurmtrain.runs.run_dir import RunDir
 from slurmtrain.slurm.environment import Environment, has_gpu_files
-from slurmtrain.system.gpu import GpuFacts, ask_gpus, read_gpus
+from slurmtrain.system.gpu import GpuFacts, ask_gpus
 from slurmtrain.system.paths import URL
 from slurmtrain.system.patience import begin
 from slurmtrain.system.process_facts import ProcessFacts, gather_facts
@@ -37,6 +39,7 @@ from slurmtrain.system.process_facts import ProcessFacts, gather_facts
 log = logging.getLogger(__name__)
 
 LIMIT_S = 5.0  # for each reader
+FOLDER_LIMIT_S = 30.0  # until a node sees rank 0's file in the attempt's folder
 MOST_PATHS = 64
 MISSING = "is missing"  # what a node says of a path of the config that is not there
 MANIFESTS = ("manifest.json", "dataset_info.json", "config.json")  # files of a folder that say what is in it
@@ -54,17 +57,16 @@ class NodeFacts:
         disks: by folder in which the job writes, why it cannot; empty if it can.
         gpus: those of this job; None where NVML cannot be asked, or none was requested.
         driver_error: why the driver does not answer.
-        clock: the least and the most seconds by which its clock can be ahead of rank 0's.
-        folder_after_s: seconds until it saw what rank 0 wrote into the attempt's folder; None: it did not in `folder_limit_s`.
+        clock_ahead_s: seconds by which its clock is ahead of rank 0's.
+        folder_after_s: seconds until it saw what rank 0 wrote into the attempt's folder; None: it did not in `FOLDER_LIMIT_S`.
     """
 
     same: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     disks: Mapping[str, str] = field(default_factory=dict)
     gpus: tuple[GpuFacts, ...] | None = None
     driver_error: str | None = None
-    clock: tuple[float, float] | None = None
+    clock_ahead_s: float = 0.0
     folder_after_s: float | None = 0.0
-    folder_limit_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,42 +128,29 @@ def disk_problem(path: Path, least_gb: float) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Readers:
-    """Where facts come from, so that tests can say what a node would.
-
-    Attributes:
-        process: facts of this process: packages and driver.
-        gpus: facts of the GPUs.
-        clock: unix seconds.
-        path: reads a file or folder that the config names.
-        disk: reads a folder in which the job writes.
-        folder: which the nodes share; None: that of the attempt.
-        folder_limit_s: how long a node looks there for rank 0's file.
-    """
-
-    process: Callable[[], ProcessFacts] = gather_facts
-    gpus: Callable[[], tuple[GpuFacts, ...] | None] = read_gpus
-    clock: Callable[[], float] = time.time
-    path: Callable[[Path], str] = look_at
-    disk: Callable[[Path, float], str] = disk_problem
-    folder: Path | None = None
-    folder_limit_s: float = 30.0
+def seconds_until_seen(path: Path, token: str) -> float | None:
+    """Look for rank 0's file until it is there; None: it is not within `FOLDER_LIMIT_S`."""
+    began, pauses = time.monotonic(), Pauses()
+    while (waited := time.monotonic() - began) < FOLDER_LIMIT_S:
+        with contextlib.suppress(OSError):
+            if (look(path) or {}).get("token") == token:
+                return round(waited, 3)
+        pauses.pause()
+    return None
 
 
-def node_facts(config: Config, run_dir: RunDir, readers: Readers) -> NodeFacts:
-    """Read the facts of this node, for `LIMIT_S` seconds at most."""
+def node_facts(config: Config, run_dir: RunDir) -> NodeFacts:
+    """Read the facts of this node, each for `LIMIT_S` seconds at most."""
     until = time.monotonic() + LIMIT_S
     least = {
         run_dir.path: config.preflight.min_free_gb,
         Path(tempfile.gettempdir()): LEAST_TMP_GB,
         **({Path(config.checkpoint.local): LEAST_TMP_GB} if config.checkpoint.local else {}),
     }
-    wants_gpus = gpus_of(config) > 0 and (readers.gpus is not read_gpus or has_gpu_files())
-    asked = begin(partial(ask_gpus, LIMIT_S, readers.gpus if wants_gpus else lambda: None))
-    process, config_file = begin(readers.process), begin(lambda: _digest(run_dir.config_file))
-    paths = {str(path): begin(partial(readers.path, path)) for path in paths_of(config)}
-    disks = {str(path): begin(partial(readers.disk, path, least_gb)) for path, least_gb in least.items()}
+    process, config_file = begin(gather_facts), begin(lambda: _digest(run_dir.config_file))
+    paths = {str(path): begin(partial(look_at, path)) for path in paths_of(config)}
+    disks = {str(path): begin(partial(disk_problem, path, least_gb)) for path, least_gb in least.items()}
+    gpus, driver_error = ask_gpus(LIMIT_S) if gpus_of(config) and has_gpu_files() else (None, None)
 
     def read(future: Any, what: str) -> Any:
         """Return what a reader has found; None if it has failed, or is not done in time."""
@@ -172,7 +161,6 @@ def node_facts(config: Config, run_dir: RunDir, readers: Readers) -> NodeFacts:
         return None
 
     known, digest = read(process, "the packages"), read(config_file, "config.yaml")
-    gpus, driver_error = asked.result()
     models = ", ".join(sorted({gpu.name for gpu in gpus or () if gpu.name}))
     found: dict[str, dict[str, str]] = {
         FindingKind.VERSIONS: (versions_of(known) if known is not None else {}) | ({"GPU": models} if models else {}),

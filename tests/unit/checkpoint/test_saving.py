@@ -31,6 +31,7 @@ from slurmtrain.checkpoint.save import staging
 from slurmtrain.checkpoint.save.job import PendingSave, SaveResult
 from slurmtrain.checkpoint.save.plan import make_plan
 from slurmtrain.checkpoint.save.staging import Staging, fingerprint
+from slurmtrain.checkpoint.state import FlatState
 from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.store.retention import Keep, hold
 from slurmtrain.checkpoint.tensors import bytes_are_finite
@@ -245,6 +246,21 @@ def test_so_many_failures_in_a_row_end_it(
     assert run.steps == written
 
 
+def test_memory_and_space_are_looked_for_before_the_first_step(training: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, model = training(), nn.Linear(1000, 1000)
+    objects: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    monkeypatch.setattr(staging, "available_memory", lambda: 8_000_000)  # enough without what the optimiser will have
+    with pytest.raises(CheckpointError, match=r"needs 0\.01 GB of host memory"):
+        run.checkpointer.restore(**objects)
+    monkeypatch.setattr(staging, "available_memory", lambda: None)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=4_000_000, f_frsize=1))
+    with pytest.raises(CheckpointError, match=r"4\.0 MB left, and a checkpoint of 12\.0 MB wants 1\.2 times its size"):
+        run.checkpointer.restore(**objects)
+    with pytest.raises(CheckpointError, match=r"a checkpoint of 4\.0 MB wants"):
+        run.checkpointer.save(1, **objects).result(PATIENCE_S)
+    assert not list(run.directory.glob("checkpoint_*"))
+
+
 # ------------------------------------------------------------------------------------------------------ discard and close
 
 
@@ -334,7 +350,7 @@ def test_a_copy_that_is_not_what_was_to_be_saved_fails_the_save() -> None:
     """As of a parameter on a GPU that is changed by hand while its copy is still on the way."""
     for changed in (False, True):
         tensors = {"model.weight": torch.arange(12.0).reshape(3, 4)}
-        plan = make_plan(tensors, RankGroup(None), None)
+        plan = make_plan(FlatState(tensors), RankGroup(None), None)
         staging = Staging()
         image = staging.stage(plan, tensors, b"{}", guarded=(), optimizers=())
         (piece,) = plan.pieces
@@ -363,7 +379,7 @@ def test_memory_to_which_a_gpu_may_still_copy_is_never_given_to_others(monkeypat
     for name, empty in (("_locked", set()), ("_unused", []), ("_written_to", [])):
         monkeypatch.setattr(staging, name, empty)
     first, second = Staging(), Staging()
-    image = first.stage(make_plan({}, RankGroup(None), None), {}, b"{}", guarded=(), optimizers=())
+    image = first.stage(make_plan(FlatState(), RankGroup(None), None), {}, b"{}", guarded=(), optimizers=())
     image.event = SimpleNamespace(query=lambda: False)  # type: ignore[assignment]
     first.release()
     second.prepare(1)

@@ -144,6 +144,7 @@ def test_plain_values_that_are_handed_to_restore_are_told_to_stay_as_they_are(
 
 
 def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
-    _, optimizer = trained()
-    with pytest.raises(CheckpointError, match=r"shape \[4, 3\] that no given module has"):
-        Checkpointer(tmp_path).save(1, optimizer=optimizer).result()
+    model, optimizer = trained()
+    for its_own in ({}, {"model": model}):  # what a rank has for itself is no part of what all ranks share
+        with pytest.raises(CheckpointError, match=r"shape \[4, 3\] that no given module has"):
+            Checkpointer(tmp_path).save(1, optimizer=optimizer, per_rank=its_own).result()

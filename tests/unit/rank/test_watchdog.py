@@ -16,20 +16,20 @@ import pytest
 from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.hangs import judge, page
 from slurmtrain.hangs.beats import Beat, Position, Progress
-from slurmtrain.hangs.evidence import Collective
 from slurmtrain.hangs.judge import Report, find_culprits
 from slurmtrain.observe.phases import Phase, PhaseClock
 from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.supervise import loop
 from slurmtrain.system import activity, process, redaction
+from slurmtrain.system.process import ProcessMark
 from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
 
 LIMITS = WatchdogConfig(first_step_s=1000, factor=10, min_s=60, evaluation_s=500, save_s=300)
 
 
 def beat(rank: int, **values: Any) -> Beat:
-    common = {"number": 7, "time": 1e9, "node": f"n{rank}", "pid": 100 + rank, "born": "5", "step": 16, "waits": True}
-    common |= {"phase": "forward/backward", "idle_s": 60.0, "limit_s": 60.0}
+    common = {"number": 7, "time": 1e9, "node": f"n{rank}", "process": ProcessMark("h", 100 + rank), "step": 16}
+    common |= {"waits": True, "phase": "forward/backward", "idle_s": 60.0, "limit_s": 60.0}
     return Beat(rank=rank, **{**common, **values})
 
 
@@ -142,7 +142,7 @@ Thread 0x00008f (most recent call first):
   File "/code/model.py", line 12 in forward
   File "/code/slurmtrain/rank/main.py", line 9 in _train
 """
-NODES = {rank: f"n{rank}" for rank in range(4)}
+NODES = [f"n{rank}" for rank in range(4)]
 
 
 def reports(*ranks: int, **values: Any) -> dict[int, Report]:
@@ -152,10 +152,6 @@ def reports(*ranks: int, **values: Any) -> dict[int, Report]:
 def but(rank: int, report: Report, **values: Any) -> dict[int, Report]:
     """Reports of four ranks, of which this one has another."""
     return {**reports(0, 1, 2, 3, **values), rank: report}
-
-
-def begun(number: int) -> dict[str, Collective]:
-    return {"0": Collective("gloo:all_reduce", number, 1e9 - 5)}
 
 
 SILENT = {
@@ -179,9 +175,9 @@ BLAMED = {
         reports(0, 2, 3, heard={1: beat(1)}),
         f"rank 1 on n1 {HOLDS} in step 17, forward/backward: forward (model.py:12); 3 other ranks waited",
     ),
-    "was heard last in the step before": (
-        reports(0, 2, 3, states={1: "stopped"}, heard={1: beat(1, step=15)}),
-        "rank 1 on n1 was stopped (SIGSTOP) in step 17, last seen in step 16, forward/backward; 3",
+    "was never heard": (
+        reports(0, 2, 3),
+        "rank 1 on n1 does not answer any more (stopped, or its node is gone), phase not known; 3 other ranks waited",
     ),
     "does not answer": (
         reports(0, 2, 3, heard={1: beat(1)}),
@@ -195,16 +191,12 @@ BLAMED = {
         but(1, Report(beat(1, waits=False, phase="data"), workers=[STOPPED_WORKER])),
         "rank 1 on n1 waits for data in step 17, data: its data worker 99 was stopped (SIGSTOP); 3 other ranks waited",
     ),
-    "has begun fewer collectives": (
-        but(2, Report(beat(2), collectives=begun(8)), collectives=begun(9)),
-        "rank 2 on n2 waits for others, but not in what they wait in, in step 17",
-    ),
     "has done fewer steps": (
         but(2, Report(beat(2, step=15))),
         "rank 2 on n2 waits for others, but not in what they wait in, in step 16",
     ),
-    "all in the same collective": (
-        reports(0, 1, 2, 3, collectives=begun(9)),
+    "all wait": (
+        reports(0, 1, 2, 3),
         "all 4 ranks wait for each other in step 17, and none comes",
     ),
 }
@@ -214,7 +206,7 @@ BLAMED = {
 def test_the_rank_that_did_not_come_is_named_with_what_it_does_instead(name: str) -> None:
     known, sentence = BLAMED[name]
     dumps = {1: DUMP} if "in a function" in name else {}
-    assert page.sentence_of(find_culprits(known, 4, NODES, dumps), known, 4).startswith(sentence)
+    assert page.sentence_of(find_culprits(known, NODES, dumps), known, 4).startswith(sentence)
 
 
 def test_the_page_shows_first_the_stacks_of_the_rank_that_did_not_come_and_what_the_others_wait_for(
@@ -225,8 +217,8 @@ def test_the_page_shows_first_the_stacks_of_the_rank_that_did_not_come_and_what_
     worker = {**STOPPED_WORKER, "state": "S", "stacks": 'File "x"\n  File "/data.py", line 3 in load'}
     own = Report(beat(2, waits=False, phase="data"), stacks="File spin", workers=[worker], heard={0: beat(0)})
     threads = [
-        threading.Thread(target=page.write_together, args=(directory, report, 4, 0.0, NODES))
-        for report in but(2, own, collectives=begun(9)).values()
+        threading.Thread(target=page.write_together, args=(directory, report, NODES, 0.0))
+        for report in but(2, own).values()
     ]
     for thread in threads:
         thread.start()
@@ -235,7 +227,7 @@ def test_the_page_shows_first_the_stacks_of_the_rank_that_did_not_come_and_what_
     shown = directory.hang_page.read_text()
     assert shown.index("## Rank 2 on n2") < shown.index("File spin") < shown.index("## Ranks that waited")
     assert "load (data.py:3)" in shown.splitlines()[0]
-    assert "### Ranks 0, 1, 3" in shown and "gloo:all_reduce number 9, 5 s ago" in shown
+    assert "### Ranks 0, 1, 3" in shown
     assert {path.name for path in tmp_path.iterdir()} == {"hang.md", "hang.json"}
 
 
@@ -244,8 +236,8 @@ def test_a_rank_that_is_alone_and_has_ended_or_beats_is_not_killed(tmp_path: Pat
     monkeypatch.setattr(judge, "ALONE_MARGIN_S", 0.05)
     directory, program = AttemptDir(tmp_path), [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(program, stdin=subprocess.PIPE) as rank:
-        known = beat(0, pid=rank.pid, born=process.born(rank.pid), idle_s=0.0, limit_s=0.0)
-        for each in (replace(known, limit_s=1e9), replace(known, born="1")):
+        known = beat(0, process=ProcessMark.of(rank.pid), idle_s=0.0, limit_s=0.0)
+        for each in (replace(known, limit_s=1e9), replace(known, process=replace(known.process, born="1"))):
             with loop.watched(directory):
                 directory.heartbeat_file.write_bytes(msgspec.json.encode(each))
                 threading.Event().wait(0.5)
