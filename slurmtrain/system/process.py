@@ -40,7 +40,11 @@ def state(pid: int) -> str | None:
 
 def descendants(roots: Collection[int]) -> list[int]:
     """Return all processes below `roots`, without these, including zombies; a parent comes before its children."""
-    parents = {each.pid: each.info["ppid"] for each in psutil.process_iter(["ppid"]) if each.pid not in roots}
+    parents: dict[int, int] = {}
+    for pid in psutil.pids():  # process_iter() may leave out a process that has the pid of one it has seen before
+        with contextlib.suppress(psutil.Error):
+            if pid not in roots:
+                parents[pid] = psutil.Process(pid).ppid()
     found: list[int] = []
     reached = set(roots)
     while reached := {pid for pid, parent in parents.items() if parent in reached}:

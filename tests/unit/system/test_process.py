@@ -5,6 +5,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slurmtrain.system import process
@@ -20,6 +21,15 @@ def test_a_mark_is_alive_as_long_as_its_process_also_when_it_was_read_back() -> 
         child.kill()
     assert mark.lives() is False
     assert replace(me, born="1").lives() is False  # whose pid this process has got
+
+
+def test_a_child_that_has_the_pid_of_an_earlier_process_is_seen() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        earlier = next(each for each in psutil.process_iter() if each.pid == child.pid)
+        earlier._ident = child.pid, 1.0  # which psutil keeps
+        seen = process.living_descendants(os.getpid())
+        child.kill()
+    assert child.pid in seen
 
 
 def test_a_process_of_another_host_or_container_is_neither_alive_nor_dead() -> None:
