@@ -74,9 +74,8 @@ def _gather(config: Config, distributed: DistributedContext, context: AttemptCon
             write_json(probe, {"token": token}, durable=False)
         except OSError:  # a full disk, say, which is a finding of its own: nobody looks for the file
             token = ""
-    distributed.gather_texts(
-        "here"
-    )  # a rank that comes late has no other clock for that, nor have those that wait for it
+    # All have to be here: a rank that comes late has no other clock for that, nor have those that wait for it.
+    distributed.gather_texts("here")
     if environment.rank == 0:
         begin = json.dumps([token, time.time()])
     token, clock_of_rank_0 = json.loads(distributed.broadcast_text(begin))
