@@ -95,10 +95,11 @@ def test_training_tells_what_it_does_and_when_it_waits() -> None:
     TrainingHooks([Generates()]).message("")
     assert (Generates.told, activity.told()) == (activity.HOOK, "step")
     activity.follow_compiler()
+    compiles: Any = callback_handler
     with activity.doing(activity.SAVE):  # while another thread begins to compile
-        callback_handler.start_callbacks[-1](None)
+        compiles.start_callbacks[-1](None)
     assert activity.told() == activity.COMPILATION
-    callback_handler.end_callbacks[-1](None)
+    compiles.end_callbacks[-1](None)
     assert activity.told() == "step"
 
 

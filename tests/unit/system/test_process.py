@@ -4,6 +4,7 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,7 +26,7 @@ def test_a_mark_is_alive_as_long_as_its_process_also_when_it_was_read_back() -> 
 
 def test_a_child_that_has_the_pid_of_an_earlier_process_is_seen() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
-        earlier = next(each for each in psutil.process_iter() if each.pid == child.pid)
+        earlier: Any = next(each for each in psutil.process_iter() if each.pid == child.pid)
         earlier._ident = child.pid, 1.0  # which psutil keeps
         seen = process.living_descendants(os.getpid())
         child.kill()
