@@ -517,7 +517,7 @@ class ObserveConfig(Struct):
     # your own loggers by name, each a config with a _target_
     loggers: dict[Annotated[str, LOGGER], Any] = {}
     # Folder on rank 0's node from which Prometheus's node exporter reads *.prom files
-    # (--collector.textfile.directory). null: none
+    # (--collector.textfile.directory), with the extra `prometheus`. null: none
     textfile_dir: Annotated[str, NODE_FOLDER] | None = None
     # Measure how long each phase of a step takes (time_*_s in metrics.jsonl); false: only whole steps
     phases: bool = True

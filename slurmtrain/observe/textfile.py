@@ -13,6 +13,8 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from slurmtrain.errors import ConfigError
 from slurmtrain.observe.logger import Ending, Held, LoggedRun, Logger
@@ -43,7 +45,7 @@ class TextFileLogger(Logger):
                 f"observe.textfile_dir={folder}, but prometheus-client is not installed where the job runs",
                 hint="pip install 'slurmtrain[prometheus]'",
             ) from None
-        self._prometheus = prometheus_client
+        self._prometheus: Any = prometheus_client
         self._folder = Path(folder)
         self._values: dict[str, float] = {}
 
@@ -67,11 +69,12 @@ class TextFileLogger(Logger):
         self._values |= {"step": step, "logged_timestamp_seconds": round(time.time(), 3)}
 
     def flush(self) -> None:
-        registry = self._prometheus.CollectorRegistry()
-        for name, value in self._values.items():
-            gauge = self._prometheus.Gauge(PREFIX + name, name, [*self._labels], registry=registry)
-            gauge.labels(**self._labels).set(value)
-        replace_file(self._path, self._prometheus.generate_latest(registry), mode=MODE, durable=False)
+        # No Gauge(), which writes into PROMETHEUS_MULTIPROC_DIR, too, where a program's environment has that.
+        metrics = [self._prometheus.Metric(PREFIX + name, name, "gauge") for name in self._values]
+        for metric, value in zip(metrics, self._values.values(), strict=True):
+            metric.add_sample(metric.name, self._labels, value)
+        text = self._prometheus.generate_latest(SimpleNamespace(collect=lambda: metrics))
+        replace_file(self._path, text, mode=MODE, durable=False)
 
     def close(self, ending: Ending) -> None:
         self._path.unlink(missing_ok=True)

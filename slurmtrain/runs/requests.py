@@ -143,8 +143,10 @@ def signal_ranks(run_dir: RunDir, attempt: Attempt, number: int) -> None:
     if run_dir.info()["backend"] != Backend.LOCAL or os.getpgid(attempt.pid) != attempt.pid:
         os.kill(attempt.pid, number)
         return
-    launcher = psutil.Process(attempt.pid).parent()
-    siblings = [] if launcher is None else [each.pid for each in launcher.children() if each.pid != attempt.pid]
+    siblings: list[int] = []
+    with contextlib.suppress(psutil.Error):  # one of them has just left
+        launcher = psutil.Process(attempt.pid).parent()
+        siblings = [] if launcher is None else [each.pid for each in launcher.children() if each.pid != attempt.pid]
     os.killpg(attempt.pid, number)
     for pid in siblings:
         if f" train {run_dir.path}" in process.command_line(pid):

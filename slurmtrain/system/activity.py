@@ -20,10 +20,13 @@ _part_of_step: Callable[[], str] | None = None
 _waiting: set[int] = set()
 _thread = threading.main_thread().ident
 _begin_of_compilation: object = None
+_compiles = False  # told by itself: another thread may compile, beyond the end of what the one that trains does
 
 
 def told() -> str:
     """Return what the thread that trains is doing, as it has told."""
+    if _compiles:
+        return COMPILATION
     return _doing or (START if _part_of_step is None else _part_of_step())
 
 
@@ -73,22 +76,19 @@ def waits(thread: int) -> bool:
 
 def follow_compiler() -> None:
     """Have torch.compile, as soon as it is loaded, tell when it compiles."""
-    global _begin_of_compilation
+    global _begin_of_compilation, _compiles
     handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
     if handler is None or _begin_of_compilation in handler.start_callbacks:  # torch.compiler.reset() forgets them
         return
-    before: list[str | None] = []
 
     def begin(_: object) -> None:
-        global _doing
-        before.append(_doing)
-        _doing = COMPILATION
+        global _compiles
+        _compiles = True
 
     def end(_: object) -> None:
-        global _doing
-        if before:  # it was loaded by this compilation
-            _doing = before.pop()
+        global _compiles
+        _compiles = False
 
-    _begin_of_compilation = begin
+    _begin_of_compilation, _compiles = begin, False
     handler.register_start_callback(begin)
     handler.register_end_callback(end)

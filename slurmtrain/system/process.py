@@ -40,7 +40,11 @@ def state(pid: int) -> str | None:
 
 def descendants(roots: Collection[int]) -> list[int]:
     """Return all processes below `roots`, without these, including zombies; a parent comes before its children."""
-    parents = {each.pid: each.info["ppid"] for each in psutil.process_iter(["ppid"]) if each.pid not in roots}
+    parents: dict[int, int] = {}
+    for pid in psutil.pids():  # process_iter() may leave out a process that has the pid of one it has seen before
+        with contextlib.suppress(psutil.Error):
+            if pid not in roots:
+                parents[pid] = psutil.Process(pid).ppid()
     found: list[int] = []
     reached = set(roots)
     while reached := {pid for pid, parent in parents.items() if parent in reached}:
@@ -99,13 +103,13 @@ def lives(pid: int) -> bool:
 def born(pid: int) -> str | None:
     """Return the start of a process in seconds after the machine's, with its pid never used twice; None: there is none.
 
-    Its start by the clock, as psutil has it, would change when the clock is set.
+    It is read here (`man 5 proc`): psutil tells a start by the clock, which may be set while it is asked.
     """
     try:
-        booted = psutil.boot_time()
-        return f"{psutil.Process(pid).create_time() - booted:.2f}" if state(pid) not in ENDED else None
-    except psutil.Error:
+        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
         return None
+    return None if after_name[0] in "ZX" else f"{int(after_name[19]) / os.sysconf('SC_CLK_TCK'):.2f}"
 
 
 @dataclass(frozen=True)

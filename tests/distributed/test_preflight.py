@@ -68,6 +68,7 @@ class Ranks:
             of_all.attempt_dir.path.mkdir(parents=True)
         self.distributed.broadcast_text("made" if self.rank == 0 else None)
         given = dict(wrong or {}) if self.rank == on else {}
+        time.sleep(given.pop("late_s", 0))
         context, nodes = replace(of_all, run_dir=given.pop("run_dir", self.run_dir)), None
         with pytest.MonkeyPatch.context() as patch:
             for name, value in given.items():
@@ -87,9 +88,10 @@ def everything(directory: Path) -> dict[str, Said]:
     asks_gpus = structs.replace(ranks.config, cluster=structs.replace(ranks.config.cluster, gpus_per_node=2))
     older = replace(sound, packages={**sound.packages, "numpy": "1.0.0"})
     no_driver = {"has_gpu_files": lambda: True, "ask_gpus": lambda _: (None, "Driver/library version mismatch")}
+    strict = structs.replace(ranks.config, preflight=PreflightConfig(clock_offset_s=1.5))
     facts.FOLDER_LIMIT_S = 1.0
     found = {
-        "sound": ranks.check(),
+        "sound": ranks.check({"late_s": 3}, on=1, config=strict),
         "clock": ranks.check({"time": lambda: now() + 300}, on=1),
         "package": ranks.check({"gather_facts": lambda: older}, on=2),
         "data": ranks.check({"look_at": lambda _: MISSING}, on=3),

@@ -74,8 +74,10 @@ def _gather(config: Config, distributed: DistributedContext, context: AttemptCon
             write_json(probe, {"token": token}, durable=False)
         except OSError:  # a full disk, say, which is a finding of its own: nobody looks for the file
             token = ""
+    # All have to be here: a rank that comes late has no other clock for that, nor have those that wait for it.
+    distributed.gather_texts("here")
+    if environment.rank == 0:
         begin = json.dumps([token, time.time()])
-    # The ranks have just made their groups together, so that this takes less time than clocks may differ.
     token, clock_of_rank_0 = json.loads(distributed.broadcast_text(begin))
     ahead_s, own = time.time() - clock_of_rank_0, rank_facts(config, environment)
     if environment.local_rank == 0:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from torch._dynamo.callback import callback_handler
 
 from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.hangs import judge, page
@@ -93,6 +94,12 @@ def test_training_tells_what_it_does_and_when_it_waits() -> None:
     assert told.pop() == ("step", False)
     TrainingHooks([Generates()]).message("")
     assert (Generates.told, activity.told()) == (activity.HOOK, "step")
+    activity.follow_compiler()
+    compiles: Any = callback_handler
+    with activity.doing(activity.SAVE):  # while another thread begins to compile
+        compiles.start_callbacks[-1](None)
+    compiles.end_callbacks[-1](None)
+    assert activity.told() == "step"
 
 
 WORKS = {"waits": False, "idle_s": 5.0}
