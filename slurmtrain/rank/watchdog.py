@@ -121,7 +121,8 @@ class Watchdog:
             with contextlib.suppress(OSError):
                 self._stacks.truncate(0)
         self._looks, self._looked = self._looks + 1, now
-        faulthandler.dump_traceback_later(self._timer_s, file=self._stacks)
+        with contextlib.suppress(RuntimeError):  # no thread can be started for it: the rank beats all the same
+            faulthandler.dump_traceback_later(self._timer_s, file=self._stacks)
         activity.follow_compiler()
         progress, position, phase = self._progress, self._position(), activity.told()
         if (
