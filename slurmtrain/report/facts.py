@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.report.causes import goodput_of
 from slurmtrain.report.goodput import Goodput
-from slurmtrain.report.gpu_hours import goodput_of
 from slurmtrain.report.status.state import RunState, RunStatus
 from slurmtrain.runs.attempts import Attempt
 from slurmtrain.runs.reasons import Event, Reason

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from slurmtrain.choices import Grouping
 from slurmtrain.errors import UnreadableRecordError
+from slurmtrain.report.causes import History, of_history, read_history
 from slurmtrain.report.goodput import Goodput, over_all
-from slurmtrain.report.gpu_hours import History, of_history, read_history
 from slurmtrain.report.status.state import RunStatus, states
 from slurmtrain.runs.ownership import check_parts
 from slurmtrain.runs.run_dir import RunDir

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slurmtrain.report.causes import goodput_of
 from slurmtrain.report.goodput import Cause, Goodput
-from slurmtrain.report.gpu_hours import goodput_of
 from slurmtrain.runs.attempts import Attempt, all_attempts
 from slurmtrain.runs.reasons import Event
 from slurmtrain.runs.run_dir import RunDir

@@ -104,8 +104,8 @@ class BatchLoader:
         must not be shared by all workers, which this process forks later.
         """
         if not self._num_workers:
-            return self._read(self.samples_consumed).micro_batches[0]
-        reader = Workers(self._read, iter([self.samples_consumed]), count=1)
+            return self._part_of_rank(self.samples_consumed).micro_batches[0]
+        reader = Workers(self._part_of_rank, iter([self.samples_consumed]), count=1)
         try:
             return next(reader).micro_batches[0]
         finally:
@@ -119,7 +119,7 @@ class BatchLoader:
         """Start the workers, before anything else in this process reads from the data set."""
         if self._workers is None and self._num_workers:
             firsts = itertools.count(self.samples_consumed, self._global)
-            self._workers = Workers(self._read, firsts, count=self._num_workers)
+            self._workers = Workers(self._part_of_rank, firsts, count=self._num_workers)
 
     def state_dict(self) -> dict[str, int]:
         """Return the whole state of the loader, which is the same on all ranks."""
@@ -137,7 +137,7 @@ class BatchLoader:
         """
         self.start()
         try:
-            step = next(self._workers) if self._workers else self._read(self.samples_consumed)
+            step = next(self._workers) if self._workers else self._part_of_rank(self.samples_consumed)
         except BaseException:
             self.close()
             raise
@@ -150,7 +150,7 @@ class BatchLoader:
         if workers is not None:
             workers.close()
 
-    def _read(self, first: int) -> Step:
+    def _part_of_rank(self, first: int) -> Step:
         """Read this rank's part of the step whose first sample has the number `first`; in a worker or in this process."""
         shape = -1, self._dp_size, self.micro_batch_size
         numbers: NDArray[np.int64] = np.arange(first, first + self._global).reshape(shape)[:, self._dp_rank]

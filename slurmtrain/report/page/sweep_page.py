@@ -11,9 +11,9 @@ from typing import Any
 
 from slurmtrain.errors import UnreadableRecordError
 from slurmtrain.observe.metrics import is_detail
+from slurmtrain.report.causes import goodput_of
 from slurmtrain.report.collect import Goal, Point, Table, metrics_of, short
 from slurmtrain.report.goodput import Goodput, over_all
-from slurmtrain.report.gpu_hours import goodput_of
 from slurmtrain.report.page import charts, sentences, units
 from slurmtrain.report.page.charts import COLORS, Curve
 from slurmtrain.report.page.render import Chart, Grid, Page, Section

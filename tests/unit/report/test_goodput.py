@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmtrain.report.gpu_hours import AttemptTimes, History, of_history
+from slurmtrain.report.causes import AttemptTimes, History, of_history
 from slurmtrain.runs.attempts import Attempt
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.interrupted_run import GPUS, T0, RunFiles, interrupted_run
