@@ -18,8 +18,8 @@ record of a checkpoint is a pickle, and loading one runs what it says. Here:
 The price is that other programs do not read these checkpoints as they are: `checkpoints RUN export` writes one file.
 
 `checkpointer` is the way in: `save.job` is the way of a save, `restore.restorer` that of a restore, and `store.commit` the
-protocol that both rest on, with the rename in `commit`. What a manifest holds is in `format.directory`. Digests are
-checked by `format.reading.check_block`, for restores and exports (`restore.reader`) as for `verify`. `weights` has what goes
+protocol that both rest on, with the rename in `commit`. What a manifest holds is in `format.manifest`. Digests are
+checked by `format.blocks.check_block`, for restores and exports (`restore.reader`) as for `verify`. `weights` has what goes
 out to other programs and comes in from them.
 
 Nothing is imported here: `store` needs no torch, and programs that only look at checkpoints (status, the supervisor)

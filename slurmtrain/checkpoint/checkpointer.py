@@ -2,7 +2,7 @@
 
 `Checkpointer` is what users hold. To save: objects -> tensors by name and plain JSON (`state`) -> which rank writes what
 (`save.plan`) -> a copy in host memory (`save.staging`) -> training goes on, while a thread does the rest (`save.job`):
-write and digest (`format.directory`), commit (`store.commit`), and remove checkpoints that are no longer kept
+write and digest (`format.blocks`), commit (`store.commit`), and remove checkpoints that are no longer kept
 (`store.retention`). To restore (`restore.restorer`): the headers say what is where (`restore.reader`), differences are
 refused, and everything is verified before it is loaded (`restore.reader`).
 """
@@ -33,8 +33,9 @@ from slurmtrain.checkpoint.errors import (
     NonFiniteError,
     SupersededError,
 )
-from slurmtrain.checkpoint.format.directory import committed, file_name, newest_committed_step, step_of
+from slurmtrain.checkpoint.format.directory import committed, newest_committed_step, step_of
 from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
+from slurmtrain.checkpoint.format.manifest import file_name
 from slurmtrain.checkpoint.node_folder import NodeFolder
 from slurmtrain.checkpoint.ranks import (
     CheckpointIdentity,

@@ -33,7 +33,7 @@ from slurmtrain.checkpoint.errors import (
     SupersededError,
     UnreadableError,
 )
-from slurmtrain.checkpoint.format.directory import Manifest
+from slurmtrain.checkpoint.format.manifest import Manifest
 from slurmtrain.checkpoint.store.commit import Incarnation, claim, claim_file, wait_until_visible
 from slurmtrain.errors import storage_hint
 from slurmtrain.system.activity import waiting

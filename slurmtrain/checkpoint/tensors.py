@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import Box
+from slurmtrain.checkpoint.format.manifest import Box
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

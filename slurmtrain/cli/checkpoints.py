@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 from slurmtrain.checkpoint.errors import CheckpointError, UnreadableError
 from slurmtrain.checkpoint.format import directory
-from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, TEMPORARY_NAME, Manifest
-from slurmtrain.checkpoint.format.reading import find_damage, patiently, read_manifest
+from slurmtrain.checkpoint.format.blocks import find_damage, patiently, read_manifest
+from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME
+from slurmtrain.checkpoint.format.manifest import COMPLETE, FINAL_NAME, MANIFEST, OWN, Manifest
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.commit import CLAIMS, newest_claim
 from slurmtrain.checkpoint.store.retention import Keep, Soundness
@@ -162,7 +163,7 @@ def _describe(path: Path) -> dict[str, Any]:
     else:
         facts["complete"] = not damage and FINAL_NAME.fullmatch(path.name) is not None
     if manifest is not None:
-        tensors = sum(not name.startswith(directory.OWN) for name in manifest.tensors)
+        tensors = sum(not name.startswith(OWN) for name in manifest.tensors)
         facts |= {"world_size": manifest.world_size, "tensors": tensors, "metrics": manifest.metrics}
         facts |= {"torch": manifest.torch_version, "written_by": manifest.incarnation_label}
     return facts

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slurmtrain.checkpoint.format.directory import Box
+from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.tensors import box_of, local
 from slurmtrain.errors import ConfigError
 

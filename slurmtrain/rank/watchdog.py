@@ -21,7 +21,7 @@ from typing import NoReturn, TextIO
 
 import msgspec
 
-from slurmtrain.checkpoint.format.reading import blocks_moved
+from slurmtrain.checkpoint.format.blocks import blocks_moved
 from slurmtrain.config.schema import WatchdogConfig
 from slurmtrain.hangs import evidence, judge, page
 from slurmtrain.hangs.beats import ActiveClock, Beat, Position, Progress

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from slurmtrain.checkpoint.errors import CheckpointError, UnreadableError
-from slurmtrain.checkpoint.format.directory import Manifest, committed
-from slurmtrain.checkpoint.format.reading import find_damage, patiently, read_manifest
+from slurmtrain.checkpoint.format.blocks import find_damage, patiently, read_manifest
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.manifest import Manifest
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import Manifest
-from slurmtrain.checkpoint.format.reading import read_manifest
+from slurmtrain.checkpoint.format.blocks import read_manifest
+from slurmtrain.checkpoint.format.manifest import Manifest
 from slurmtrain.checkpoint.restore.reader import Contents, read_contents, read_whole
 from slurmtrain.checkpoint.save.staging import available_memory
 from slurmtrain.checkpoint.store import retention

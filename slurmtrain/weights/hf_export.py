@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.reading import read_manifest
+from slurmtrain.checkpoint.format.blocks import read_manifest
 from slurmtrain.checkpoint.tensors import dtype_name
 from slurmtrain.config import known_models
 from slurmtrain.config.known_models import is_our_decoder

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.reading import read_manifest
+from slurmtrain.checkpoint.format.blocks import read_manifest
 from slurmtrain.config import known_models
 from slurmtrain.models.huggingface import HuggingFace
 from slurmtrain.weights import hf_names

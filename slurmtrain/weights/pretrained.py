@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import Box
+from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.tensors import box_of, local, module_state
 from slurmtrain.config import known_models
 from slurmtrain.config.known_models import is_our_decoder

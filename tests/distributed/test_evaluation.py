@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from slurmtrain.checkpoint.format.blocks import read_manifest
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.reading import read_manifest
 from slurmtrain.config.compose import compose
 from slurmtrain.config.parallel_dims import parallel_dims_of
 from slurmtrain.config.schema import Config

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from slurmtrain.checkpoint.format.blocks import read_manifest
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.checkpoint.format.reading import read_manifest
 from slurmtrain.errors import EXIT_CONFIG, DivergedError
 from slurmtrain.models import Decoder
 from slurmtrain.rank.distributed_context import DistributedContext

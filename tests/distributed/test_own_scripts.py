@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import slurmtrain
+from slurmtrain.checkpoint.format.blocks import read_manifest
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.checkpoint.format.reading import read_manifest
 from tests.support.children import children
 from tests.support.gloo import wait_until
 from tests.support.local_runs import Project, assert_same_tensors

@@ -12,7 +12,8 @@ import torch
 from msgspec.structs import replace
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import Box, committed
+from slurmtrain.checkpoint.format.directory import committed
+from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.tensors import box_of, local, module_state
 from slurmtrain.config.compose import compose
 from slurmtrain.config.known_models import HUGGING_FACE, with_sizes

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
+from slurmtrain.checkpoint.format.blocks import read_manifest
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.reading import read_manifest
 from slurmtrain.parallel.ddp import apply_ddp
 from slurmtrain.rank.distributed_context import DistributedContext
 from tests.support.gloo import GlooRanks

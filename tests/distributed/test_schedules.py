@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from slurmtrain.checkpoint.format.directory import committed, step_of, write_file
+from slurmtrain.checkpoint.format.blocks import write_file
+from slurmtrain.checkpoint.format.directory import committed, step_of
 from slurmtrain.checkpoint.save import job
 from slurmtrain.rank.distributed_context import DistributedContext
 from slurmtrain.rank.stop_watcher import StopWatcher

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
+from slurmtrain.checkpoint.format.blocks import read_manifest
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.reading import read_manifest
 from slurmtrain.checkpoint.restore.restorer import Restored
 from slurmtrain.data.loading.loader import BatchLoader
 from slurmtrain.parallel.ddp import apply_ddp

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from slurmtrain.checkpoint.format import reading
+from slurmtrain.checkpoint.format import blocks
 from slurmtrain.checkpoint.format.directory import checkpoint_name
 from slurmtrain.checkpoint.restore import reader
 from tests.faults.kills import NEWEST, OLDER, RANKS, check, facts
@@ -211,7 +211,7 @@ def flip_and_restore(newest: Path, bits: list[tuple[str, int]], mutant: str) -> 
     """Flip, restore, flip back, each in turn; in one process, since a flip has to cost no more than a restore."""
     reports = []
     if mutant == "any digest":  # a restore that must be found out
-        compare = reading.check_block
+        compare = blocks.check_block
         mock.patch.object(
             reader, "check_block", lambda *words, **options: (compare(*words, **options), None)[1]
         ).start()

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmtrain.checkpoint.format.directory import BLOCK_BYTES, FORMAT, Box, FileRecord, Manifest, TensorFacts
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
+from slurmtrain.checkpoint.format.manifest import FORMAT, Box, FileRecord, Manifest, TensorFacts
 from slurmtrain.checkpoint.store.commit import Incarnation
 from slurmtrain.checkpoint.tensors import dtype_name
 

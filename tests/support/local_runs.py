@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slurmtrain.checkpoint.format.blocks import read_manifest
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.reading import read_manifest
 from slurmtrain.observe.metrics import read_metrics
 from slurmtrain.runs import attempts
 from slurmtrain.runs.attempts import Attempt

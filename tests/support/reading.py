@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from slurmtrain.checkpoint.format.blocks import read_manifest
 from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.reading import read_manifest
 from slurmtrain.checkpoint.restore.reader import read_contents, read_whole
 
 

@@ -35,19 +35,25 @@ import torch
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import DamagedError
-from slurmtrain.checkpoint.format.directory import (
+from slurmtrain.checkpoint.format.blocks import (
     BLOCK_BYTES,
+    cannot_be_read,
+    check_block,
+    each,
+    open_file,
+    patiently,
+    read_into,
+)
+from slurmtrain.checkpoint.format.manifest import (
     DTYPE_BYTES,
     OWN_STATE,
     Box,
     FileRecord,
     Manifest,
     TensorFacts,
-    each,
     file_name,
     own_name,
 )
-from slurmtrain.checkpoint.format.reading import cannot_be_read, check_block, open_file, patiently, read_into
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensors import box_of, bytes_of, dtype_of, local
 

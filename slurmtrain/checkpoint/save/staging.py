@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import BLOCK_BYTES, OWN_STATE
+from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
+from slurmtrain.checkpoint.format.manifest import OWN_STATE
 from slurmtrain.checkpoint.save.plan import SavePlan
 from slurmtrain.checkpoint.tensors import local
 

@@ -36,17 +36,9 @@ from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
-from slurmtrain.checkpoint.format.directory import (
-    COMPLETE,
-    MANIFEST,
-    Manifest,
-    checkpoint_name,
-    each,
-    file_name,
-    parse_manifest,
-    step_of,
-)
-from slurmtrain.checkpoint.format.reading import note_block, read_manifest_text
+from slurmtrain.checkpoint.format.blocks import each, note_block, read_manifest_text
+from slurmtrain.checkpoint.format.directory import checkpoint_name, step_of
+from slurmtrain.checkpoint.format.manifest import COMPLETE, MANIFEST, Manifest, file_name, parse_manifest
 from slurmtrain.checkpoint.store import commit, retention
 from slurmtrain.checkpoint.store.commit import wait_until_visible
 from slurmtrain.checkpoint.store.retention import UNKNOWN_SOUNDNESS, Keep, Kept, Soundness, surplus

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slurmtrain.checkpoint.errors import DamagedError
-from slurmtrain.checkpoint.format.directory import Box
+from slurmtrain.checkpoint.format.manifest import Box
 from slurmtrain.checkpoint.restore.reader import Contents, read_contents, spans_of
 from tests.support.checkpoint_files import part_of, write_files
 

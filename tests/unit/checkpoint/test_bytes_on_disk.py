@@ -20,8 +20,8 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format import directory, reading
-from slurmtrain.checkpoint.format.reading import read_manifest
+from slurmtrain.checkpoint.format import blocks
+from slurmtrain.checkpoint.format.blocks import read_manifest
 from slurmtrain.checkpoint.restore import reader
 from tests.support.descriptors import open_below
 
@@ -31,10 +31,10 @@ HEADER = 4096
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (directory, reading, reader):
+    for module in (blocks, reader):
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(reading, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(reading, "_local", threading.local())  # the buffers of this thread have the other size
+    monkeypatch.setattr(blocks, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(blocks, "_local", threading.local())  # the buffers of this thread have the other size
 
 
 def model_of(*sizes: int, seed: int | None = 0) -> nn.Module:

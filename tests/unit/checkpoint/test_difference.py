@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from slurmtrain.checkpoint.difference import differences
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import Box
+from slurmtrain.checkpoint.format.manifest import Box
 from tests.support.pickles import Evil
 from tests.unit.weights.test_export import by_ranks, cut, save
 

@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.directory import write_file
+from slurmtrain.checkpoint.format.blocks import write_file
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import Incarnation, claim
 from slurmtrain.checkpoint.store.mirror import Mirror, copy_name

@@ -24,8 +24,8 @@ from torch import nn
 
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError, NonFiniteError
+from slurmtrain.checkpoint.format.blocks import read_manifest
 from slurmtrain.checkpoint.format.directory import committed, step_of
-from slurmtrain.checkpoint.format.reading import read_manifest
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.save import staging
 from slurmtrain.checkpoint.save.job import PendingSave, SaveResult

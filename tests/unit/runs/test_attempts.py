@@ -45,7 +45,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, number_of_error: int = errno.ENOS
     def full(*arguments: object, **options: object) -> None:
         raise OSError(number_of_error, os.strerror(number_of_error))
 
-    monkeypatch.setattr(files, "_write", full)
+    monkeypatch.setattr(files, "write_new", full)
 
 
 def budget(job: Job, attempts: int, **sections: object) -> None:

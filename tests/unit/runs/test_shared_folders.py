@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.checkpoint.format.directory import write_file
+from slurmtrain.checkpoint.format.blocks import write_file
 from slurmtrain.checkpoint.store import commit
 from slurmtrain.checkpoint.store.commit import claim
 from slurmtrain.cli import main
