@@ -12,7 +12,3 @@ def children(pid: int) -> list[int]:
     except psutil.NoSuchProcess:
         return []
     return [child.pid for child in sorted(found, key=psutil.Process.create_time)]
-
-
-def descendants(pid: int) -> list[int]:
-    return [below for child in children(pid) for below in (child, *descendants(child))]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.children import descendants
+from slurmtrain.system.process import descendants
 from tests.support.gloo import Ranks, wait_until
 from tests.support.local_runs import clean_environment
 
@@ -71,7 +71,7 @@ class Program:
         return self.process.wait(timeout_s)
 
     def end(self) -> None:
-        for pid in [self.process.pid, *descendants(self.process.pid)]:
+        for pid in [self.process.pid, *descendants([self.process.pid])]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
