@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slurmtrain.training.hooks import TrainingHook
+from slurmtrain.training.hooks import RecordingHook
 from tests.bench.side_by_side import run
 
 STEPS = 40  # the first half warms up
@@ -71,7 +71,7 @@ class _Samples:
         return {"inputs": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
 
 
-class EndsThere(TrainingHook):
+class EndsThere(RecordingHook):
     """Ends the process when the last step is logged: its checkpoint would be some 100 GB."""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ from slurmtrain.slurm.environment import Environment
 from slurmtrain.system import signals
 from slurmtrain.training.agreement import StopAgreement
 from slurmtrain.training.hooks import TrainingHook
-from slurmtrain.training.hooks.base import StepResult, TrainingState
+from slurmtrain.training.hooks.base import RecordingHook, StepResult, TrainingState
 from slurmtrain.training.trainer import Outcome, Trainer
 from tests.support.gloo import wait_until
 from tests.support.interrupted_run import check_time_adds_up
@@ -92,14 +92,14 @@ SLOW_RATE = ["optim.lr=1e-4", f"train.steps={STEPS}", "train.eval_every=10"]
 RAGGED = [*SLOW_RATE, "data._target_=tests.parity.matrix.RaggedText"]
 
 
-class Listener(TrainingHook):
+class Listener(RecordingHook):
     """Notes what it is called for, and after how many steps."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, int]] = []
 
 
-for event in vars(TrainingHook):
+for event in (*vars(TrainingHook), *vars(RecordingHook)):
     if not event.startswith("_") and event not in ("message", "event"):
         setattr(
             Listener,

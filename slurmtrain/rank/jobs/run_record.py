@@ -14,12 +14,12 @@ from slurmtrain.rank.evaluation_jobs import EvaluationJobs
 from slurmtrain.runs import attempts
 from slurmtrain.runs.reasons import Event
 from slurmtrain.system.patience import BestEffort
-from slurmtrain.training.hooks.base import TrainingHook, TrainingState
+from slurmtrain.training.hooks.base import RecordingHook, TrainingState
 
 log = logging.getLogger(__name__)
 
 
-class RunRecord(TrainingHook):
+class RunRecord(RecordingHook):
     """Writes the events of a run and the record of its attempt, on rank 0.
 
     Events that cannot be written are left out: a full disk must not end a training for them.

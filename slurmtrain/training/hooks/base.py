@@ -5,8 +5,7 @@
           ─> close
 
 A hook is called on every rank where it is in the list. One that calls collectives has to be in all of them, at the same
-place. What is reported goes through `log`, `evaluated`, `event`, `message` and `rolled_back`, which are no-ops on ranks that
-write nothing.
+place. What is reported goes to the hooks that record, which are no-ops on ranks that write nothing.
 """
 
 from __future__ import annotations
@@ -57,14 +56,18 @@ class TrainingHook:
         have to be the same on all ranks.
         """
 
-    def rolled_back(self, state: TrainingState, from_step: int) -> None:
-        """Forget what was noted of the steps after `state.step`, to which training has gone back from `from_step`."""
-
     def close(self, state: TrainingState) -> None:
         """Release what `start` and later methods have opened, if they have. Called after every ending, in the reverse order.
 
         After an error, what this method raises is logged, and the first error stays.
         """
+
+
+class RecordingHook(TrainingHook):
+    """A hook of this package that records: it hears of what is reported, and of steps that do not count any more."""
+
+    def rolled_back(self, state: TrainingState, from_step: int) -> None:
+        """Forget what was noted of the steps after `state.step`, to which training has gone back from `from_step`."""
 
     def log(self, step: int, values: Mapping[str, float | str | None]) -> None:
         """Write the numbers of a step of training, every train.log_every steps."""
@@ -97,12 +100,15 @@ class TrainingHooks:
     """
 
     def __init__(self, hooks: Sequence[TrainingHook]):
-        events = [name for name in vars(TrainingHook) if not name.startswith("_")]
         self.of = {
             event: [
-                _method(hook, event) for hook in hooks if getattr(type(hook), event) is not getattr(TrainingHook, event)
+                _method(hook, event)
+                for hook in hooks
+                if isinstance(hook, kind) and getattr(type(hook), event) is not getattr(kind, event)
             ]
-            for event in events
+            for kind in (TrainingHook, RecordingHook)
+            for event in vars(kind)
+            if not event.startswith("_")
         }
 
     start = _in_turn("start")

@@ -18,7 +18,7 @@ from slurmtrain.observe.phases import Phase, PhaseTimes, Speed
 from slurmtrain.observe.progress import ProgressLine
 from slurmtrain.planner.hardware import Peak
 from slurmtrain.runs.run_dir import RunDir
-from slurmtrain.training.hooks.base import StepResult, TrainingHook, TrainingState
+from slurmtrain.training.hooks.base import RecordingHook, StepResult, TrainingState
 
 SHOWN = ("loss", "lr", "tokens_per_s")  # on the progress line
 DIGITS = 7  # of a number that was measured
@@ -131,7 +131,7 @@ def _times(state: TrainingState, times: PhaseTimes | None) -> dict[str, float]:
     }
 
 
-class RunReporter(TrainingHook):
+class RunReporter(RecordingHook):
     """Writes the metrics file and the progress line of a run, on rank 0.
 
     Args:
@@ -183,7 +183,7 @@ def _made_once(state: TrainingState) -> Callable[[dict[str, Any]], bool]:
     return lambda record: "loss" in record or record["step"] <= evaluated_at
 
 
-class ExternalLoggers(TrainingHook):
+class ExternalLoggers(RecordingHook):
     """Keeps the threads of the loggers, on rank 0. They read metrics.jsonl: its writer comes before this hook."""
 
     def __init__(self, run_dir: RunDir, config: Config, attempt: int):

@@ -16,10 +16,10 @@ from torch import Tensor
 from slurmtrain.observe.phases import Phase
 from slurmtrain.observe.stragglers import NUMBERS, WORDS, Straggler, StragglerDetector, summary
 from slurmtrain.runs.reasons import Event
-from slurmtrain.training.hooks.base import StepResult, TrainingHook, TrainingState
+from slurmtrain.training.hooks.base import RecordingHook, StepResult, TrainingState
 
 
-class StragglerWatch(TrainingHook):
+class StragglerWatch(RecordingHook):
     """Names slow ranks. On all ranks, of which there are several.
 
     Args:

@@ -23,7 +23,7 @@ from slurmtrain.runs.attempt_dir import AttemptDir
 from slurmtrain.supervise import loop
 from slurmtrain.system import activity, process, redaction
 from slurmtrain.system.process import ProcessMark
-from slurmtrain.training.hooks.base import TrainingHook, TrainingHooks
+from slurmtrain.training.hooks.base import RecordingHook, TrainingHooks
 
 LIMITS = WatchdogConfig(first_step_s=1000, factor=10, min_s=60, evaluation_s=500, save_s=300)
 
@@ -66,7 +66,7 @@ def test_each_kind_of_work_has_its_own_time_out(case: str) -> None:
     assert looked(progress, (last + seconds, step, phase))
 
 
-class Generates(TrainingHook):
+class Generates(RecordingHook):
     """A hook of the user's own."""
 
     told = ""
