@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slurmtrain.training.hooks import RecordingHook
+from slurmtrain.training.hooks.base import RecordingHook
 from tests.bench.side_by_side import run
 
 STEPS = 40  # the first half warms up
