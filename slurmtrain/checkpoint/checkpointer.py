@@ -33,9 +33,8 @@ from slurmtrain.checkpoint.errors import (
     NonFiniteError,
     SupersededError,
 )
-from slurmtrain.checkpoint.format.directory import committed, newest_committed_step, step_of
+from slurmtrain.checkpoint.format.directory import committed, file_name, newest_committed_step, step_of
 from slurmtrain.checkpoint.format.directory import remove as remove_checkpoint
-from slurmtrain.checkpoint.format.manifest import file_name
 from slurmtrain.checkpoint.node_folder import NodeFolder
 from slurmtrain.checkpoint.ranks import (
     CheckpointIdentity,

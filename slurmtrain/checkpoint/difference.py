@@ -22,7 +22,8 @@ from torch import Tensor
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.blocks import read_manifest
-from slurmtrain.checkpoint.format.manifest import MANIFEST, OWN, TensorFacts, file_name, own_name
+from slurmtrain.checkpoint.format.directory import MANIFEST, OWN, file_name, own_name
+from slurmtrain.checkpoint.format.manifest import TensorFacts
 from slurmtrain.checkpoint.restore.reader import parse_own_state, read_contents, read_whole
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.tensors import bytes_of, dtype_name

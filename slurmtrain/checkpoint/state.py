@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError
-from slurmtrain.checkpoint.format.manifest import OWN, TensorFacts, own_name
+from slurmtrain.checkpoint.format.directory import OWN, own_name
+from slurmtrain.checkpoint.format.manifest import TensorFacts
 from slurmtrain.checkpoint.save.staging import ask_for_huge_pages, fingerprint
 from slurmtrain.checkpoint.tensors import (
     EXTRA_KEY,

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from slurmtrain.checkpoint.errors import CheckpointError, UnreadableError
 from slurmtrain.checkpoint.format import directory
 from slurmtrain.checkpoint.format.blocks import find_damage, patiently, read_manifest
-from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME
-from slurmtrain.checkpoint.format.manifest import COMPLETE, FINAL_NAME, MANIFEST, OWN, Manifest
+from slurmtrain.checkpoint.format.directory import COMPLETE, FINAL_NAME, MANIFEST, OWN, TEMPORARY_NAME
+from slurmtrain.checkpoint.format.manifest import Manifest
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.commit import CLAIMS, newest_claim
 from slurmtrain.checkpoint.store.retention import Keep, Soundness

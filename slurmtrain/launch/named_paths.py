@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
 
-from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.manifest import MANIFEST
+from slurmtrain.checkpoint.format.directory import MANIFEST, committed
 from slurmtrain.choices import Backend, JobKind
 from slurmtrain.config.known_models import HUGGING_FACE, is_our_decoder
 from slurmtrain.config.launched_program import IN_A_SHELL, paths_in, repeated_launcher, script_and_module

@@ -19,8 +19,7 @@ from torch import nn
 from slurmtrain.checkpoint.checkpointer import Checkpointer
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.blocks import read_manifest
-from slurmtrain.checkpoint.format.directory import committed
-from slurmtrain.checkpoint.format.manifest import COMPLETE, MANIFEST
+from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, committed
 from slurmtrain.checkpoint.save.job import SaveResult
 from slurmtrain.checkpoint.store.commit import CLAIMS
 from slurmtrain.checkpoint.store.retention import READERS, Keep

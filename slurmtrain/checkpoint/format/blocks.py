@@ -21,14 +21,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmtrain.checkpoint.errors import DamagedError, UnreadableError
-from slurmtrain.checkpoint.format.manifest import (
-    COMPLETE,
-    DIGEST_LETTERS,
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    parse_manifest,
-)
+from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST
+from slurmtrain.checkpoint.format.manifest import DIGEST_LETTERS, FileRecord, Manifest, parse_manifest
 from slurmtrain.system import patience
 from slurmtrain.system.files import file_mode
 from slurmtrain.system.patience import LATE_S

@@ -1,4 +1,7 @@
-"""A directory of checkpoints: which of them are whole, and how one is removed or set aside. Imports no torch and no numpy."""
+"""A directory of checkpoints: names in it, which of them are whole, and how one is removed or set aside.
+
+Imports no torch and no numpy.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,28 @@ import re
 import shutil
 from pathlib import Path
 
-from slurmtrain.checkpoint.format.manifest import COMPLETE, FINAL_NAME
 from slurmtrain.system.files import fsync_directory
 
+MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
+OWN = "own/"  # begins the names of what each rank has for itself
+OWN_STATE = "own/"  # the entry of a file with the JSON of it
+FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
 TEMPORARY_NAME = re.compile(r"checkpoint_\d{7,}(?:\.\d+)?\.(?:tmp|removed)-(\d+)")
 
 
 def checkpoint_name(step: int, revision: int = 1) -> str:
     """Return the final name of a checkpoint; a second one of the same step has revision 2."""
     return f"checkpoint_{step:07d}" + (f".{revision}" if revision > 1 else "")
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a rank's file in a checkpoint."""
+    return f"rank{rank:05d}.safetensors"
+
+
+def own_name(rank: int, name: str) -> str:
+    """Return the name in a checkpoint of what a rank has for itself under the name `name`."""
+    return f"{OWN}{rank:05d}/{name}"
 
 
 def step_of(path: Path) -> int:

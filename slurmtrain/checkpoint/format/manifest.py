@@ -1,4 +1,4 @@
-"""What a checkpoint is: the names of its files, its manifest, and the boxes that tensors are held as.
+"""What a checkpoint is: its manifest, and the boxes that tensors are held as.
 
 A box is an axis-aligned part of a tensor's global shape, with a name of its own. Imports no torch and no numpy.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +18,12 @@ from typing import Annotated, Any
 import msgspec
 
 from slurmtrain.checkpoint.errors import CheckpointMismatchError, DamagedError
+from slurmtrain.checkpoint.format.directory import FINAL_NAME, file_name
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Extent = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 FORMAT = 4
-MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
-OWN = "own/"  # begins the names of what each rank has for itself
-OWN_STATE = "own/"  # the entry of a file with the JSON of it
-FINAL_NAME = re.compile(r"checkpoint_(\d{7,})(?:\.(\d+))?")
 DIGEST_LETTERS = 64
 
 # Of a tensor, not counting extents of 0: torch counts the bytes of an empty one's strides in 64 bits, too.
@@ -47,16 +43,6 @@ DTYPE_BYTES = {
     **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
     "complex128": 16,
 }
-
-
-def file_name(rank: int) -> str:
-    """Return the name of a rank's file in a checkpoint."""
-    return f"rank{rank:05d}.safetensors"
-
-
-def own_name(rank: int, name: str) -> str:
-    """Return the name in a checkpoint of what a rank has for itself under the name `name`."""
-    return f"{OWN}{rank:05d}/{name}"
 
 
 @dataclass(frozen=True)

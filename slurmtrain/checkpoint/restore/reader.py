@@ -44,16 +44,8 @@ from slurmtrain.checkpoint.format.blocks import (
     patiently,
     read_into,
 )
-from slurmtrain.checkpoint.format.manifest import (
-    DTYPE_BYTES,
-    OWN_STATE,
-    Box,
-    FileRecord,
-    Manifest,
-    TensorFacts,
-    file_name,
-    own_name,
-)
+from slurmtrain.checkpoint.format.directory import OWN_STATE, file_name, own_name
+from slurmtrain.checkpoint.format.manifest import DTYPE_BYTES, Box, FileRecord, Manifest, TensorFacts
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensors import box_of, bytes_of, dtype_of, local
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from slurmtrain.checkpoint import state
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, DamagedError
 from slurmtrain.checkpoint.format.blocks import patiently, read_manifest_text
-from slurmtrain.checkpoint.format.directory import committed, damaged, set_aside, step_of
-from slurmtrain.checkpoint.format.manifest import OWN, Manifest, own_name, parse_manifest
+from slurmtrain.checkpoint.format.directory import OWN, committed, damaged, own_name, set_aside, step_of
+from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.restore.reader import read_contents, read_tensors
 from slurmtrain.checkpoint.store import retention

@@ -22,7 +22,8 @@ import torch
 
 from slurmtrain.checkpoint.errors import CheckpointError, DiscardedError, NonFiniteError
 from slurmtrain.checkpoint.format.blocks import each, write_file
-from slurmtrain.checkpoint.format.manifest import FORMAT, FileRecord, Manifest, file_name
+from slurmtrain.checkpoint.format.directory import file_name
+from slurmtrain.checkpoint.format.manifest import FORMAT, FileRecord, Manifest
 from slurmtrain.checkpoint.ranks import CheckpointIdentity, RankGroup
 from slurmtrain.checkpoint.save.plan import PLAIN, TENSORS, SavePlan
 from slurmtrain.checkpoint.save.staging import Image

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from slurmtrain.checkpoint.errors import CheckpointError
-from slurmtrain.checkpoint.format.manifest import DTYPE_BYTES, OWN, Box, TensorFacts, own_name, piece_name, share
+from slurmtrain.checkpoint.format.directory import OWN, own_name
+from slurmtrain.checkpoint.format.manifest import DTYPE_BYTES, Box, TensorFacts, piece_name, share
 from slurmtrain.checkpoint.ranks import RankGroup
 from slurmtrain.checkpoint.tensors import SAFETENSORS_NAMES, box_of, dtype_name, is_dtensor
 

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.blocks import BLOCK_BYTES
-from slurmtrain.checkpoint.format.manifest import OWN_STATE
+from slurmtrain.checkpoint.format.directory import OWN_STATE
 from slurmtrain.checkpoint.save.plan import SavePlan
 from slurmtrain.checkpoint.tensors import local
 

@@ -36,8 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmtrain.checkpoint.errors import CheckpointError, SupersededError
-from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME, checkpoint_name, remove
-from slurmtrain.checkpoint.format.manifest import COMPLETE, MANIFEST
+from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, TEMPORARY_NAME, checkpoint_name, remove
 from slurmtrain.checkpoint.store.retention import check_space
 from slurmtrain.system.files import folder_mode, fsync_directory, refresh, write_new
 

@@ -37,8 +37,8 @@ from fsspec.core import url_to_fs
 
 from slurmtrain.checkpoint.errors import CheckpointError, CheckpointMismatchError, UnreadableError
 from slurmtrain.checkpoint.format.blocks import each, note_block, read_manifest_text
-from slurmtrain.checkpoint.format.directory import checkpoint_name, step_of
-from slurmtrain.checkpoint.format.manifest import COMPLETE, MANIFEST, Manifest, file_name, parse_manifest
+from slurmtrain.checkpoint.format.directory import COMPLETE, MANIFEST, checkpoint_name, file_name, step_of
+from slurmtrain.checkpoint.format.manifest import Manifest, parse_manifest
 from slurmtrain.checkpoint.store import commit, retention
 from slurmtrain.checkpoint.store.commit import wait_until_visible
 from slurmtrain.checkpoint.store.retention import UNKNOWN_SOUNDNESS, Keep, Kept, Soundness, surplus

@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 from slurmtrain.checkpoint.errors import CheckpointError
 from slurmtrain.checkpoint.format.blocks import read_manifest
-from slurmtrain.checkpoint.format.directory import TEMPORARY_NAME, step_of
-from slurmtrain.checkpoint.format.manifest import FINAL_NAME
+from slurmtrain.checkpoint.format.directory import FINAL_NAME, TEMPORARY_NAME, step_of
 from slurmtrain.choices import BestMode
 from slurmtrain.system.files import folder_mode, is_mine, refresh
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from slurmtrain.checkpoint.format.directory import checkpoint_name
-from slurmtrain.checkpoint.format.manifest import COMPLETE
+from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.observe.metrics import MetricsLog
 from slurmtrain.report import prune

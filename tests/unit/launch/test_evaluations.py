@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmtrain.checkpoint.format.directory import checkpoint_name, committed, remove
-from slurmtrain.checkpoint.format.manifest import COMPLETE
+from slurmtrain.checkpoint.format.directory import COMPLETE, checkpoint_name, committed, remove
 from slurmtrain.checkpoint.store import retention
 from slurmtrain.checkpoint.store.retention import Keep
 from slurmtrain.cli import main
